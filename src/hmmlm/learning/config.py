@@ -1,0 +1,282 @@
+"""What a run is made of: one model a concern, a line of doc under each field (also the help of the command line).
+
+The same object is read from a recipe (TOML), changed from the command line, and saved as JSON beside every checkpoint.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from hmmlm.errors import InputError
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+"""A number from 0 to 1, both included."""
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+"""A number from 0 to 1, 1 excluded."""
+
+
+class Section(BaseModel):
+    """Frozen, no unknown fields, no NaN: what every part of the configuration shares."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+
+
+class TokenizerConfig(Section):
+    """How text becomes tokens."""
+
+    kind: Literal["word", "bpe", "file"] = "word"
+    """word: split at white space, one token a word; bpe: train a byte-level BPE; file: load `file` as it is."""
+    file: Path | None = None
+    """An existing tokenizer: a Hugging Face tokenizer.json, a sentencepiece .model, or a saved word vocabulary."""
+    vocab_size: PositiveInt = 10_000
+    """Most tokens in a vocabulary that is made here; rarer words become <unk>."""
+    min_count: PositiveInt = 1
+    """Words seen fewer times than this in the training text become <unk> (word only)."""
+
+    @model_validator(mode="after")
+    def _file_goes_with_kind(self) -> TokenizerConfig:
+        if self.kind == "file" and self.file is None:
+            raise ValueError("kind = 'file' needs `file`: the path of the tokenizer")
+        if self.kind != "file" and self.file is not None:
+            raise ValueError(f"`file` is only read with kind = 'file', and kind is {self.kind!r}")
+        return self
+
+
+class BatchConfig(Section):
+    """How tokens become batches."""
+
+    kind: Literal["stream", "chunks"] = "stream"
+    """stream: contiguous windows with carried state (Chiu & Rush); chunks: disjoint, each from the start
+    distribution (Lee & Berg-Kirkpatrick)."""
+    batch_size: PositiveInt = 16
+    """Sequences side by side."""
+    length: PositiveInt = 32
+    """Tokens a sequence in one batch."""
+    shuffle: bool = True
+    """Shuffle every epoch: examples before they are laid into streams, or chunks."""
+    reset_at_eos: bool = False
+    """In training, restart the chain from the start distribution after every <eos> (stream only)."""
+    eval_reset_at_eos: bool = False
+    """The same in evaluation (stream only)."""
+
+
+class ModelConfig(Section):
+    """The hidden Markov model and how its parameters are made."""
+
+    states: PositiveInt = 256
+    """Number of hidden states."""
+    parameterization: Literal["scalar"] = "scalar"
+    """scalar: one logit a probability."""
+    scale: NonNegativeFloat = 1.0
+    """Standard deviation of the initial logits."""
+
+
+class BaumWelchConfig(Section):
+    """Expectation maximisation: expected counts instead of gradients."""
+
+    full_batch: bool = True
+    """One update an epoch from all of its counts, which never lowers the likelihood of the training text; otherwise
+    one every `accumulate` batches."""
+    step: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """α in θ ← α θ_new + (1 − α) θ; the schedule multiplies it."""
+    accumulate: PositiveInt = 1
+    """Batches whose counts are added up for one update (at first, if `growth` is above 1)."""
+    growth: Annotated[float, Field(ge=1)] = 1.0
+    """After each epoch, multiply `accumulate` by this: growing batches."""
+    pseudocount: NonNegativeFloat = 0.0
+    """Added to every expected count before normalising; keeps words unseen in a mini-batch possible."""
+    momentum: Momentum = 0.0
+    """Share of the past counts kept in a running average of the expected counts; 0 uses the last update's alone."""
+
+
+class OptimizerConfig(Section):
+    """How parameters are updated."""
+
+    kind: Literal["adamw", "baum-welch"] = "adamw"
+    """adamw: gradients of the mean negative log-likelihood a token; baum-welch: expected counts, see `baum-welch`."""
+    rate: PositiveFloat = 0.1
+    """Peak learning rate (adamw)."""
+    betas: tuple[Momentum, Momentum] = (0.9, 0.95)
+    """Decay of the running means of gradient and squared gradient (adamw)."""
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator (adamw)."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay (adamw); on the logits of a scalar model it costs a lot, see the results."""
+    clip: NonNegativeFloat = 1.0
+    """Largest norm of the whole gradient (adamw); 0 does not clip."""
+    baum_welch: BaumWelchConfig = BaumWelchConfig()
+
+
+class ScheduleConfig(Section):
+    """How the learning rate (adamw) or the step (baum-welch) changes."""
+
+    kind: Literal["constant", "cosine", "plateau"] = "constant"
+    """constant; cosine: down to `final_fraction` of the peak; plateau: divided by `factor` when validation stops
+    improving."""
+    warmup_tokens: NonNegativeInt = 0
+    """Tokens over which the rate first rises linearly to its peak (any kind)."""
+    warmup_fraction: Fraction = 0.0
+    """The same as a fraction of all training tokens; give one of the two."""
+    final_fraction: Fraction = 0.1
+    """Where cosine ends, as a fraction of the peak."""
+    factor: Annotated[float, Field(gt=1)] = 4.0
+    """What plateau divides the rate by."""
+    patience: PositiveInt = 8
+    """Validation checks without a new best after which plateau divides."""
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> ScheduleConfig:
+        if self.warmup_tokens and self.warmup_fraction:
+            raise ValueError("give `warmup_tokens` or `warmup_fraction`, not both")
+        return self
+
+
+class TrainConfig(Section):
+    """How long, where, and what is kept."""
+
+    epochs: PositiveInt | None = 10
+    """Passes over the training text; None: until `max_tokens`."""
+    max_tokens: PositiveInt | None = None
+    """Stop after this many training tokens, whichever of the two comes first."""
+    seed: NonNegativeInt = 0
+    """Of the initial parameters and of the shuffling."""
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    """bf16-mixed: bfloat16 products, float32 parameters and sums."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU where there is one."""
+    checks_per_epoch: PositiveInt = 1
+    """Validation checks an epoch, evenly spaced, the last at its end."""
+    log_every: PositiveInt = 20
+    """Steps between two readings of the loss (history, progress and the check that it is finite)."""
+    checkpoint_every: PositiveInt = 1000
+    """Steps between two checkpoints to resume from (one is also written at every validation check)."""
+    tensorboard: bool = True
+    """Write TensorBoard events beside the JSON-lines history."""
+
+    @model_validator(mode="after")
+    def _ends(self) -> TrainConfig:
+        if self.epochs is None and self.max_tokens is None:
+            raise ValueError("give `epochs` or `max_tokens`, or the run never ends")
+        return self
+
+
+class RunConfig(Section):
+    """Everything a training run needs to be done again."""
+
+    data: str = "embedded"
+    """Corpus: a name (embedded, ptb, wikitext2), a text file, or a folder with train, valid and test files."""
+    data_folder: Path | None = None
+    """Where named corpora lie or are downloaded to; None: the user's cache folder."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    batches: BatchConfig = BatchConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> RunConfig:
+        if self.optimizer.kind == "baum-welch" and self.model.parameterization != "scalar":
+            raise ValueError("optimizer.kind = 'baum-welch' needs model.parameterization = 'scalar'")
+        return self
+
+
+def config_to_dict(config: RunConfig) -> dict[str, Any]:
+    """The configuration as plain JSON values; `config_from_dict` is its inverse."""
+    return config.model_dump(mode="json")
+
+
+def config_from_dict(values: Mapping[str, Any], where: str = "configuration") -> RunConfig:
+    """A validated configuration; fields left out keep their defaults. `where` names the source in errors."""
+    try:
+        return RunConfig.model_validate(dict(values))
+    except ValidationError as error:
+        raise InputError(f"{where}: {_explain(error)}") from None
+
+
+def load_recipe(name_or_file: str | Path) -> RunConfig:
+    """A recipe that comes with the package, by name, or any TOML file."""
+    text, where = _read_recipe(str(name_or_file))
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{where}: not valid TOML: {error}") from None
+    return config_from_dict(values, where)
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes in the package, sorted."""
+    return sorted(name for name, _ in _recipe_texts())
+
+
+def _recipe_texts() -> Iterator[tuple[str, Any]]:
+    folder = resources.files("hmmlm.experiments") / "recipes"
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if entry.name.endswith(".toml"):
+            yield entry.name.removesuffix(".toml"), entry
+
+
+def _read_recipe(name: str) -> tuple[str, str]:
+    if name.endswith(".toml"):
+        try:
+            return Path(name).read_text(encoding="utf-8"), name
+        except FileNotFoundError:
+            raise InputError(f"recipe file {name} does not exist") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"recipe file {name} cannot be read: {error}") from None
+    recipes = dict(_recipe_texts())
+    if name not in recipes:
+        near = ", ".join(difflib.get_close_matches(name, recipes, n=3, cutoff=0.4) or sorted(recipes))
+        raise InputError(f"no recipe named {name!r}; nearest: {near or 'none'} (or give the path of a .toml file)")
+    return recipes[name].read_text(encoding="utf-8"), f"recipe {name}"
+
+
+def _explain(error: ValidationError) -> str:
+    """The first thing wrong, on one line: an unknown field before a bad value, as the one often causes the other."""
+    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    path = [str(part) for part in first["loc"]]
+    if first["type"] == "extra_forbidden":
+        near = nearest_field(path)
+        return f"unknown field {'.'.join(path)!r}" + (f"; did you mean {near!r}?" if near else "")
+    reason = first["msg"].removeprefix("Value error, ")
+    if not path:
+        return reason
+    given = "" if isinstance(first["input"], Mapping | BaseModel) else f" (given {first['input']!r})"
+    return f"{'.'.join(path)}: {reason}{given}".replace("\n", " ")
+
+
+def nearest_field(path: list[str]) -> str | None:
+    """Dotted name of the valid field nearest to an unknown one: a close sibling, else a close name elsewhere."""
+    *parents, leaf = path
+    fields = list(_field_names(RunConfig))
+    siblings = {f[-1]: f for f in fields if list(f[:-1]) == parents}
+    near = difflib.get_close_matches(leaf, siblings, n=1)
+    if near:
+        return ".".join(siblings[near[0]])
+    elsewhere = {f[-1]: f for f in reversed(fields)}
+    near = difflib.get_close_matches(leaf, elsewhere, n=1)
+    return ".".join(elsewhere[near[0]]) if near else None
+
+
+def _field_names(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, field in model.model_fields.items():
+        yield (*parents, name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _field_names(field.annotation, (*parents, name))
