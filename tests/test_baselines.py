@@ -1,0 +1,136 @@
+"""Kneser-Ney n-grams: exact normalisation, hand-computed values, a slow reading of the definition, order of quality."""
+
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hmmlm.baselines.ngram import NgramModel
+from hmmlm.errors import InputError
+
+EOS = 0
+VOCAB = 60
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, 5), min_size=1, max_size=60),
+    order=st.integers(1, 5),
+    eos=st.sampled_from([None, 0, 3]),
+    context=st.lists(st.integers(0, 6), max_size=6),
+)
+def test_probabilities_sum_to_one_for_every_context(
+    tokens: list[int], order: int, eos: int | None, context: list[int]
+) -> None:
+    model = NgramModel(np.array(tokens), vocab_size=7, order=order, eos=eos)  # token 6 is never seen
+    log_probs = model.next_token(np.array(context, dtype=np.int64))
+    assert np.isfinite(log_probs).all()
+    assert np.exp(log_probs).sum() == pytest.approx(1.0, abs=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, 4), min_size=2, max_size=50),
+    text=st.lists(st.integers(0, 4), min_size=1, max_size=12),
+    order=st.integers(1, 4),
+    eos=st.sampled_from([None, 0]),
+)
+def test_a_text_is_scored_as_its_tokens_are_predicted_one_by_one(
+    tokens: list[int], text: list[int], order: int, eos: int | None
+) -> None:
+    model = NgramModel(np.array(tokens), 5, order, eos)
+    one_by_one = [model.next_token(np.array(text[:i], dtype=np.int64))[text[i]] for i in range(len(text))]
+    np.testing.assert_allclose(model.log_probs(np.array(text)), one_by_one, atol=1e-12)
+
+
+def sentences(rng: np.random.Generator, count: int) -> list[int]:
+    """Sentences of a small random bigram language whose words are as unevenly frequent as real ones, `<eos>` = 0."""
+    table = rng.dirichlet(4 / np.arange(1, VOCAB + 1), size=VOCAB)
+    tokens, last = [], 0
+    while count:
+        last = int(rng.choice(VOCAB, p=table[last]))
+        tokens.append(last)
+        count -= last == 0
+    return tokens
+
+
+def slow_kneser_ney(tokens: list[int], vocab: int, context: tuple[int, ...], word: int, order: int) -> float:
+    """The textbook recursion over dictionaries, sentence by sentence, with `<s>` = -1 in front."""
+    grams: list[Counter[tuple[int, ...]]] = [Counter() for _ in range(order + 1)]
+    sentence: list[int] = [-1]
+    for token in tokens:
+        sentence.append(token)
+        for k in range(1, order + 1):
+            if len(sentence) >= k and (k > 1 or sentence[-1] != -1):
+                grams[k][tuple(sentence[-k:])] += 1
+        if token == EOS:
+            sentence = [-1]
+    for k in range(1, order):  # lower orders: number of different tokens before
+        before: dict[tuple[int, ...], set[int]] = defaultdict(set)
+        for gram in grams[k + 1]:
+            before[gram[1:]].add(gram[0])
+        grams[k] = Counter({g: len(before[g]) if g[0] != -1 else c for g, c in grams[k].items()})
+    p = 1.0 / vocab
+    history = (-1, *context)
+    for k in range(1, order + 1):
+        n = Counter(min(c, 5) for c in grams[k].values())
+        y = n[1] / (n[1] + 2 * n[2])
+        discount = {0: 0.0, **{j: j - (j + 1) * y * n[j + 1] / n[j] for j in (1, 2, 3)}}
+        if len(history) < k - 1:
+            break
+        prefix = history[len(history) - (k - 1) :]
+        followers = {g: c for g, c in grams[k].items() if g[:-1] == prefix}
+        if not followers:
+            break
+        total = sum(followers.values())
+        left = sum(discount[min(c, 3)] for c in followers.values()) / total
+        c = followers.get((*prefix, word), 0)
+        p = (c - discount[min(c, 3)]) / total + left * p
+    return p
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_agrees_with_the_textbook_recursion(order: int) -> None:
+    tokens = sentences(np.random.default_rng(1), 60)
+    model = NgramModel(np.array(tokens), VOCAB, order, eos=EOS)
+    for context in [(), (3,), (3, 5), (7, 1, 2), (11, 11)]:
+        got = np.exp(model.next_token(np.array(context, dtype=np.int64)))
+        want = [slow_kneser_ney(tokens, VOCAB, context, w, order) for w in range(0, VOCAB, 5)]
+        np.testing.assert_allclose(got[::5], want, atol=1e-12)
+
+
+def test_context_does_not_reach_across_eos_when_it_restarts() -> None:
+    tokens = np.array(sentences(np.random.default_rng(2), 200))
+    restart, runs_on = NgramModel(tokens, VOCAB, 3, eos=EOS), NgramModel(tokens, VOCAB, 3)
+    for before in ([], [4], [7, 2]):
+        np.testing.assert_array_equal(restart.next_token([*before, EOS, 5]), restart.next_token([EOS, 5]))
+    assert not np.allclose(runs_on.next_token([4, EOS]), runs_on.next_token([7, EOS]))
+
+
+def test_higher_orders_are_better_on_text_that_has_structure() -> None:
+    rng = np.random.default_rng(3)
+    # A language of order two: the next token is a fixed function of the last two, or noise.
+    table, tokens = rng.integers(1, 20, size=(20, 20)), [0, 0]
+    for _ in range(20_000):
+        noise = rng.random() < 0.2
+        tokens.append(int(rng.integers(0, 20)) if noise else int(table[tokens[-2], tokens[-1]]))
+    train, test = np.array(tokens[:18_000]), np.array(tokens[18_000:])
+    unigram, bigram, trigram = (NgramModel(train, 20, n).perplexity(test) for n in (1, 2, 3))
+    assert unigram > bigram > trigram
+    counts = np.bincount(train, minlength=20) / len(train)
+    assert unigram == pytest.approx(np.exp(-np.log(counts[test]).mean()), rel=1e-3)
+
+
+def test_bad_input_is_named() -> None:
+    with pytest.raises(InputError, match="token 7 at position 1 is outside the vocabulary of 5"):
+        NgramModel(np.array([1, 7]), 5, 2)
+    with pytest.raises(InputError, match="flat array of integers"):
+        NgramModel(np.array([1.0]), 5, 2)
+    with pytest.raises(InputError, match="at least 1"):
+        NgramModel(np.array([1]), 5, 0)
+    with pytest.raises(InputError, match="empty"):
+        NgramModel(np.array([], dtype=np.int64), 5, 1)
+    with pytest.raises(InputError, match="no perplexity"):
+        NgramModel(np.array([1]), 5, 1).perplexity(np.array([], dtype=np.int64))
