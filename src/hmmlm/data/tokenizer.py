@@ -1,0 +1,172 @@
+"""Tokenizers behind one protocol: plain words, Hugging Face tokenizers, sentencepiece files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import sentencepiece
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from hmmlm.data.files import read_bytes, write_bytes
+from hmmlm.data.words import EOS, FORMAT, WordTokenizer, check_id, fingerprint_of, split_at
+from hmmlm.errors import InputError
+
+__all__ = ["HuggingFaceTokenizer", "SentencePieceTokenizer", "Tokenizer", "WordTokenizer", "load_tokenizer"]
+
+_EOS_NAMES = ("</s>", EOS, "<|endoftext|>", "<|end_of_text|>")
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back. `encode` adds no eos; `decode` writes each eos as a line break."""
+
+    @property
+    def kind(self) -> str: ...  # "word" | "huggingface" | "sentencepiece"
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_id(self) -> int: ...
+    @property
+    def unk_id(self) -> int | None: ...
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def token(self, id: int) -> str:
+        """How one token is shown; a leading space as ▁."""
+
+    def fingerprint(self) -> str:
+        """sha256 over the vocabulary, first 16 hex: token files and checkpoints carry it."""
+
+    def save(self, folder: Path) -> None:
+        """Into `folder`, for `load_tokenizer`."""
+
+
+class HuggingFaceTokenizer:
+    """Any `tokenizer.json`. Its end-of-text token is the eos; where it has none, `<eos>` is added."""
+
+    kind = "huggingface"
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        tokenizer.no_truncation()  # a tokenizer.json may ask for both; a corpus wants neither
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True  # "</s>" in a text is text, not the end of it
+        if not any(tokenizer.token_to_id(name) is not None for name in _EOS_NAMES):
+            tokenizer.add_special_tokens([EOS])
+        self._vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        self.eos_id = next(self._vocabulary[name] for name in _EOS_NAMES if name in self._vocabulary)
+        self.unk_id = self._vocabulary.get(getattr(tokenizer.model, "unk_token", None) or "")
+        self.vocab_size = max(self._vocabulary.values()) + 1  # not the count: a vocabulary may have holes
+
+    @classmethod
+    def train(cls, lines: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
+        """Byte-level BPE: every text can be written, there is no `<unk>`."""
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        if vocab_size <= len(alphabet):
+            raise InputError(f"a byte-level vocabulary of {vocab_size} is too small: {len(alphabet) + 1} or more")
+        tokenizer = tokenizers.Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator(lines, trainer)
+        return cls(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        lines = split_at([check_id(i, self.vocab_size) for i in ids], self.eos_id)
+        return "\n".join(self._tokenizer.decode(line, skip_special_tokens=False) for line in lines)
+
+    def token(self, id: int) -> str:
+        piece = self._tokenizer.id_to_token(check_id(id, self.vocab_size))
+        if piece is None:
+            return f"<{id}>"  # a hole in the vocabulary
+        if isinstance(self._tokenizer.decoder, decoders.ByteLevel):
+            text = self._tokenizer.decode([id], skip_special_tokens=False)
+            if text and "\ufffd" not in text:  # part of a character stays in its byte form
+                return "▁" + text[1:] if text.startswith(" ") else text
+        return piece
+
+    def fingerprint(self) -> str:
+        vocabulary = sorted((i, token) for token, i in self._vocabulary.items())
+        return fingerprint_of(self.kind, vocabulary, self.eos_id)
+
+    def save(self, folder: Path) -> None:
+        write_bytes(folder / "tokenizer.json", self._tokenizer.to_str().encode())
+
+
+class SentencePieceTokenizer:
+    """A sentencepiece `.model` file, such as Llama's."""
+
+    kind = "sentencepiece"
+
+    def __init__(self, path: Path) -> None:
+        content = read_bytes(path)
+        try:
+            if not content:
+                raise RuntimeError("empty file")
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except RuntimeError:
+            raise InputError(f"{path} is not a whole sentencepiece model: get the file again") from None
+        self.eos_id: int = self._processor.eos_id()
+        self.unk_id: int | None = self._processor.unk_id()
+        self.vocab_size: int = self._processor.vocab_size()
+        if self.eos_id < 0:
+            raise InputError(f"the sentencepiece model {path} has no end-of-sentence piece: train it with one")
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        lines = split_at([check_id(i, self.vocab_size) for i in ids], self.eos_id)
+        return "\n".join(self._processor.decode(line) for line in lines)
+
+    def token(self, id: int) -> str:
+        return self._processor.id_to_piece(check_id(id, self.vocab_size))
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.kind, [self.token(i) for i in range(self.vocab_size)], self.eos_id)
+
+    def save(self, folder: Path) -> None:
+        if (folder / "tokenizer.json").exists():
+            raise InputError(f"{folder} already holds another tokenizer (tokenizer.json): choose another folder")
+        write_bytes(folder / "tokenizer.model", self._processor.serialized_model_proto())
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer in `folder` (tokenizer.json, else tokenizer.model), or in the file `folder` names."""
+    path = folder
+    if folder.is_dir():
+        path = next((p for p in (folder / "tokenizer.json", folder / "tokenizer.model") if p.exists()), folder)
+    if path.is_dir():
+        raise InputError(f"no tokenizer in {folder}: it should hold tokenizer.json or tokenizer.model")
+    if not path.exists():
+        raise InputError(f"no tokenizer at {path}: give a folder, a tokenizer.json or a sentencepiece .model file")
+    return SentencePieceTokenizer(path) if path.suffix == ".model" else _load_json(path)
+
+
+def _load_json(path: Path) -> Tokenizer:
+    try:
+        text = read_bytes(path).decode()
+        content = json.loads(text)
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{path} is not whole JSON ({reason}): save the tokenizer again") from None
+    if isinstance(content, dict) and content.get("format") == FORMAT:
+        return WordTokenizer.from_json(content, path)
+    if not isinstance(content, dict) or "model" not in content:
+        raise InputError(f"{path} is neither a word vocabulary of hmmlm nor a Hugging Face tokenizer.json")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # tokenizers raises bare Exception
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{path} is not a Hugging Face tokenizer this version reads ({reason})") from None
+    return HuggingFaceTokenizer(tokenizer)

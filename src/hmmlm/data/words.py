@@ -1,0 +1,152 @@
+"""A plain word vocabulary: what PTB and WikiText are given in, and enough for raw English."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from hmmlm.data.files import write_bytes
+from hmmlm.errors import InputError
+
+UNK = "<unk>"
+EOS = "<eos>"
+FORMAT = "hmmlm word tokenizer"
+VERSION = 1
+Split = Literal["whitespace", "words"]
+
+# A number with separators, or a word with inner apostrophes, hyphens and dots (isn't, read-only, os.path), or one mark.
+_WORD = re.compile(rf"{UNK}|{EOS}|\d+(?:[.,]\d+)+\b|\w+(?:[.'’-]\w+)*|\.\.\.|[^\w\s]")
+_NO_SPACE_BEFORE = frozenset([*",.;:!?)]}%…’”/", "..."])
+_NO_SPACE_AFTER = frozenset("([{$#@“‘/")
+_PAIRED = frozenset("\"'`")  # the same mark opens and closes
+
+
+class WordTokenizer:
+    """Words of a fixed vocabulary; every other word is `<unk>`.
+
+    split="whitespace" takes the text as already tokenised; "words" also splits off punctuation.
+    """
+
+    kind = "word"
+
+    def __init__(self, words: Sequence[str], split: Split = "whitespace", lowercase: bool = False) -> None:
+        if split not in ("whitespace", "words"):
+            raise InputError(f'unknown split {split!r}: use "whitespace" or "words"')
+        self.words = list(words)
+        self.split: Split = split
+        self.lowercase = lowercase
+        self._ids = {word: i for i, word in enumerate(self.words)}
+        for special in (UNK, EOS):
+            if special not in self._ids:
+                raise InputError(f"the word vocabulary has no {special}")
+        if len(self._ids) != len(self.words):
+            twice = next(word for word, count in Counter(self.words).items() if count > 1)
+            raise InputError(f"the word vocabulary has {twice!r} twice")
+        self.unk_id = self._ids[UNK]
+        self.eos_id = self._ids[EOS]
+
+    @classmethod
+    def train(
+        cls,
+        lines: Iterable[str],
+        max_size: int | None = None,
+        min_count: int = 1,
+        *,
+        split: Split = "whitespace",
+        lowercase: bool = False,
+    ) -> WordTokenizer:
+        """The `max_size` most frequent words (`<unk>` and `<eos>` included) that occur `min_count` times or more."""
+        if max_size is not None and max_size < 3:
+            raise InputError(f"a vocabulary of {max_size} has no room for a word beside {UNK} and {EOS}: 3 or more")
+        counts: Counter[str] = Counter()
+        for line in lines:
+            counts.update(_split(line, split, lowercase))
+        if not counts:
+            raise InputError("the text to take a vocabulary from has no words")
+        ranked = sorted((-n, word) for word, n in counts.items() if n >= min_count and word not in (UNK, EOS))
+        words = [UNK, EOS] + [word for _, word in ranked]
+        return cls(words[:max_size], split, lowercase)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.words)
+
+    def encode(self, text: str) -> list[int]:
+        get, unk = self._ids.get, self.unk_id
+        return [get(word, unk) for word in _split(text, self.split, self.lowercase)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        join = " ".join if self.split == "whitespace" else _detokenise
+        return "\n".join(join([self.token(i) for i in line]) for line in split_at(ids, self.eos_id))
+
+    def token(self, id: int) -> str:
+        return self.words[check_id(id, self.vocab_size)]
+
+    def fingerprint(self) -> str:
+        return fingerprint_of(self.kind, self.words, self.split, self.lowercase)
+
+    def save(self, folder: Path) -> None:
+        content = {"format": FORMAT, "version": VERSION, "split": self.split, "lowercase": self.lowercase}
+        text = json.dumps({**content, "words": self.words}, ensure_ascii=False, indent=0)
+        write_bytes(folder / "tokenizer.json", text.encode())
+
+    @classmethod
+    def from_json(cls, content: dict, where: Path) -> WordTokenizer:
+        if content.get("version") != VERSION:
+            raise InputError(f"{where} has version {content.get('version')}; this hmmlm reads {VERSION}: update hmmlm")
+        words = content.get("words")
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise InputError(f"{where} is damaged: its words are not a list of strings; save the tokenizer again")
+        try:
+            return cls(words, content.get("split", ""), bool(content.get("lowercase")))
+        except InputError as error:
+            raise InputError(f"{where} is damaged: {error}") from None
+
+
+def fingerprint_of(*content: object) -> str:
+    """sha256, first 16 hex, of anything JSON can write."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def check_id(id: int, vocab_size: int) -> int:
+    if not 0 <= id < vocab_size:
+        raise InputError(f"token {id} is outside the vocabulary of {vocab_size}")
+    return int(id)
+
+
+def split_at(ids: Sequence[int], eos_id: int) -> list[list[int]]:
+    """Lines of ids without their eos; text after the last eos is a line of its own, an empty one included."""
+    lines: list[list[int]] = [[]]
+    for id in ids:
+        if id == eos_id:
+            lines.append([])
+        else:
+            lines[-1].append(int(id))
+    return lines
+
+
+def _split(text: str, split: Split, lowercase: bool) -> list[str]:
+    if lowercase:
+        text = text.lower()
+    return text.split() if split == "whitespace" else _WORD.findall(text)
+
+
+def _detokenise(words: Sequence[str]) -> str:
+    """English spacing: none before a comma or after a bracket; paired quotes hug what they enclose."""
+    out: list[str] = []
+    glue = True  # whether the next word follows without a space
+    open_marks: set[str] = set()
+    for word in words:
+        closes = word in open_marks
+        if not (glue or closes or word in _NO_SPACE_BEFORE):
+            out.append(" ")
+        out.append(word)
+        if word in _PAIRED:
+            open_marks ^= {word}
+        glue = word in _NO_SPACE_AFTER or (word in _PAIRED and not closes)
+    return "".join(out)
