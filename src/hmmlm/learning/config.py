@@ -42,13 +42,17 @@ class TokenizerConfig(Section):
     """How text becomes tokens."""
 
     kind: Literal["word", "bpe", "file"] = "word"
-    """word: split at white space, one token a word; bpe: train a byte-level BPE; file: load `file` as it is."""
+    """word: a vocabulary of whole words; bpe: train a byte-level BPE; file: load `file` as it is."""
     file: Path | None = None
     """An existing tokenizer: a Hugging Face tokenizer.json, a sentencepiece .model, or a saved word vocabulary."""
     vocab_size: PositiveInt = 10_000
     """Most tokens in a vocabulary that is made here; rarer words become <unk>."""
     min_count: PositiveInt = 1
     """Words seen fewer times than this in the training text become <unk> (word only)."""
+    split: Literal["whitespace", "words"] = "words"
+    """whitespace: the text is tokenised already, as PTB and WikiText are; words: split off punctuation (word only)."""
+    lowercase: bool = False
+    """Lowercase the text first (word only)."""
 
     @model_validator(mode="after")
     def _file_goes_with_kind(self) -> TokenizerConfig:
@@ -92,7 +96,7 @@ class BaumWelchConfig(Section):
     """Expectation maximisation: expected counts instead of gradients."""
 
     full_batch: bool = True
-    """One update an epoch from all of its counts, which never lowers the likelihood of the training text; otherwise
+    """One update an epoch from all of its counts, which never lowers the likelihood of the training chunks; otherwise
     one every `accumulate` batches."""
     step: Annotated[float, Field(gt=0, le=1)] = 1.0
     """α in θ ← α θ_new + (1 − α) θ; the schedule multiplies it."""
