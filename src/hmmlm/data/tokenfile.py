@@ -1,0 +1,168 @@
+"""Token files: raw little-endian ids that are memory-mapped, a JSON header, and where documents begin.
+
+`<name>.bin` holds the ids (uint16 up to a vocabulary of 65,535, else uint32), `<name>.idx` the document offsets
+(int64 [D+1]), `<name>.json` the header that binds the two to each other and to a tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hmmlm.data.files import read_bytes, replacing
+from hmmlm.errors import InputError
+
+FORMAT = "hmmlm tokens"
+VERSION = 1
+_OFFSET = np.dtype("<i8")
+_DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_EDGE = 1 << 16  # bytes at either end of a file that its digest reads
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFile:
+    """`tokens` [N] of `documents.size - 1` documents; document d is tokens[documents[d]:documents[d + 1]]."""
+
+    tokens: np.ndarray
+    documents: np.ndarray
+    vocab_size: int
+    fingerprint: str
+    source: str = ""  # what it was made from, so that it can be reused
+    path: Path | None = None
+
+    def __len__(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @property
+    def name(self) -> str:
+        return str(self.path) if self.path else "the corpus in memory"
+
+    @classmethod
+    def from_arrays(
+        cls, tokens: Sequence[int] | np.ndarray, documents: Sequence[int] | np.ndarray | None, vocab_size: int,
+        fingerprint: str = "",
+    ) -> TokenFile:
+        """A corpus in memory; `documents` are the offsets [D+1], None for one document."""
+        ids = _checked(tokens, vocab_size, 0, 0)
+        if not ids.size:
+            raise InputError("the corpus has no tokens")
+        offsets = np.asarray([0, ids.size] if documents is None else documents, dtype=_OFFSET)
+        if offsets[0] != 0 or offsets[-1] != ids.size or (np.diff(offsets) < 0).any():
+            raise InputError(f"document offsets must rise from 0 to the {ids.size} tokens")
+        return cls(ids.astype(_dtype(vocab_size)), offsets, vocab_size, fingerprint)
+
+    @classmethod
+    def open(cls, path: Path, fingerprint: str | None = None) -> TokenFile:
+        """Memory-map the token file `path` (with or without .bin); refuse one made by another tokenizer."""
+        data, index, header_path = _paths(path)
+        header = _read_header(header_path)
+        if fingerprint is not None and header["fingerprint"] != fingerprint:
+            raise InputError(
+                f"{data} was made with another tokenizer ({header['fingerprint']}, not {fingerprint}): prepare it again"
+            )
+        for part, key in ((data, "bytes"), (index, "index_bytes")):
+            size = part.stat().st_size if part.exists() else 0
+            if size != header[key]:
+                raise InputError(f"{part} is truncated or foreign: {size} bytes, not {header[key]}; prepare it again")
+            if _digest(part) != header[key.replace("bytes", "digest")]:
+                raise InputError(f"{part} does not belong to {header_path}: prepare it again")
+        tokens = np.memmap(data, dtype=_DTYPES[header["dtype"]], mode="r")
+        documents = np.memmap(index, dtype=_OFFSET, mode="r")
+        return cls(tokens, documents, header["vocab_size"], header["fingerprint"], header["source"], data)
+
+
+def write_tokens(
+    path: Path, documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int, fingerprint: str, source: str = ""
+) -> TokenFile:
+    """Stream `documents` into the token file `path`; what was there before stays until the new one is whole."""
+    data, index, header_path = _paths(path)
+    dtype = _dtype(vocab_size)
+    count, number = 0, 0
+    with replacing(data, index, header_path) as (data_part, index_part, header_part):
+        with data_part.open("wb") as tokens_out, index_part.open("wb") as offsets_out:
+            offsets_out.write(_OFFSET.type(0).tobytes())
+            for number, document in enumerate(documents, 1):
+                ids = _checked(document, vocab_size, number - 1, count)
+                tokens_out.write(ids.astype(dtype).tobytes())
+                count += ids.size
+                offsets_out.write(_OFFSET.type(count).tobytes())
+        if not count:
+            raise InputError(f"nothing to write to {data}: the text has no tokens")
+        header = {
+            "format": FORMAT,
+            "version": VERSION,
+            "dtype": dtype.name,
+            "count": count,
+            "vocab_size": vocab_size,
+            "fingerprint": fingerprint,
+            "documents": number,
+            "bytes": count * dtype.itemsize,
+            "digest": _digest(data_part),
+            "index_bytes": (number + 1) * _OFFSET.itemsize,
+            "index_digest": _digest(index_part),
+            "source": source,
+        }
+        header_part.write_text(json.dumps(header, indent=2) + "\n")
+    return TokenFile.open(data)
+
+
+def _paths(path: Path) -> tuple[Path, Path, Path]:
+    """The .bin, .idx and .json of a token file; a name may have dots of its own."""
+    stem = path.name.removesuffix(".bin")
+    return path.with_name(stem + ".bin"), path.with_name(stem + ".idx"), path.with_name(stem + ".json")
+
+
+def _dtype(vocab_size: int) -> np.dtype:
+    if not 0 < vocab_size <= 1 << 32:
+        raise InputError(f"a vocabulary of {vocab_size} does not fit a token file")
+    return _DTYPES["uint16" if vocab_size <= 65_535 else "uint32"]
+
+
+def _checked(document: Sequence[int] | np.ndarray, vocab_size: int, number: int, before: int) -> np.ndarray:
+    ids = np.asarray(document)
+    if not ids.size:
+        return ids.astype(np.int64).reshape(-1)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise InputError(f"document {number} is not a list of integer tokens: {ids.dtype} of shape {list(ids.shape)}")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+        raise InputError(
+            f"token {ids[at]} at position {before + at} (document {number}, position {at} in it) "
+            f"is outside the vocabulary of {vocab_size}"
+        )
+    return ids
+
+
+def _read_header(path: Path) -> dict:
+    if not path.exists():
+        raise InputError(f"no token file at {path.with_suffix('.bin')}: its header {path} is missing; prepare it first")
+    try:
+        header = json.loads(read_bytes(path))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise InputError(f"{path} is not a whole token file header: prepare it again") from None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise InputError(f"{path} is not the header of a token file: prepare it first")
+    if header.get("version") != VERSION:
+        raise InputError(f"{path} has version {header.get('version')}; this hmmlm reads {VERSION}: prepare it again")
+    missing = {
+        "dtype", "count", "vocab_size", "fingerprint", "documents", "bytes", "digest", "index_bytes", "index_digest",
+        "source",
+    } - header.keys()  # fmt: skip
+    if missing or header["dtype"] not in _DTYPES:
+        raise InputError(f"{path} is damaged ({', '.join(sorted(missing)) or 'dtype'}): prepare it again")
+    return header
+
+
+def _digest(path: Path) -> str:
+    """sha256 of the first and last 64 KiB: cheap at any size, and notices files of two different runs."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        digest.update(file.read(_EDGE))
+        file.seek(max(0, path.stat().st_size - _EDGE))
+        digest.update(file.read(_EDGE))
+    return digest.hexdigest()[:16]

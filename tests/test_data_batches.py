@@ -1,0 +1,180 @@
+"""Batches against a plain reading of their definition."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hmmlm.data.batches import Batch, ChunkBatches, StreamBatches
+from hmmlm.data.tokenfile import TokenFile, write_tokens
+from hmmlm.errors import InputError
+
+EOS = 0
+
+
+@st.composite
+def corpora(draw: st.DrawFn) -> TokenFile:
+    sizes = draw(st.lists(st.integers(0, 7), min_size=1, max_size=8).filter(any))
+    ids = draw(st.lists(st.integers(0, 3), min_size=sum(sizes), max_size=sum(sizes)))
+    return TokenFile.from_arrays(ids, np.cumsum([0, *sizes]), vocab_size=4)
+
+
+def numbered(sizes: list[int]) -> TokenFile:
+    """Documents whose tokens are all different: what is read shows where it lies."""
+    return TokenFile.from_arrays(np.arange(sum(sizes)), np.cumsum([0, *sizes]), vocab_size=70_000)
+
+
+def equal(a: Batch, b: Batch) -> bool:
+    def same(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+        return x is y if x is None or y is None else torch.equal(x, y)
+
+    return same(a.tokens, b.tokens) and same(a.lengths, b.lengths) and same(a.restart, b.restart) and a.carry == b.carry
+
+
+def rows_of(batch: Batch) -> list[list[int]]:
+    lengths = [batch.tokens.shape[1]] * len(batch.tokens) if batch.lengths is None else batch.lengths.tolist()
+    rows = [row[:n] for row, n in zip(batch.tokens.tolist(), lengths, strict=True)]
+    assert all(rows), "a row without a token"
+    padding = [x for row, n in zip(batch.tokens.tolist(), lengths, strict=True) for x in row[n:]]
+    assert set(padding) <= {-1}
+    assert (batch.lengths is None) == (not padding)
+    return rows
+
+
+@settings(max_examples=150, deadline=None)
+@given(corpora(), st.integers(1, 5), st.integers(1, 6), st.booleans())
+def test_streams_in_order_are_the_corpus_cut_into_contiguous_pieces(
+    corpus: TokenFile, batch_size: int, length: int, reset: bool
+) -> None:
+    if len(corpus) < batch_size:
+        return
+    batches = StreamBatches(corpus, batch_size, length, shuffle=False, reset_at_eos=reset, eos_id=EOS, seed=0)
+    streams: list[list[int]] = [[] for _ in range(batch_size)]
+    restarts: list[list[bool]] = [[] for _ in range(batch_size)]
+    steps = 0
+    for steps, batch in enumerate(batches.epoch(0), 1):
+        assert batch.carry == (steps > 1)
+        assert batch.tokens.dtype == torch.int64 and batch.tokens.shape[1] <= length
+        assert (batch.restart is None) == (not reset)
+        for b, row in enumerate(rows_of(batch)):
+            streams[b] += row
+            if batch.restart is not None:
+                restarts[b] += batch.restart[b, : len(row)].tolist()
+                assert not batch.restart[b, len(row) :].any()
+    size = math.ceil(len(corpus) / batch_size)
+    tokens = corpus.tokens.tolist()
+    assert streams == [tokens[b * size : (b + 1) * size] for b in range(batch_size)]
+    assert steps == batches.steps_per_epoch
+    assert batches.tokens_per_epoch == len(corpus)
+    if reset:
+        assert restarts == [[t > 0 and stream[t - 1] == EOS for t in range(len(stream))] for stream in streams]
+
+
+def test_shuffled_streams_are_the_documents_whole_in_another_order_every_epoch() -> None:
+    sizes = [3, 0, 5, 1, 4, 2, 6, 7]
+    corpus = numbered(sizes)
+    batches = StreamBatches(corpus, 3, 4, shuffle=True, reset_at_eos=False, eos_id=EOS, seed=7)
+    bounds = corpus.documents.tolist()
+    documents = {a: list(range(a, b)) for a, b in itertools.pairwise(bounds) if b > a}
+    orders = []
+    for epoch in range(4):
+        streams: list[list[int]] = [[], [], []]
+        for batch in batches.epoch(epoch):
+            for stream, row in zip(streams, rows_of(batch), strict=False):
+                stream += row
+        read, order = list(itertools.chain(*streams)), []
+        while read:
+            document = documents[read[0]]
+            assert read[: len(document)] == document
+            order.append(read[0])
+            read = read[len(document) :]
+        assert sorted(order) == sorted(documents)
+        orders.append(tuple(order))
+    assert len(set(orders)) == 4
+    again = StreamBatches(corpus, 3, 4, shuffle=True, reset_at_eos=False, eos_id=EOS, seed=7)
+    assert all(map(equal, batches.epoch(2), again.epoch(2)))
+    other = StreamBatches(corpus, 3, 4, shuffle=True, reset_at_eos=False, eos_id=EOS, seed=8)
+    assert not all(map(equal, batches.epoch(2), other.epoch(2)))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("total", [24, 29, 33, 7])
+def test_chunks_cover_the_corpus_once(shuffle: bool, drop_last: bool, total: int) -> None:
+    length, batch_size = 4, 3
+    if drop_last and total < length * batch_size:
+        with pytest.raises(InputError, match="has 7 tokens, fewer than one batch of 3 chunks of 4"):
+            ChunkBatches(numbered([total]), batch_size, length, shuffle=shuffle, drop_last=drop_last, seed=1)
+        return
+    batches = ChunkBatches(numbered([total]), batch_size, length, shuffle=shuffle, drop_last=drop_last, seed=1)
+    seen: list[list[int]] = []
+    steps = 0
+    for steps, batch in enumerate(batches.epoch(3), 1):
+        assert not batch.carry and batch.restart is None
+        assert len(batch.tokens) == batch_size or (steps == batches.steps_per_epoch and not drop_last)
+        seen += rows_of(batch)
+    assert steps == batches.steps_per_epoch
+    assert sum(map(len, seen)) == batches.tokens_per_epoch
+    chunks = [list(range(a, min(a + length, total))) for a in range(0, total, length)]
+    if drop_last:
+        assert len(seen) == total // length // batch_size * batch_size
+        assert all(chunk in chunks and len(chunk) == length for chunk in seen)
+        assert len({chunk[0] for chunk in seen}) == len(seen)
+    else:
+        assert sorted(seen) == chunks
+    assert shuffle or seen == chunks[: len(seen)]
+
+
+def test_chunks_are_shuffled_differently_every_epoch() -> None:
+    batches = ChunkBatches(numbered([400]), 5, 4, shuffle=True, drop_last=False, seed=1)
+    first, second = ([row for batch in batches.epoch(e) for row in rows_of(batch)] for e in (0, 1))
+    assert first != second and sorted(first) == sorted(second)
+    assert first != sorted(first)
+
+
+@settings(max_examples=60, deadline=None)
+@given(corpora(), st.booleans(), st.integers(0, 3), st.data())
+def test_resuming_gives_the_same_batches(corpus: TokenFile, shuffle: bool, epoch: int, data: st.DataObject) -> None:
+    batch_size = min(3, len(corpus))
+    for batches in (
+        StreamBatches(corpus, batch_size, 2, shuffle=shuffle, reset_at_eos=True, eos_id=EOS, seed=5),
+        ChunkBatches(corpus, batch_size, 2, shuffle=shuffle, drop_last=False, seed=5),
+    ):
+        full = list(batches.epoch(epoch))
+        start = data.draw(st.integers(0, len(full)))
+        rest = list(batches.epoch(epoch, start))
+        assert len(rest) == len(full) - start
+        assert all(map(equal, rest, full[start:]))
+
+
+def test_batches_of_a_file_are_those_of_the_same_corpus_in_memory(tmp_path: Path) -> None:
+    memory = numbered([5, 9, 2, 30])
+    documents = [memory.tokens[a:b] for a, b in itertools.pairwise(memory.documents)]
+    file = write_tokens(tmp_path / "train", documents, memory.vocab_size, "f")
+    for corpus_batches in zip(
+        *(StreamBatches(c, 4, 3, shuffle=True, reset_at_eos=True, eos_id=4, seed=2).epoch(1) for c in (memory, file)),
+        strict=True,
+    ):
+        assert equal(*corpus_batches)
+
+
+def test_sizes_that_cannot_work_are_named() -> None:
+    corpus = numbered([5])
+    options = {"shuffle": False, "reset_at_eos": False, "eos_id": 0, "seed": 0}
+    with pytest.raises(InputError, match="has 5 tokens, too few for 6 streams"):
+        StreamBatches(corpus, 6, 2, **options)
+    with pytest.raises(InputError, match="batch_size is 0"):
+        StreamBatches(corpus, 0, 2, **options)
+    with pytest.raises(InputError, match="length is 0"):
+        ChunkBatches(corpus, 1, 0, shuffle=False, drop_last=False, seed=0)
+    with pytest.raises(InputError, match="eos_id 70000 is outside the vocabulary of 70000"):
+        StreamBatches(corpus, 1, 2, **{**options, "eos_id": 70_000})
+    with pytest.raises(InputError, match="an epoch has 3 batches: it cannot start at batch 4"):
+        StreamBatches(corpus, 1, 2, **options).epoch(0, start=4)

@@ -1,0 +1,128 @@
+"""Token files: what is written is what is read, and nothing half written or foreign is taken for one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hmmlm.data.tokenfile import TokenFile, write_tokens
+from hmmlm.errors import InputError
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 99), max_size=6)), st.sampled_from([100, 65_535, 65_536]))
+def test_round_trip(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], vocab_size: int) -> None:
+    path = tmp_path_factory.mktemp("tokens") / "my.train"
+    documents = [*documents, [vocab_size - 1]]
+    write_tokens(path, iter(documents), vocab_size, "abc", source="s")
+    file = TokenFile.open(path, "abc")
+    assert [file.tokens[a:b].tolist() for a, b in itertools.pairwise(file.documents)] == documents
+    assert len(file) == sum(map(len, documents))
+    assert (file.vocab_size, file.fingerprint, file.source) == (vocab_size, "abc", "s")
+    width = 2 if vocab_size <= 65_535 else 4
+    assert (path.parent / "my.train.bin").read_bytes() == b"".join(
+        token.to_bytes(width, "little") for document in documents for token in document
+    )
+
+
+@pytest.mark.parametrize("bad", [100, -1])
+def test_a_token_outside_the_vocabulary_is_named_and_the_old_file_survives(tmp_path: Path, bad: int) -> None:
+    path = tmp_path / "train"
+    write_tokens(path, [[1, 2, 3]], 100, "abc")
+    message = rf"token {bad} at position 6 \(document 2, position 1 in it\) is outside the vocabulary of 100"
+    with pytest.raises(InputError, match=message):
+        write_tokens(path, [[1, 2], [3, 4, 5], [6, bad]], 100, "abc")
+    assert TokenFile.open(path).tokens.tolist() == [1, 2, 3]
+    assert sorted(os.listdir(tmp_path)) == ["train.bin", "train.idx", "train.json"]
+
+
+def test_a_failure_while_reading_the_text_loses_nothing(tmp_path: Path) -> None:
+    def broken() -> Iterator[list[int]]:
+        yield [7] * 1000
+        raise RuntimeError("the text ended badly")
+
+    write_tokens(tmp_path / "train", [[1, 2, 3]], 100, "abc")
+    with pytest.raises(RuntimeError, match="ended badly"):
+        write_tokens(tmp_path / "train", broken(), 100, "abc")
+    assert TokenFile.open(tmp_path / "train").tokens.tolist() == [1, 2, 3]
+    assert sorted(os.listdir(tmp_path)) == ["train.bin", "train.idx", "train.json"]
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tokens(tmp_path / "train", [[1, 2, 3]], 100, "abc")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(InputError, match="No space left on device; what was there before is kept"):
+        write_tokens(tmp_path / "train", [[4]], 100, "abc")
+    assert TokenFile.open(tmp_path / "train").tokens.tolist() == [1, 2, 3]
+
+
+def test_nothing_to_write(tmp_path: Path) -> None:
+    for documents in ([], [[], []]):
+        with pytest.raises(InputError, match=r"nothing to write to .*train\.bin: the text has no tokens"):
+            write_tokens(tmp_path / "train", documents, 100, "abc")
+    assert not os.listdir(tmp_path)
+
+
+def test_float_tokens_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="document 0 is not a list of integer tokens: float64"):
+        write_tokens(tmp_path / "train", [np.array([1.0])], 100, "abc")
+
+
+def test_another_tokenizers_file(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "train", [[1]], 100, "abc")
+    with pytest.raises(InputError, match=r"made with another tokenizer \(abc, not xyz\)"):
+        TokenFile.open(tmp_path / "train", "xyz")
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train"
+    with pytest.raises(InputError, match=r"no token file at .*train\.bin"):
+        TokenFile.open(path)
+    write_tokens(path, [[1, 2], [3]], 100, "abc")
+    saved = {part: (tmp_path / part).read_bytes() for part in os.listdir(tmp_path)}
+    header = json.loads(saved["train.json"])
+
+    def with_header(**changes: object) -> bytes:
+        return json.dumps({**header, **changes}).encode()
+
+    cases = [
+        ("train.bin", saved["train.bin"][:-1], r"train\.bin is truncated or foreign: 5 bytes, not 6"),
+        ("train.idx", b"", r"train\.idx is truncated or foreign: 0 bytes, not 24"),
+        ("train.bin", b"\0" * 6, r"train\.bin does not belong to .*train\.json"),
+        ("train.json", saved["train.json"][:20], "not a whole token file header"),
+        ("train.json", b"{}", "not the header of a token file"),
+        ("train.json", with_header(version=9), "has version 9"),
+        ("train.json", with_header(dtype="int3"), r"is damaged \(dtype\)"),
+    ]
+    for part, content, message in cases:
+        (tmp_path / part).write_bytes(content)
+        with pytest.raises(InputError, match=message):
+            TokenFile.open(path)
+        (tmp_path / part).write_bytes(saved[part])
+    (tmp_path / "train.bin").unlink()
+    with pytest.raises(InputError, match=r"train\.bin is truncated"):
+        TokenFile.open(path)
+
+
+def test_from_arrays_checks_what_it_is_given() -> None:
+    corpus = TokenFile.from_arrays([3, 1, 2], None, 4)
+    assert corpus.documents.tolist() == [0, 3]
+    with pytest.raises(InputError, match="token 4 at position 1"):
+        TokenFile.from_arrays([3, 4], None, 4)
+    with pytest.raises(InputError, match="no tokens"):
+        TokenFile.from_arrays([], None, 4)
+    for documents in ([0, 2], [1, 3], [0, 2, 1, 3]):
+        with pytest.raises(InputError, match="offsets must rise from 0 to the 3 tokens"):
+            TokenFile.from_arrays([3, 1, 2], documents, 4)
