@@ -1,0 +1,128 @@
+"""The default corpus: English that every CPython carries.
+
+The language reference in `pydoc_data.topics` and the docstrings of the standard library, which are read with `ast`,
+never imported. Paragraphs are documents; code, doctests, grammars, tables and headings are left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from pydoc_data import topics
+
+from hmmlm.data.text import held_out
+from hmmlm.errors import InputError
+
+_SKIPPED = frozenset(
+    ["test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "__pycache__", "_bundled"]
+)
+_RULE = re.compile(r"[-=~^*+_#.|\s]{3,}$")
+_CODE = re.compile(
+    r">>>|\.\.\. |\.\. |::=|-> |[$%#|@:]"  # prompts, directives, grammars, comments, tables, field lists
+    r"|(def|class|import|from|print|return|if|for|while|with|try|except|raise)\b.*[:()=]"
+    r"|[\w.]+\(.*\)(\s*->.*)?:?$"  # a signature
+    r"|[\w.\[\]'\"]+\s*[-+*/|&]?=\s"  # an assignment
+)
+_BULLET = re.compile(r"([*+o•-]|\(?\d+[.)]|\([a-z]\))\s+")
+_MARKUP = [
+    (re.compile(r":[a-zA-Z:]+:`~?([^`]*)`"), r"\1"),  # :class:`Foo`
+    (re.compile(r"`+_?([^`\s][^`]*?)[`']+_?"), r"\1"),
+    (re.compile(r"(?<!\w)(\*{1,2})(\w[^*]*)\1(?!\w)"), r"\2"),  # *emphasis*, **PEP 8**
+    (re.compile(r'"([\w.()]+)"'), r"\1"),  # the reference quotes what is code
+    (re.compile(r"\s*\[\d+\]"), ""),  # footnotes
+    (re.compile(r"::$"), ":"),
+]
+_PROSE_WORD = re.compile(r"[\"'(“‘]*[A-Za-z]+(?:['’-][A-Za-z]+)*[\"')”’]*[,.;:!?]?[\"')”’]*$")
+_FEWEST_WORDS = 5
+_PROSE_SHARE = 0.8
+
+
+@cache
+def embedded_corpus() -> dict[str, list[str]]:
+    """Paragraphs of train, valid and test: 90, 5 and 5 in a hundred, by the hash of the paragraph."""
+    splits: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
+    seen: set[str] = set()
+    for text in _texts():
+        for paragraph in _paragraphs(text):
+            key = paragraph.lower()
+            if key not in seen:
+                seen.add(key)
+                splits[held_out(key)].append(paragraph)
+    if not all(splits.values()):
+        raise InputError("this Python has no documentation to learn from: use --data with a text of your own")
+    return splits
+
+
+def _texts() -> Iterator[str]:
+    yield from (text for _, text in sorted(topics.topics.items()))
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        if _SKIPPED.isdisjoint(path.relative_to(root).parts):
+            yield from _docstrings(path)
+
+
+def _docstrings(path: Path) -> Iterator[str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # old escapes in the library are not the user's concern
+            module = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return
+    waiting: list[ast.AST] = [module]
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node, clean=False)
+            if text:
+                yield text
+        # statements only: expressions hold no docstrings, and are most of the tree
+        waiting.extend(child for name in ("body", "orelse", "handlers") for child in _list(node, name))
+
+
+def _list(node: ast.AST, name: str) -> list[ast.AST]:
+    value = getattr(node, name, ())
+    return value if isinstance(value, list) else []
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    for lines in _blocks(inspect.cleandoc(text).splitlines()):
+        paragraph = _clean(" ".join(lines))
+        if _is_prose(paragraph):
+            yield paragraph
+
+
+def _blocks(lines: Iterable[str]) -> Iterator[list[str]]:
+    """Runs of prose lines: a blank line, a bullet, a rule or a line of code ends one."""
+    block: list[str] = []
+    for line in [*lines, ""]:
+        stripped = line.strip()
+        bullet = _BULLET.match(stripped)
+        if _RULE.match(stripped) and block:
+            block.pop()  # the heading it underlines
+        if not stripped or bullet or _RULE.match(stripped) or _CODE.match(stripped):
+            if block:
+                yield block
+            block = [stripped[bullet.end() :]] if bullet else []
+        else:
+            block.append(stripped)
+
+
+def _clean(text: str) -> str:
+    text = " ".join(text.split())
+    for pattern, replacement in _MARKUP:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _is_prose(text: str) -> bool:
+    """A sentence or more: begins like one, ends like one, and nearly all of it is plain words."""
+    words = text.split()
+    if len(words) < _FEWEST_WORDS or text[-1] not in ".!?:)" or not text.lstrip("\"'(“")[:1].isupper():
+        return False
+    return sum(_PROSE_WORD.match(word) is not None for word in words) >= _PROSE_SHARE * len(words)
