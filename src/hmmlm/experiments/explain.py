@@ -1,0 +1,92 @@
+"""What the states of a model mean to a reader: their words, their mass, who is like whom, the path of a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hmmlm.errors import InputError
+from hmmlm.hmm import HMM
+from hmmlm.lm import LanguageModel
+
+
+@dataclass(frozen=True)
+class States:
+    """What is known of all states of a model."""
+
+    mass: Tensor  # [Z] stationary: the share of all tokens that come from each state
+    words: Tensor  # [Z,K] token ids, the most telling first
+    order: Tensor  # [Z] states, the most used first
+
+
+@dataclass(frozen=True)
+class Path:
+    """A sentence as the model reads it."""
+
+    tokens: list[int]  # [T]
+    states: list[int]  # [T] Viterbi
+    posterior: Tensor  # [T,Z] p(state | sentence)
+    log_prob: float  # of the sentence, natural log
+
+
+@torch.no_grad()
+def explain_states(hmm: HMM, words: int = 10) -> States:
+    """Stationary mass and the most telling words of every state.
+
+    A word tells of a state by its share of what the state says about the next word, p(w|z) · log p(w|z) / p(w): the sum
+    over words, weighted by the mass of the states, is the mutual information of state and word. So neither frequent
+    words that every state emits nor rare words that only this one knows come first."""
+    mass = stationary(hmm)
+    log_emission = hmm.log_emission.cpu().double()
+    emission = log_emission.exp()
+    log_word = (mass @ emission).log()
+    contribution = torch.where(emission > 0, emission * (log_emission - log_word), torch.zeros_like(emission))
+    top = contribution.topk(min(words, emission.shape[1]), dim=1).indices
+    return States(mass, top, mass.argsort(descending=True))
+
+
+@torch.no_grad()
+def stationary(hmm: HMM) -> Tensor:
+    """The distribution over states that the transition matrix leaves as it is, [Z] float64.
+
+    Power iteration on (A + 1)/2, which has the same one and does not swing if A is periodic; where there are several,
+    the one reached from the start distribution."""
+    mass, transition = hmm.log_start.cpu().double().exp(), hmm.log_transition.cpu().double().exp()
+    for _ in range(10_000):
+        following = (mass + mass @ transition) / 2
+        done = bool((following - mass).abs().sum() < 1e-12)
+        mass = following / following.sum()
+        if done:
+            break
+    return mass
+
+
+@torch.no_grad()
+def explain_text(lm: LanguageModel, text: str) -> Path:
+    """Viterbi states and posteriors of one line, `<eos>` included."""
+    tokens = lm.encode(text)
+    if len(tokens) < 2:
+        raise InputError("a text to explain needs at least one word")
+    states, _ = lm.hmm.viterbi([tokens])
+    log_prob = float(lm.hmm.log_likelihood([tokens])[0])
+    return Path(tokens, states[0].tolist(), lm.hmm.posterior([tokens])[0].cpu(), log_prob)
+
+
+@torch.no_grad()
+def similar_order(hmm: HMM, states: Tensor, mass: Tensor) -> Tensor:
+    """The given states, so arranged that those with alike neighbours (before and after) stand side by side.
+
+    The order along the Fiedler vector of the graph of cosine similarities, the classic spectral seriation."""
+    if len(states) < 3:
+        return states
+    transition = hmm.log_transition.cpu().double().exp()
+    flow = mass[:, None] * transition
+    after = transition[states]
+    before = (flow / flow.sum(0, keepdim=True).clamp_min(1e-300)).T[states]
+    profile = torch.cat([after.sqrt(), before.sqrt()], dim=1)  # √p: the cosine is then the Bhattacharyya affinity
+    similarity = profile @ profile.T
+    scale = similarity.sum(1).rsqrt()
+    _, vectors = torch.linalg.eigh(scale[:, None] * similarity * scale)
+    return states[(vectors[:, -2] * scale).argsort()]

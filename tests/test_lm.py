@@ -1,0 +1,326 @@
+"""A model with its tokenizer: files and every way they can be wrong, scores, generation, the control layout."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hmmlm.data.words import WordTokenizer
+from hmmlm.errors import InputError
+from hmmlm.hmm import HMM
+from hmmlm.lm import LanguageModel, load, load_control, save_control
+
+WORDS = ["<unk>", "<eos>", "the", "cat", "dog", "sat", "ran", "."]
+
+
+def random_hmm(states: int = 5, vocab: int = len(WORDS), seed: int = 0, dtype: torch.dtype = torch.float64) -> HMM:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((states,), (states, states), (states, vocab))
+    return HMM(*((2 * torch.randn(s, generator=generator, dtype=dtype)).log_softmax(-1) for s in shapes))
+
+
+@pytest.fixture
+def lm() -> LanguageModel:
+    return LanguageModel(random_hmm(), WordTokenizer(WORDS), {"model": {"states": 5}})
+
+
+@pytest.fixture
+def saved(lm: LanguageModel, tmp_path: Path) -> Path:
+    lm.save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_round_trip_keeps_everything(tmp_path: Path, dtype: torch.dtype) -> None:
+    lm = LanguageModel(random_hmm(dtype=dtype), WordTokenizer(WORDS, lowercase=True), {"data": "x", "n": [1, 2.5]})
+    lm.save(tmp_path / "deep" / "model")
+    again = load(tmp_path / "deep" / "model")
+    for before, after in zip(lm.hmm.parameters, again.hmm.parameters, strict=True):
+        assert after.dtype == dtype
+        assert torch.equal(before, after)
+    assert again.config == lm.config
+    assert again.tokenizer.fingerprint() == lm.tokenizer.fingerprint()
+    assert sorted(p.name for p in (tmp_path / "deep" / "model").iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+
+
+def test_saving_over_another_model_replaces_it_and_leaves_other_files(saved: Path) -> None:
+    (saved / "notes.txt").write_text("mine")
+    (saved / "tokenizer.model").write_bytes(b"left by a sentencepiece model")
+    LanguageModel(random_hmm(3, 3), WordTokenizer(WORDS[:3])).save(saved)
+    assert load(saved).hmm.states == 3
+    assert (saved / "notes.txt").read_text() == "mine"
+    assert not (saved / "tokenizer.model").exists()
+
+
+def test_a_training_run_gives_its_best_model(lm: LanguageModel, tmp_path: Path) -> None:
+    lm.save(tmp_path / "run" / "checkpoints" / "step-7")
+    (tmp_path / "run" / "best").symlink_to("checkpoints/step-7")
+    assert torch.equal(load(tmp_path / "run").hmm.log_start, lm.hmm.log_start)
+
+
+@pytest.mark.parametrize("stage", ["tensors", "tokenizer", "sync", "move"])
+def test_a_full_disk_keeps_the_model_that_was_there(saved: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    before = {p.name: p.read_bytes() for p in saved.iterdir()}
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    target = {"tensors": "hmmlm.lm.save_file", "sync": "os.fsync", "move": "os.replace"}
+    if stage == "tokenizer":
+        monkeypatch.setattr(WordTokenizer, "save", full)
+    else:
+        monkeypatch.setattr(target[stage], full)
+    with pytest.raises(InputError, match=r"cannot (save|write) .*No space left on device.*kept") as error:
+        LanguageModel(random_hmm(3, 3), WordTokenizer(WORDS[:3])).save(saved)
+    assert "\n" not in str(error.value)
+    monkeypatch.undo()
+    assert {p.name: p.read_bytes() for p in saved.iterdir()} == before
+
+
+def test_a_folder_that_cannot_be_made_is_named(lm: LanguageModel, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot save to .*file"):
+        lm.save(tmp_path / "file" / "model")
+
+
+def rewrite_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_missing_and_foreign_folders(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no model at .*nothing: there is no such folder"):
+        load(tmp_path / "nothing")
+    with pytest.raises(InputError, match="is a file, a model is a folder"):
+        load(saved / "config.json")
+    with pytest.raises(InputError, match=r"no model in .*should hold model.safetensors"):
+        load(tmp_path)
+    (tmp_path / "history.jsonl").write_text("")
+    with pytest.raises(InputError, match=r"training run .* has no model yet"):
+        load(tmp_path)
+
+
+def test_broken_safetensors(saved: Path) -> None:
+    path = saved / "model.safetensors"
+    content = path.read_bytes()
+    for broken in (content[: len(content) // 2], content[:4], b"", b"PK\x03\x04 not this format at all"):
+        path.write_bytes(broken)
+        with pytest.raises(InputError, match=r"model.safetensors is missing, truncated or not safetensors") as error:
+            load(saved)
+        assert "\n" not in str(error.value)
+    save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(InputError, match=r"model.safetensors has no log_start: it is of another kind"):
+        load(saved)
+
+
+def test_broken_json(saved: Path) -> None:
+    path = saved / "config.json"
+    content = path.read_text()
+    for broken in (content[: len(content) // 2], ""):
+        path.write_text(broken)
+        with pytest.raises(InputError, match=r"config.json is truncated or not JSON"):
+            load(saved)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match=r"config.json is truncated or not JSON"):
+        load(saved)
+    path.write_text("[1]")
+    with pytest.raises(InputError, match=r"config.json is not a JSON object"):
+        load(saved)
+    path.write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(InputError, match=r"config.json does not belong to an hmmlm model"):
+        load(saved)
+    path.unlink()
+    with pytest.raises(InputError, match=r"cannot read .*config.json: No such file"):
+        load(saved)
+
+
+def test_files_of_another_version_or_model(saved: Path, tmp_path: Path) -> None:
+    rewrite_json(saved / "config.json", version=99)
+    with pytest.raises(InputError, match="version 99; this hmmlm reads 1"):
+        load(saved)
+    rewrite_json(saved / "config.json", version=1, states=6)
+    with pytest.raises(InputError, match=r"log_start has shape \[5\], config.json says \[6\]: files of two models"):
+        load(saved)
+
+
+def test_a_tokenizer_with_another_vocabulary_is_refused(saved: Path) -> None:
+    WordTokenizer([*WORDS[:-1], "!"]).save(saved)  # as many words, one of them another
+    with pytest.raises(InputError, match=r"vocabulary .* is not the one the model was trained with"):
+        load(saved)
+    (saved / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match="no tokenizer in"):
+        load(saved)
+
+
+def test_a_kill_between_two_files_is_noticed(saved: Path, tmp_path: Path) -> None:
+    """All files but the tensors are of the new model: same sizes, other words."""
+    LanguageModel(random_hmm(seed=1), WordTokenizer([*WORDS[:-1], "!"])).save(tmp_path / "new")
+    for name in ("config.json", "tokenizer.json"):
+        os.replace(tmp_path / "new" / name, saved / name)
+    with pytest.raises(InputError, match="is not the one the model was trained with"):
+        load(saved)
+
+
+def test_model_and_tokenizer_must_fit() -> None:
+    with pytest.raises(InputError, match="model has a vocabulary of 4, the tokenizer one of 8"):
+        LanguageModel(random_hmm(vocab=4), WordTokenizer(WORDS))
+
+
+# --- scores ---------------------------------------------------------------------------------------------------------
+
+
+def test_score_is_the_likelihood_of_the_tokens_and_eos(lm: LanguageModel) -> None:
+    texts = ["the cat sat .", "", "the unicorn ran", "the dog\nran"]
+    tokens = [[2, 3, 5, 7, 1], [1], [2, 0, 6, 1], [2, 4, 1, 6, 1]]
+    want = [float(lm.hmm.log_likelihood([t])) for t in tokens]
+    torch.testing.assert_close(lm.score(texts), torch.tensor(want, dtype=torch.float64))
+    assert lm.perplexity(texts) == pytest.approx(math.exp(-sum(want) / 15))
+
+
+def test_score_of_many_ragged_texts_keeps_their_order(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hmmlm.lm._BATCH_TOKENS", 12)
+    texts = [" ".join(WORDS[2 + (i * j) % 6] for j in range((7 * i) % 11)) for i in range(20)]
+    torch.testing.assert_close(lm.score(texts), torch.cat([lm.score([text]) for text in texts]))
+    assert lm.score([]).shape == (0,)
+
+
+def test_an_impossible_text_scores_minus_infinity() -> None:
+    emission = torch.full((1, len(WORDS)), 1 / 7, dtype=torch.float64)
+    emission[0, 3] = 0
+    one = torch.ones(1, dtype=torch.float64)
+    lm = LanguageModel(HMM.from_probs(one, one[None], emission), WordTokenizer(WORDS))
+    assert lm.score(["the cat"]).item() == -math.inf
+    assert lm.perplexity(["the cat", "dog"]) == math.inf
+    with pytest.raises(InputError, match="prompt probability zero"):
+        lm.generate("the cat")
+
+
+def test_wrong_texts_are_named(lm: LanguageModel) -> None:
+    with pytest.raises(InputError, match=r"must be a list of strings: write \[text\]"):
+        lm.score("the cat")
+    with pytest.raises(InputError, match=r"texts\[1\] is a int"):
+        lm.score(["the", 3])  # type: ignore[list-item]
+    with pytest.raises(InputError, match="at least one text"):
+        lm.perplexity([])
+
+
+# --- generation -----------------------------------------------------------------------------------------------------
+
+
+def from_scratch(lm: LanguageModel, prompt: list[int], count: int) -> list[int]:
+    """Greedy continuation with the whole prefix filtered again for every token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(lm.hmm.next_token([tokens]).argmax()))
+        if tokens[-1] == 1:
+            return tokens[:-1]
+    return tokens
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_temperature_zero_is_the_greedy_argmax(seed: int) -> None:
+    lm = LanguageModel(random_hmm(seed=seed), WordTokenizer(WORDS))
+    want = lm.tokenizer.decode(from_scratch(lm, [2, 3], 12))
+    assert lm.generate("the cat", max_new_tokens=12, temperature=0) == want
+    assert lm.generate("the cat", max_new_tokens=12, temperature=1e-4, seed=seed) == want
+
+
+def test_carried_sampling_follows_the_exact_predictive_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = LanguageModel(random_hmm(seed=3), WordTokenizer(WORDS))
+    seen: list[torch.Tensor] = []
+    from hmmlm import lm as module
+
+    choose = module._choose
+    monkeypatch.setattr(module, "_choose", lambda probs, *rest: (seen.append(probs), choose(probs, *rest))[1])
+    tokens = lm.tokenizer.encode(lm.generate("the", max_new_tokens=30, seed=5))
+    assert len(tokens) > 3
+    for i, probs in enumerate(seen):
+        want = lm.hmm.next_token([tokens[: i + 1]])[0]
+        torch.testing.assert_close(probs.log(), want, rtol=1e-9, atol=1e-9)
+
+
+def test_samples_without_a_prompt_have_the_models_frequencies(lm: LanguageModel) -> None:
+    first = lm.hmm.log_start.exp() @ lm.hmm.log_emission.exp()
+    counts = torch.zeros(len(WORDS))
+    for seed in range(1500):
+        text = lm.generate(max_new_tokens=1, seed=seed)
+        counts[lm.tokenizer.encode(text)[0] if text else 1] += 1
+    assert (counts / 1500 - first).abs().max() < 0.05
+
+
+def test_seeds_and_prompts(lm: LanguageModel) -> None:
+    texts = [lm.generate("the", max_new_tokens=20, seed=s) for s in (1, 1, 2, 3)]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) > 1
+    assert all(text.startswith("the") for text in texts)
+    assert lm.generate("the unicorn", max_new_tokens=0) == "the unicorn"
+    assert lm.generate("the unicorn", max_new_tokens=3, seed=0).startswith("the unicorn")
+    assert lm.generate("the cat\n", max_new_tokens=3, seed=4).startswith("the cat\n")
+    eos_only = torch.zeros(1, len(WORDS), dtype=torch.float64)
+    eos_only[0, 1] = 1
+    one = torch.ones(1, dtype=torch.float64)
+    ends = LanguageModel(HMM.from_probs(one, one[None], eos_only), WordTokenizer(WORDS))
+    assert ends.generate(seed=0) == ""
+
+
+def test_top_k_keeps_to_the_likeliest(lm: LanguageModel) -> None:
+    likeliest = set(lm.hmm.next_token([[2]])[0].topk(2).indices.tolist())
+    drawn = {lm.generate("the", max_new_tokens=1, top_k=2, seed=s).removeprefix("the").strip() for s in range(60)}
+    assert {lm.tokenizer.encode(word)[0] if word else 1 for word in drawn} == likeliest
+    assert lm.generate("the", top_k=1, seed=9) == lm.generate("the", temperature=0)
+    assert lm.generate("the", top_k=10_000, seed=9) == lm.generate("the", seed=9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature must be a number of 0 or more, not -1.0"),
+        ({"temperature": math.nan}, "temperature must be"),
+        ({"top_k": 0}, "top_k must be 1 or more, not 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be 0 or more"),
+        ({"prompt": 3}, "prompt is a int"),
+    ],
+)
+def test_bad_sampling_options(lm: LanguageModel, options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        lm.generate(**options)
+
+
+# --- control layout -------------------------------------------------------------------------------------------------
+
+
+def test_control_layout_round_trip(tmp_path: Path) -> None:
+    hmm = random_hmm(dtype=torch.float32)
+    save_control(hmm, tmp_path, eos_token_id=1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    torch.testing.assert_close(tensors["alpha_exp"].sum(1), torch.ones(5))
+    assert tensors["beta"].shape == (5, len(WORDS))
+    torch.testing.assert_close(tensors["gamma"].exp().sum(), torch.tensor(1.0))
+    again, config = load_control(tmp_path)
+    assert config == {"hidden_states": 5, "vocab_size": len(WORDS), "eos_token_id": 1}
+    for before, after in zip(hmm.parameters, again.parameters, strict=True):
+        torch.testing.assert_close(before, after)
+
+
+def test_control_layout_errors(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no alpha_exp"):
+        load_control(saved)
+    with pytest.raises(InputError, match=r"config.json: No such file"):
+        load_control(tmp_path / "nothing")
+    save_control(random_hmm(), tmp_path, 1)
+    rewrite_json(tmp_path / "config.json", hidden_states=7)
+    with pytest.raises(InputError, match=r"alpha_exp has shape \[5, 5\], config.json says \[7, 7\]"):
+        load_control(tmp_path)
+    rewrite_json(tmp_path / "config.json", hidden_states=5)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "alpha_exp": 2 * tensors["alpha_exp"]}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="transition row 0 sums to 2, not to one"):
+        load_control(tmp_path)
