@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -178,3 +179,23 @@ def test_sizes_that_cannot_work_are_named() -> None:
         StreamBatches(corpus, 1, 2, **{**options, "eos_id": 70_000})
     with pytest.raises(InputError, match="an epoch has 3 batches: it cannot start at batch 4"):
         StreamBatches(corpus, 1, 2, **options).epoch(0, start=4)
+
+
+def test_a_corpus_is_never_held_in_memory(tmp_path: Path) -> None:
+    """20 MB of tokens are written, shuffled and read within 3 MB."""
+    documents = (np.full(100_000, i, dtype=np.int64) for i in range(100))
+    tracemalloc.start()
+    try:
+        file = write_tokens(tmp_path / "train", documents, 1000, "f")
+        for batches in (
+            StreamBatches(file, 16, 32, shuffle=True, reset_at_eos=True, eos_id=0, seed=0),
+            ChunkBatches(file, 16, 256, shuffle=True, drop_last=False, seed=0),
+        ):
+            last = batches.steps_per_epoch - 1
+            read = itertools.chain(batches.epoch(0, last), itertools.islice(batches.epoch(0), 3))
+            assert sum(len(batch.tokens) for batch in read) > 16
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "train.bin").stat().st_size == 20_000_000
+    assert peak < 3_000_000

@@ -1,0 +1,166 @@
+"""Corpora as documents of lines, and their token files.
+
+A document is a list of lines, and every line ends with the tokenizer's eos: PTB has one line a document, WikiText-2
+one article, the embedded corpus one paragraph, a text of the user's own one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from hmmlm.data.embedded import embedded_corpus
+from hmmlm.data.public import PTB, WIKITEXT_2, locate
+from hmmlm.data.text import held_out, read_documents, read_lines
+from hmmlm.data.tokenfile import TokenFile, write_tokens
+from hmmlm.data.tokenizer import Tokenizer
+from hmmlm.errors import InputError
+
+SPLITS = ("train", "valid", "test")
+NAMES = ("embedded", PTB.name, WIKITEXT_2.name)
+Document = list[str]
+
+
+@dataclass(frozen=True)
+class Documents:
+    """One split, read from its source each time it is iterated over."""
+
+    source: str  # changes when the content does
+    read: Callable[[], Iterable[Document]]
+
+    def __iter__(self) -> Iterator[Document]:
+        return iter(self.read())
+
+
+def load_text(name_or_path: str, *, folder: Path | None = None, download: bool = False) -> dict[str, Documents]:
+    """Train, valid and test of a corpus.
+
+    A name ("embedded", "ptb", "wikitext-2"; files in `folder`, $HMMLM_DATA or the cache, else downloaded if asked);
+    a folder with train.txt, valid.txt and test.txt (.gz and .xz too); or one text file, of which 5 lines in a
+    hundred are held out as valid and as many as test.
+    """
+    if name_or_path == "embedded":
+        return {split: _paragraphs(lines) for split, lines in embedded_corpus().items()}
+    for corpus, read in ((PTB, _one_a_line), (WIKITEXT_2, _articles)):
+        if name_or_path == corpus.name:
+            found = locate(corpus, folder, download)
+            return {split: Documents(checksum, partial(read, path)) for split, (path, checksum) in found.items()}
+    path = Path(name_or_path)
+    if path.is_dir():
+        return {split: file_documents(_split_file(path, split)) for split in SPLITS}
+    if not path.exists():
+        raise InputError(f"no corpus {name_or_path!r}: it is neither a file or folder nor one of {', '.join(NAMES)}")
+    return _held_out_splits(path)
+
+
+def file_documents(path: Path) -> Documents:
+    """A whole text file as one split, one document a line."""
+    return Documents(_file_source(path), partial(_one_a_line, path))
+
+
+def tokenizer_lines(name_or_path: str, *, folder: Path | None = None, download: bool = False) -> Iterator[str]:
+    """The lines of the training split, to train a tokenizer on."""
+    train = load_text(name_or_path, folder=folder, download=download)["train"]
+    return (line for document in train for line in document)
+
+
+def prepare(
+    name_or_path: str, tokenizer: Tokenizer, out: Path, *, folder: Path | None = None, download: bool = False
+) -> dict[str, TokenFile]:
+    """Token files of every split under `out`; those of the same text and tokenizer are used again."""
+    splits = load_text(name_or_path, folder=folder, download=download)
+    return {split: encode_documents(documents, tokenizer, out / split) for split, documents in splits.items()}
+
+
+def encode_documents(documents: Documents, tokenizer: Tokenizer, path: Path) -> TokenFile:
+    """The token file `path` of `documents`: every line's tokens, then eos."""
+    fingerprint = tokenizer.fingerprint()
+    try:
+        existing = TokenFile.open(path, fingerprint)
+        if existing.source == documents.source:
+            return existing
+    except InputError:
+        pass  # missing, damaged or another tokenizer's: made anew below
+    encoded = ([i for line in document for i in (*tokenizer.encode(line), tokenizer.eos_id)] for document in documents)
+    return write_tokens(path, encoded, tokenizer.vocab_size, fingerprint, documents.source)
+
+
+def _paragraphs(lines: list[str]) -> Documents:
+    source = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return Documents(source, lambda: ([line] for line in lines))
+
+
+def _one_a_line(path: Path) -> Iterator[Document]:
+    return ([line] for line in read_documents(path))
+
+
+def _articles(path: Path) -> Iterator[Document]:
+    """WikiText: an article begins with ` = Title = ` between blank lines; blank lines are lines of it."""
+    article: Document = []
+    titled = False
+    waiting: str | None = None  # a title is only known as one by the blank line after it
+    for line in read_lines(path):
+        if waiting is not None:
+            if line == "" and titled:
+                yield article
+                article = []
+            titled = titled or line == ""
+            article.append(waiting)
+            waiting = None
+        if _is_title(line) and (not article or article[-1] == ""):
+            waiting = line
+        else:
+            article.append(line)
+    if waiting is not None:
+        article.append(waiting)
+    yield article
+
+
+def _is_title(line: str) -> bool:
+    return line.startswith("= ") and line.endswith(" =") and not line.startswith("= =") and len(line) > 4
+
+
+def _split_file(folder: Path, split: str) -> Path:
+    candidates = [folder / f"{split}.txt{suffix}" for suffix in ("", ".gz", ".xz")]
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        raise InputError(f"no {split}.txt (or .gz, .xz) in {folder}: a corpus folder holds train, valid and test")
+    return found
+
+
+def _file_source(path: Path) -> str:
+    if not path.exists():
+        raise InputError(f"no file {path}: check the name")
+    status = path.stat()
+    return f"{path.resolve()} {status.st_size} bytes {status.st_mtime_ns}"
+
+
+def _held_out_splits(path: Path) -> dict[str, Documents]:
+    """By the hash of a line, so that no line is in two splits; by its position where that leaves a split empty."""
+    seen: set[str] = set()
+    count = 0
+    for count, line in enumerate(read_documents(path), 1):  # noqa: B007
+        seen.add(held_out(line))
+        if len(seen) == len(SPLITS):
+            assign: Callable[[int, str], str] = _by_hash
+            break
+    else:
+        if count < len(SPLITS):
+            raise InputError(f"{path} has {count} lines, too few for train, valid and test: one example a line")
+        assign = partial(_by_position, min(count, 20))
+
+    def read(split: str) -> Iterator[Document]:
+        return ([line] for i, line in enumerate(read_documents(path)) if assign(i, line) == split)
+
+    return {split: Documents(f"{_file_source(path)} {split}", partial(read, split)) for split in SPLITS}
+
+
+def _by_hash(_: int, line: str) -> str:
+    return held_out(line)
+
+
+def _by_position(period: int, i: int, _: str) -> str:
+    return {period - 2: "valid", period - 1: "test"}.get(i % period, "train")

