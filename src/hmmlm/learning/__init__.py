@@ -1,0 +1,1 @@
+"""Learning: configuration, updates, the training loop, checkpoints."""

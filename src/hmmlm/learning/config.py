@@ -185,9 +185,9 @@ class RunConfig(Section):
     """Everything a training run needs to be done again."""
 
     data: str = "embedded"
-    """Corpus: a name (embedded, ptb, wikitext2), a text file, or a folder with train, valid and test files."""
+    """Corpus: a name (embedded, ptb, wikitext-2), a text file, or a folder with train, valid and test files."""
     data_folder: Path | None = None
-    """Where named corpora lie or are downloaded to; None: the user's cache folder."""
+    """Where named corpora lie; None: $HMMLM_DATA or the cache folder, where they are downloaded to if missing."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     batches: BatchConfig = BatchConfig()
     model: ModelConfig = ModelConfig()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
@@ -26,17 +26,16 @@ class Scalar(Parameterization):
         self.emission = logits(states, vocab_size)
 
     def forward(self) -> HMM:
-        return HMM(*(logits.log_softmax(-1) for logits in (self.start, self.transition, self.emission)))
+        return HMM(self.start.log_softmax(-1), self.transition.log_softmax(-1), self.emission.log_softmax(-1))
 
     @torch.no_grad()
     def assign(self, hmm: HMM) -> None:
         """Log-probabilities are logits whose log-sum-exp is 0; zero probabilities become logits of −inf."""
-        given = (hmm.log_start, hmm.log_transition, hmm.log_emission)
-        for (name, logits), value in zip(self.named_parameters(), given, strict=True):
-            _copy(name, logits, value)
-
-
-def _copy(name: str, logits: Tensor, value: Tensor) -> None:
-    if logits.shape != value.shape:
-        raise InputError(f"{name}: this parameterization has shape {list(logits.shape)}, given {list(value.shape)}")
-    logits.copy_(value)
+        if (hmm.states, hmm.vocab_size) != (self.states, self.vocab_size):
+            raise InputError(
+                f"an HMM of {hmm.states} states and {hmm.vocab_size} words given to a parameterization of "
+                f"{self.states} states and {self.vocab_size} words"
+            )
+        self.start.copy_(hmm.log_start)
+        self.transition.copy_(hmm.log_transition)
+        self.emission.copy_(hmm.log_emission)

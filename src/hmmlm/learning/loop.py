@@ -1,0 +1,331 @@
+"""The training loop: one for AdamW and Baum-Welch, on Lightning Fabric.
+
+A step never waits for the device: log-likelihoods are written into a buffer there and read every `log_every` steps.
+Everything that happens between steps (reading the loss, validation, checkpoints) depends on the step number alone,
+so a run that was killed and resumed does what the run would have done: bit for bit on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor
+
+from hmmlm.data.batches import Batch, ChunkBatches, StreamBatches
+from hmmlm.errors import InputError
+from hmmlm.hmm import HMM
+from hmmlm.learning.checkpoint import STATE, load_tensors, read_state, save_folder, write_state
+from hmmlm.learning.config import RunConfig, config_to_dict
+from hmmlm.learning.evaluate import Evaluation, carried, count_tokens, evaluate, to_device
+from hmmlm.learning.history import History
+from hmmlm.learning.interrupt import Stopped, StopRequest
+from hmmlm.learning.prepare import Prepared
+from hmmlm.learning.progress import Progress
+from hmmlm.learning.schedule import Plateau, rate_factor
+from hmmlm.learning.updaters import Step, make_updater
+from hmmlm.lm import LanguageModel
+from hmmlm.parameterization import make_parameterization
+
+
+class TrainingError(InputError):
+    """Training cannot go on with these settings; the last good checkpoint is kept."""
+
+
+@dataclass
+class Position:
+    """How far a run is: what a checkpoint keeps as JSON."""
+
+    epoch: int = 0
+    index: int = 0
+    """Batches done in this epoch."""
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    checked: int = 0
+    """Step of the last validation check; 0: none yet."""
+
+
+class Trainer:
+    """A run in the folder `out`, from its beginning; `load` continues from `out/last`."""
+
+    def __init__(self, config: RunConfig, out: Path, data: Prepared, progress: Progress) -> None:
+        self.config, self.out, self.data, self.progress = config, out, data, progress
+        self.fabric = Fabric(accelerator=_accelerator(config), devices=1, precision=config.train.precision)
+        torch.manual_seed(config.train.seed)
+        self.parameterization = make_parameterization(
+            config.model.parameterization, config.model.states, data.tokenizer.vocab_size, scale=config.model.scale,
+            generator=torch.Generator().manual_seed(config.train.seed),
+        )  # fmt: skip
+        self.updater = make_updater(self.fabric, self.parameterization, config.optimizer)
+        self.plateau = Plateau(config.schedule)
+        self.train_batches = make_batches(config, data, "train")
+        self.valid_batches = make_batches(config, data, "valid")
+        self.position, self.saved = Position(), Position(step=-1)
+        self.final: Tensor | None = None  # filtered distribution [B,Z] that the next window starts from
+        # log-likelihoods of the steps since the loss was last logged, and their tokens
+        self.window = torch.zeros(config.train.log_every, dtype=torch.float64, device=self.fabric.device)
+        self.window_tokens: list[int] = []
+
+    # --- what the position says is next ---
+
+    @property
+    def total_tokens(self) -> int:
+        train, per_epoch = self.config.train, self.train_batches.tokens_per_epoch
+        limits = [train.epochs * per_epoch if train.epochs else None, train.max_tokens]
+        return min(limit for limit in limits if limit is not None)
+
+    @property
+    def done(self) -> bool:
+        return self.position.tokens >= self.total_tokens
+
+    @property
+    def check_is_due(self) -> bool:
+        """Checks are evenly spaced in an epoch, the last at its end; and there is one at the end of the run."""
+        steps, checks = self.train_batches.steps_per_epoch, self.config.train.checks_per_epoch
+        at = {-(-steps * (i + 1) // checks) for i in range(checks)}
+        return self.position.checked != self.position.step and (self.position.index in at or self.done)
+
+    def next_step(self, tokens: int) -> Step:
+        """Where the next batch, of so many tokens, stands in the run."""
+        position = self.position
+        factor = rate_factor(self.config.schedule, position.tokens + tokens, self.total_tokens) * self.plateau.factor
+        return Step(position.epoch, position.index, self.train_batches.steps_per_epoch, factor)
+
+    # --- the loop ---
+
+    def run(self, request: StopRequest) -> bool:
+        """Train to the end (True), or until asked to stop (False); either way everything is saved."""
+        with (
+            History(self.out, self.position.step, self.config.train.tensorboard) as self.history,
+            self.progress.phase("train", self.total_tokens, done=self.position.tokens) as self.phase,
+        ):
+            self.clock = Clock(self.position.seconds)
+            try:
+                self.between_steps(request)
+                while not self.done:
+                    self.run_epoch(request)
+            except Stopped:
+                self.save()
+                return False
+            self.save_model("final", self.hmm())
+        return True
+
+    def run_epoch(self, request: StopRequest) -> None:
+        for batch in self.train_batches.epoch(self.position.epoch, self.position.index):
+            self.step(batch)
+            self.between_steps(request)
+            if self.done:
+                break
+
+    def step(self, batch: Batch) -> None:
+        """Learn from one batch."""
+        position, tokens = self.position, count_tokens(batch)
+        step = self.next_step(tokens)
+        batch = to_device(batch, self.fabric.device)
+        result = self.updater.step(batch, carried(batch, self.final), tokens, step)
+        self.final = result.final
+        self.window[len(self.window_tokens)] = result.log_likelihood.sum(dtype=torch.float64)
+        self.window_tokens.append(tokens)
+        self.rate = self.updater.peak * step.factor
+        position.step, position.index, position.tokens = position.step + 1, position.index + 1, position.tokens + tokens
+        self.phase.advance(tokens)
+
+    def between_steps(self, request: StopRequest) -> None:
+        """Whatever is due at this step, in an order that a resumed run repeats."""
+        train, position = self.config.train, self.position
+        position.seconds = self.clock.seconds
+        if len(self.window_tokens) == train.log_every or (self.done and self.window_tokens):
+            self.log()
+        with self.clock.paused():
+            if self.check_is_due:
+                self.check(request)
+            if position.index == self.train_batches.steps_per_epoch:
+                position.epoch, position.index, self.final = position.epoch + 1, 0, None
+            if position.step % train.checkpoint_every == 0 or position.checked == position.step:
+                self.save()
+        request.raise_if_asked()
+
+    def log(self) -> None:
+        """Read the loss of the steps since the last time."""
+        tokens = sum(self.window_tokens)
+        loss = -sum(self.read_window()) / tokens
+        self.window_tokens.clear()
+        self.history.write(
+            "train", self.position.step, epoch=self.position.epoch, tokens=self.position.tokens, loss=loss,
+            rate=self.rate, seconds=round(self.position.seconds, 3), tokens_per_second=round(self.clock.speed(tokens)),
+        )  # fmt: skip
+        self.phase.advance(0, loss=f"{loss:.3f}")
+
+    def read_window(self) -> list[float]:
+        """Log-likelihoods of the last steps; waits for the device. One that is not finite ends the run."""
+        values: list[float] = self.window[: len(self.window_tokens)].tolist()
+        for step, value in enumerate(values, self.position.step - len(values) + 1):
+            if not math.isfinite(value):
+                raise self.failure(step, -value)
+        return values
+
+    def check(self, request: StopRequest) -> None:
+        """Validate: history, plateau, and the best model."""
+        self.read_window()
+        hmm = self.hmm()
+        with self.progress.phase("valid", self.valid_batches.tokens_per_epoch) as phase:
+
+            def on_batch(tokens: int) -> None:
+                phase.advance(tokens)
+                request.raise_if_asked()
+
+            result = evaluate(hmm, self.valid_batches.epoch(0), on_batch)
+        loss = -result.log_likelihood / result.tokens
+        if math.isnan(loss):
+            raise self.failure(self.position.step, loss)
+        best = loss < self.plateau.best or not self.position.checked
+        self.plateau.check(loss)
+        self.position.checked = self.position.step
+        self.report(result, loss, best)
+        if best:
+            self.save_model("best", hmm)
+
+    def report(self, result: Evaluation, loss: float, best: bool) -> None:
+        """Say how validation went: history, progress, and a line that stays."""
+        position = self.position
+        self.history.write(
+            "valid", position.step, epoch=position.epoch, tokens=position.tokens, loss=loss,
+            perplexity=result.perplexity, best=best, seconds=round(position.seconds, 3),
+        )  # fmt: skip
+        epochs = position.epoch + position.index / self.train_batches.steps_per_epoch
+        self.phase.advance(0, valid=f"{result.perplexity:,.1f}")
+        self.progress.note(
+            f"epoch {epochs:.2f}, step {position.step:,}: valid perplexity {result.perplexity:,.2f}"
+            + (" (best so far)" if best else "")
+        )
+
+    def failure(self, step: int, loss: float) -> TrainingError:
+        if self.config.optimizer.kind == "baum-welch":
+            advice = "set optimizer.baum_welch.pseudocount above 0, or lower optimizer.baum_welch.step"
+        else:
+            advice = f"lower optimizer.rate (now {self.rate:.3g}) or optimizer.clip, or lengthen the warm-up"
+        return TrainingError(
+            f"the loss is {loss} at step {step} (epoch {self.position.epoch}): {advice}; "
+            f"the last good checkpoint, {self.out / 'last'}, is of step {self.saved.step}"
+        )
+
+    # --- checkpoints ---
+
+    @torch.no_grad()
+    def hmm(self) -> HMM:
+        """The distributional parameters as they are now, detached."""
+        return self.parameterization()
+
+    def save_model(self, link: str, hmm: HMM) -> None:
+        """A language model for use in `out/link`."""
+        model = LanguageModel(hmm, self.data.tokenizer, config_to_dict(self.config))
+        save_folder(self.out, link, f"{link}-{self.position.step:08}", model.save)
+
+    def save(self) -> None:
+        """A checkpoint to resume from in `out/last`, unless it is there already or the parameters are not numbers."""
+        if self.saved == self.position:
+            return
+        self.read_window()
+        if any(bool(p.isnan().any()) for p in self.parameterization.parameters()):
+            raise self.failure(self.position.step, math.nan)
+        tensors = {f"parameters.{name}": t for name, t in self.parameterization.state_dict().items()}
+        tensors |= {f"optimizer.{name}": t for name, t in self.updater.tensors().items()}
+        tensors |= {"window": self.window, "rng.cpu": torch.get_rng_state()}
+        if self.final is not None:
+            tensors["carried"] = self.final
+        if self.fabric.device.type == "cuda":
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(self.fabric.device)
+        state = {
+            "config": config_to_dict(self.config),
+            "vocabulary": {"size": self.data.tokenizer.vocab_size, "fingerprint": self.data.tokenizer.fingerprint()},
+            "position": asdict(self.position),
+            "plateau": self.plateau.state(),
+            "optimizer": self.updater.scalars(),
+            "window_tokens": self.window_tokens,
+        }
+        self.history.sync()
+        save_folder(
+            self.out, "last", f"step-{self.position.step:08}", lambda folder: write_state(folder, tensors, state)
+        )
+        self.saved = replace(self.position)
+
+    def load(self) -> None:
+        """Continue from `out/last`."""
+        folder = self.out / "last"
+        tensors, state = read_state(folder)
+        try:
+            trained, own = state["vocabulary"], self.data.tokenizer
+            if (trained["size"], trained["fingerprint"]) != (own.vocab_size, own.fingerprint()):
+                raise InputError(
+                    f"{folder} was trained with a vocabulary of {trained['size']} tokens ({trained['fingerprint']}), "
+                    f"the tokenizer has {own.vocab_size} ({own.fingerprint()}): put the run's own tokenizer back"
+                )
+            self.position = Position(**state["position"])
+            self.plateau.load(state["plateau"])
+            self.updater.load(folder, tensors, "optimizer.", state["optimizer"])
+            self.window_tokens = [int(n) for n in state["window_tokens"]]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{folder / STATE} is damaged or of another program: {error!r}") from None
+        load_tensors(folder, tensors, "parameters.", self.parameterization.state_dict())
+        load_tensors(folder, tensors, "", {"window": self.window})
+        if self.position.index and self.config.batches.kind == "stream":
+            self.final = torch.zeros_like(tensors.get("carried", self.window)).to(self.fabric.device)
+            load_tensors(folder, tensors, "", {"carried": self.final})
+        torch.set_rng_state(tensors["rng.cpu"])
+        if "rng.cuda" in tensors and self.fabric.device.type == "cuda":
+            torch.cuda.set_rng_state(tensors["rng.cuda"], self.fabric.device)
+        self.saved = replace(self.position)
+
+
+class Clock:
+    """Seconds of a run over all its processes, and the speed of its steps without what is done between them."""
+
+    def __init__(self, before: float) -> None:
+        self.began = time.perf_counter() - before
+        self.marked, self.pause = self.seconds, 0.0
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        began = self.seconds
+        try:
+            yield
+        finally:
+            self.pause += self.seconds - began
+
+    def speed(self, amount: int) -> float:
+        """Amount a second since the last call."""
+        elapsed = self.seconds - self.marked - self.pause
+        self.marked, self.pause = self.seconds, 0.0
+        return amount / max(elapsed, 1e-9)
+
+
+def make_batches(config: RunConfig, data: Prepared, split: str) -> StreamBatches | ChunkBatches:
+    """Batches of a split: training is shuffled if so configured, evaluation reads in order."""
+    batches, tokens, training = config.batches, data.tokens[split], split == "train"
+    size, shuffle, seed = batches.batch_size, batches.shuffle and training, config.train.seed
+    if batches.kind == "chunks":
+        return ChunkBatches(tokens, size, batches.length, shuffle=shuffle, drop_last=False, seed=seed)
+    return StreamBatches(
+        tokens, size if training else min(size, len(tokens)), batches.length, shuffle=shuffle,
+        reset_at_eos=batches.reset_at_eos if training else batches.eval_reset_at_eos,
+        eos_id=data.tokenizer.eos_id, seed=seed,
+    )  # fmt: skip
+
+
+def _accelerator(config: RunConfig) -> str:
+    if config.train.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("train.device = 'cuda', but there is no CUDA device here: use 'auto' or 'cpu'")
+    if config.train.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.train.device

@@ -1,0 +1,138 @@
+"""What a user watches: a rich display on a terminal, plain lines elsewhere, nothing from Python unless asked for."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichDisplay
+from rich.text import Text
+
+LINE_EVERY_S = 15.0
+"""Seconds between two plain lines of one phase."""
+
+
+class Phase:
+    """Part of a run with a known or unknown amount of work; this one shows nothing."""
+
+    def advance(self, amount: int, **figures: str) -> None:
+        """So much more is done; figures (loss=…, valid=…) stay shown until they are given again."""
+
+
+class Progress:
+    """Shows phases and notes; this one is silent."""
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, unit: str = "tokens", done: int = 0) -> Iterator[Phase]:
+        """A phase of `total` units of which `done` are done already; phases may be nested."""
+        yield Phase()
+
+    def note(self, line: str) -> None:
+        """A line that stays."""
+
+
+def terminal_progress() -> Progress:
+    """The display for standard output as it is: live on a terminal, lines in a file or a pipe."""
+    return LiveProgress() if sys.stdout.isatty() else LineProgress()
+
+
+class LineProgress(Progress):
+    """A line when a phase ends, and every so often in a long one; short phases inside another show nothing."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, unit: str = "tokens", done: int = 0) -> Iterator[Phase]:
+        phase = _LinePhase(name, total, unit, done)
+        self.depth += 1
+        try:
+            yield phase
+        finally:
+            self.depth -= 1
+        if self.depth == 0:
+            phase.line()
+
+    def note(self, line: str) -> None:
+        print(line, flush=True)
+
+
+class _LinePhase(Phase):
+    def __init__(self, name: str, total: int | None, unit: str, done: int) -> None:
+        self.name, self.total, self.unit, self.done, self.before = name, total, unit, done, done
+        self.began = self.shown = time.monotonic()
+        self.figures: dict[str, str] = {}
+
+    def advance(self, amount: int, **figures: str) -> None:
+        self.done += amount
+        self.figures |= figures
+        if time.monotonic() - self.shown > LINE_EVERY_S:
+            self.line()
+
+    def line(self) -> None:
+        self.shown = time.monotonic()
+        rate = (self.done - self.before) / max(1e-9, self.shown - self.began)
+        done = f"{self.done:,}" + (f" of {self.total:,}" if self.total else "")
+        parts = [f"{done} {self.unit}", f"{rate:,.0f} {self.unit}/s"]
+        if self.total and rate and self.done < self.total:
+            parts.append(f"{_clock((self.total - self.done) / rate)} left")
+        parts += [f"{name} {value}" for name, value in self.figures.items()]
+        print(f"{self.name}: {', '.join(parts)}", flush=True)
+
+
+class LiveProgress(Progress):
+    """Bars with units a second and time left; a phase's bar goes when the phase ends, its notes stay."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.display = RichDisplay(
+            TextColumn("{task.description}"), BarColumn(bar_width=30), _RateColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"), console=console,
+        )  # fmt: skip
+        self.depth = 0
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None, unit: str = "tokens", done: int = 0) -> Iterator[Phase]:
+        if self.depth == 0:
+            self.display.start()
+        self.depth += 1
+        task = self.display.add_task(name, total=total, completed=done, unit=unit, figures="")
+        try:
+            yield _LivePhase(self.display, task)
+        finally:
+            self.display.remove_task(task)
+            self.depth -= 1
+            if self.depth == 0:
+                self.display.stop()
+
+    def note(self, line: str) -> None:
+        self.display.console.print(line, markup=False, highlight=False)
+
+
+class _LivePhase(Phase):
+    def __init__(self, display: RichDisplay, task: TaskID) -> None:
+        self.display, self.task = display, task
+        self.figures: dict[str, str] = {}
+
+    def advance(self, amount: int, **figures: str) -> None:
+        if figures:
+            self.figures |= figures
+            shown = "  ".join(f"{name} {value}" for name, value in self.figures.items())
+            self.display.update(self.task, advance=amount, figures=shown)
+        else:
+            self.display.advance(self.task, amount)
+
+
+class _RateColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:,.0f} {task.fields['unit']}/s" if speed else "", style="progress.data.speed")
+
+
+def _clock(seconds: float) -> str:
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"

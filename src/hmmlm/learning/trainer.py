@@ -1,0 +1,107 @@
+"""Training a run from its configuration, or going on with one that was stopped.
+
+A run is a folder: config.json, tokenizer/, data/ (token files), history.jsonl, tensorboard/, and links into
+checkpoints/: last (to resume from), best (by validation) and final (language models, for `hmmlm.load`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hmmlm.data.files import write_bytes
+from hmmlm.errors import InputError
+from hmmlm.learning.checkpoint import read_json
+from hmmlm.learning.config import RunConfig, config_from_dict, config_to_dict
+from hmmlm.learning.evaluate import perplexity
+from hmmlm.learning.interrupt import stop_on_signals
+from hmmlm.learning.loop import Trainer, TrainingError
+from hmmlm.learning.prepare import prepare, reopen
+from hmmlm.learning.progress import Progress
+
+__all__ = ["CHANGEABLE", "TrainResult", "TrainingError", "saved_config", "train"]
+
+CHANGEABLE = frozenset(
+    {"data_folder", "train.epochs", "train.max_tokens", "train.device", "train.checkpoint_every", "train.tensorboard"}
+)
+"""Fields that may differ when a run is resumed."""
+
+
+class TrainResult(NamedTuple):
+    """How a run ended."""
+
+    out: Path
+    finished: bool
+    """False if the user interrupted it; `message` then says how to resume."""
+    message: str
+    epochs: float
+    steps: int
+    tokens: int
+    seconds: float
+    best_perplexity: float
+    """On the validation text, of the model in out/best; infinite before the first check."""
+
+
+def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress | None = None) -> TrainResult:
+    """Train in the folder `out`; with `resume`, go on from its last checkpoint.
+
+    Ctrl-C or SIGTERM saves and returns a result that is not `finished`; a second one ends the process at once.
+    """
+    out, progress = Path(out), progress or Progress()
+    if resume:
+        refuse_changes(saved_config(out), config, out)
+    has_checkpoint = (out / "last").exists()
+    if has_checkpoint and not resume:
+        raise InputError(f"{out} already holds a run: continue it with --resume {out}, or choose another folder")
+    write_bytes(out / "config.json", (json.dumps(config_to_dict(config), indent=1) + "\n").encode())
+    data = reopen(out) if has_checkpoint else prepare(config, out, progress)
+    trainer = Trainer(config, out, data, progress)
+    if has_checkpoint:
+        trainer.load()
+    try:
+        with stop_on_signals() as request:
+            finished = trainer.run(request)
+    except OSError as error:
+        raise InputError(
+            f"cannot write in {out}: {error.strerror or error}; the last checkpoint, {out / 'last'}, is whole: "
+            f"make room and continue with --resume {out}"
+        ) from error
+    return _result(trainer, finished)
+
+
+def saved_config(out: Path) -> RunConfig:
+    """The configuration of the run in `out`."""
+    path = Path(out) / "config.json"
+    if not path.exists():
+        raise InputError(f"no run to resume in {out}: {path} does not exist")
+    return config_from_dict(read_json(path), str(path))
+
+
+def refuse_changes(saved: RunConfig, given: RunConfig, out: Path) -> None:
+    """An InputError that names the first field in which a resumed run's configuration differs but may not."""
+    before, now = _flat(config_to_dict(saved)), _flat(config_to_dict(given))
+    for field, value in now.items():
+        if field not in CHANGEABLE and before.get(field) != value:
+            raise InputError(
+                f"{field} is {value!r}, but the run in {out} has {before.get(field)!r}: leave it as it is, "
+                f"or start a new run in another folder (may change: {', '.join(sorted(CHANGEABLE))})"
+            )
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def _result(trainer: Trainer, finished: bool) -> TrainResult:
+    position, out = trainer.position, trainer.out
+    epochs = position.epoch + position.index / trainer.train_batches.steps_per_epoch
+    if finished:
+        message = f"finished after {position.step:,} steps; the best model is in {out / 'best'}"
+    else:
+        message = f"stopped at step {position.step:,}, saved; continue with: hmmlm train --resume {out}"
+    best = perplexity(-trainer.plateau.best, 1)
+    return TrainResult(out, finished, message, epochs, position.step, position.tokens, position.seconds, best)

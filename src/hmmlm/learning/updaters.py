@@ -1,0 +1,156 @@
+"""Two ways to learn from a batch behind one interface: AdamW from gradients, Baum-Welch from expected counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+
+from hmmlm.data.batches import Batch
+from hmmlm.learning.baum_welch import RunningCounts, batches_per_update, maximise
+from hmmlm.learning.checkpoint import load_tensors
+from hmmlm.learning.config import OptimizerConfig
+from hmmlm.ops.results import Scan
+from hmmlm.ops.scan import scan
+from hmmlm.parameterization import Parameterization
+
+
+class Step(NamedTuple):
+    """Where in the run a batch stands, and the schedule's factor for it."""
+
+    epoch: int
+    batch: int
+    """Its number in the epoch."""
+    steps_per_epoch: int
+    factor: float
+
+
+class Updater(Protocol):
+    """Learns from one batch at a time; never reads a value back from the device."""
+
+    peak: float
+    """Rate (or α) that the schedule's factor multiplies."""
+
+    def step(self, batch: Batch, initial: Tensor | None, tokens: int, step: Step) -> Scan:
+        """Learn from a batch that starts from `initial` [B,Z]; the scan is that of the parameters before the update."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps, beside `scalars`."""
+
+    def scalars(self) -> dict[str, Any]: ...
+
+    def load(self, where: Path, tensors: Mapping[str, Tensor], prefix: str, scalars: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint."""
+
+
+class Likelihood(nn.Module):
+    """θ → distributional parameters → log-likelihood [B] and filtered distribution [B,Z] of a batch."""
+
+    def __init__(self, parameterization: Parameterization) -> None:
+        super().__init__()
+        self.parameterization = parameterization
+
+    def forward(self, batch: Batch, initial: Tensor | None) -> Scan:
+        start, transition, emission = self.parameterization().parameters
+        return scan(start, transition, emission, batch.tokens, batch.lengths, initial, batch.restart)
+
+
+class AdamW:
+    """Decoupled weight decay Adam on the mean negative log-likelihood a token, gradient norm clipped."""
+
+    def __init__(self, fabric: Fabric, parameterization: Parameterization, config: OptimizerConfig) -> None:
+        self.fabric, self.parameterization = fabric, parameterization
+        self.peak, self.clip = config.rate, config.clip
+        self.inner = torch.optim.AdamW(
+            parameterization.parameters(),
+            lr=config.rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
+        )  # fmt: skip
+        self.objective, self.optimizer = fabric.setup(Likelihood(parameterization), self.inner)
+
+    def step(self, batch: Batch, initial: Tensor | None, tokens: int, step: Step) -> Scan:
+        result = self.objective(batch, initial)
+        self.fabric.backward(-result.log_likelihood.sum() / tokens)
+        if self.clip:
+            # without the check for finite norms, which would wait for the device: the trainer checks the loss
+            self.fabric.clip_gradients(self.objective, self.optimizer, max_norm=self.clip, error_if_nonfinite=False)
+        for group in self.inner.param_groups:
+            group["lr"] = self.peak * step.factor
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return Scan(result.log_likelihood.detach(), result.final)
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.parameterization.named_parameters())
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{name}.{key}": t for name, p in self._named() for key, t in self.inner.state[p].items()}
+
+    def scalars(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, where: Path, tensors: Mapping[str, Tensor], prefix: str, scalars: Mapping[str, Any]) -> None:
+        if not any(name.startswith(prefix) for name in tensors):
+            return  # saved before the first step
+        state: dict[int, dict[str, Tensor]] = {}
+        for i, (name, parameter) in enumerate(self._named()):
+            state[i] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter, device="cpu")}
+            state[i]["exp_avg_sq"] = torch.zeros_like(state[i]["exp_avg"])
+            load_tensors(where, tensors, f"{prefix}{name}.", state[i])
+        self.inner.load_state_dict({"state": state, "param_groups": self.inner.state_dict()["param_groups"]})
+
+
+class BaumWelch:
+    """Expected counts added up over a number of batches, then one M step."""
+
+    def __init__(self, fabric: Fabric, parameterization: Parameterization, config: OptimizerConfig) -> None:
+        self.fabric, self.config = fabric, config.baum_welch
+        self.peak = self.config.step
+        self.parameterization = parameterization.to(fabric.device)
+        self.counts = RunningCounts(
+            parameterization.states, parameterization.vocab_size, self.config.momentum, fabric.device
+        )
+
+    def step(self, batch: Batch, initial: Tensor | None, tokens: int, step: Step) -> Scan:
+        with torch.no_grad():
+            hmm = self.parameterization()
+        start, transition, emission = parameters = [p.requires_grad_() for p in hmm.parameters]
+        with self.fabric.autocast():
+            result = scan(start, transition, emission, batch.tokens, batch.lengths, initial, batch.restart)
+        # the gradient with respect to log-probabilities is the expected counts; this way the scan is done once
+        counts = torch.autograd.grad(result.log_likelihood.sum(), parameters)
+        with torch.no_grad():
+            self.counts.add(*counts)
+            if self._update_is_due(step):
+                counted, rate = self.counts.take(), self.peak * step.factor
+                new = maximise(**counted, current=hmm, pseudocount=self.config.pseudocount, step=rate)
+                self.parameterization.assign(new)
+        return Scan(result.log_likelihood.detach(), result.final)
+
+    def _update_is_due(self, step: Step) -> bool:
+        """Updates never span epochs, so that their sizes can grow from one epoch to the next."""
+        config, done = self.config, step.batch + 1
+        size = batches_per_update(
+            config.accumulate, config.growth, config.full_batch, step.epoch, step.steps_per_epoch
+        )
+        return done % size == 0 or done == step.steps_per_epoch
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self.counts.tensors())
+
+    def scalars(self) -> dict[str, Any]:
+        return {"updates": self.counts.updates}
+
+    def load(self, where: Path, tensors: Mapping[str, Tensor], prefix: str, scalars: Mapping[str, Any]) -> None:
+        load_tensors(where, tensors, prefix, self.tensors())
+        self.counts.updates = int(scalars["updates"])
+
+
+def make_updater(fabric: Fabric, parameterization: Parameterization, config: OptimizerConfig) -> Updater:
+    """The updater a configuration asks for; moves the parameterization to the device."""
+    if config.kind == "baum-welch":
+        return BaumWelch(fabric, parameterization, config)
+    return AdamW(fabric, parameterization, config)
