@@ -1,0 +1,36 @@
+# Two commands are all a newcomer needs: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint env benchmark clean
+
+# torch is installed first and by its exact version: that is the release with a CPU build, and later
+# requirements are then satisfied by it.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+env: $(VENV)/.installed
+
+demo: env
+	$(BIN)/hmmlm demo
+
+test: env
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+benchmark: env
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[benchmark]'
+	$(BIN)/python -m benchmarks.run
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .coverage

@@ -1,0 +1,24 @@
+"""Hidden Markov language models, exact and large."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hmmlm.errors import InputError
+    from hmmlm.hmm import HMM, Counts, Filtered
+    from hmmlm.lm import LanguageModel, load
+
+__version__ = "0.1.0"
+__all__ = ["HMM", "Counts", "Filtered", "InputError", "LanguageModel", "__version__", "load"]
+
+_HOMES = {
+    "HMM": "hmmlm.hmm", "Counts": "hmmlm.hmm", "Filtered": "hmmlm.hmm", "InputError": "hmmlm.errors",
+    "LanguageModel": "hmmlm.lm", "load": "hmmlm.lm",
+}
+
+
+def __getattr__(name: str) -> Any:  # torch is loaded on first use, so that `hmmlm --help` answers at once
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hmmlm' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,6 @@
+"""The probabilistic objects and the questions that can be asked of them, exactly."""
+
+from hmmlm.hmm.dense import HMM
+from hmmlm.ops.results import Counts, Filtered
+
+__all__ = ["HMM", "Counts", "Filtered"]

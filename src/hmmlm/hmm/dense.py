@@ -1,0 +1,213 @@
+"""A hidden Markov model given by its distributional parameters, and exact answers from it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmmlm.errors import InputError
+from hmmlm.hmm.checks import ArrayLike, as_tensor, check_distributions, check_initial, check_lengths, check_tokens
+from hmmlm.hmm.sampling import sample_chain, sample_paths
+from hmmlm.ops import scan as ops
+from hmmlm.ops.results import Counts, Filtered
+from hmmlm.ops.scan import Evidence, Impl, Parameters
+from hmmlm.ops.viterbi import viterbi
+
+
+class HMM:
+    """Start [Z], transition [Z, Z] (row = from-state) and emission [Z, V], as log-probabilities.
+
+    Tokens are integers [B, T]; −1 is a missing token, summed over everywhere; `lengths` [B] gives ragged batches.
+    Results are detached, except `log_likelihood` (and `filter(...).log_likelihood`) when a parameter requires a
+    gradient. `impl` chooses the implementation of the recursions: "auto", "torch" (scaled) or "naive" (log space).
+    """
+
+    def __init__(self, log_start: Tensor, log_transition: Tensor, log_emission: Tensor, impl: Impl = "auto") -> None:
+        named = {"log_start": log_start, "log_transition": log_transition, "log_emission": log_emission}
+        for name, value in named.items():
+            if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.float64):
+                what = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
+                raise InputError(f"{name} must be a float32 or float64 tensor, not {what}; HMM.from_probs takes arrays")
+        if log_start.dim() != 1 or log_start.shape[0] == 0:
+            raise InputError(f"log_start must have shape [states], not {list(log_start.shape)}")
+        states = log_start.shape[0]
+        if log_transition.shape != (states, states):
+            raise InputError(f"log_transition must have shape [{states}, {states}], not {list(log_transition.shape)}")
+        if log_emission.dim() != 2 or log_emission.shape[0] != states or log_emission.shape[1] == 0:
+            raise InputError(f"log_emission must have shape [{states}, words], not {list(log_emission.shape)}")
+        if len({(value.dtype, value.device) for value in named.values()}) > 1:
+            raise InputError("log_start, log_transition and log_emission must share one dtype and device")
+        self.log_start, self.log_transition, self.log_emission = log_start, log_transition, log_emission
+        self.impl: Impl = impl
+
+    @classmethod
+    def from_probs(cls, start: ArrayLike, transition: ArrayLike, emission: ArrayLike, impl: Impl = "auto") -> "HMM":
+        """From probabilities, as arrays, lists or tensors; each distribution must sum to one."""
+        logs = []
+        for name, values in (("start", start), ("transition", transition), ("emission", emission)):
+            probs = as_tensor(values, name)
+            if probs.dtype not in (torch.float32, torch.float64):
+                probs = probs.to(torch.get_default_dtype())
+            if bool((probs < 0).any()) or not bool(probs.isfinite().all()):
+                raise InputError(f"{name} contains negative, infinite or NaN entries: probabilities are needed")
+            logs.append(probs.log())
+        if len({log.dtype for log in logs}) > 1:
+            logs = [log.double() for log in logs]
+        hmm = cls(logs[0], logs[1], logs[2], impl)
+        hmm.validate()
+        return hmm
+
+    def validate(self) -> None:
+        """Raise an error that names the first distribution that does not sum to one."""
+        check_distributions(self.log_start, "start")
+        check_distributions(self.log_transition, "transition")
+        check_distributions(self.log_emission, "emission")
+
+    @property
+    def states(self) -> int:
+        return self.log_start.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.log_emission.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.log_start.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.log_start.dtype
+
+    @property
+    def parameters(self) -> Parameters:
+        return Parameters(self.log_start, self.log_transition, self.log_emission)
+
+    def to(self, *args: Any, **kwargs: Any) -> "HMM":
+        """On another device or in another dtype, as `Tensor.to`."""
+        return HMM(*(p.to(*args, **kwargs) for p in self.parameters), impl=self.impl)
+
+    def detach(self) -> "HMM":
+        return HMM(*(p.detach() for p in self.parameters), impl=self.impl)
+
+    def __repr__(self) -> str:
+        return f"HMM(states={self.states}, vocab_size={self.vocab_size}, dtype={self.dtype}, device={self.device})"
+
+    def _evidence(
+        self, tokens: ArrayLike, lengths: ArrayLike | None, initial: ArrayLike | None = None
+    ) -> Evidence:
+        tokens = check_tokens(tokens, self.vocab_size, self.device)
+        lengths = check_lengths(lengths, tokens)
+        initial = check_initial(initial, tokens, self.log_start)
+        if lengths is not None:  # what lies beyond a sequence's end must not matter
+            outside = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
+            tokens = tokens.masked_fill(outside, -1)
+        return Evidence(tokens, lengths, initial)
+
+    def _fixed(self) -> Parameters:
+        return Parameters(*(p.detach() for p in self.parameters))
+
+    def log_likelihood(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
+        """log p(x) [B], natural log; −inf for a sequence that cannot happen. Differentiable in the parameters."""
+        return ops.scan(*self.parameters, *self._evidence(tokens, lengths), impl=self.impl).log_likelihood
+
+    def filter(
+        self, tokens: ArrayLike, lengths: ArrayLike | None = None, initial: ArrayLike | None = None
+    ) -> Filtered:
+        """p(z_t | x_1..t). `initial` [B, Z] is the filtered distribution at the token before this window."""
+        evidence = self._evidence(tokens, lengths, initial)
+        log_likelihood, log_filtered = ops.filter_states(self._fixed(), evidence, self.impl)
+        probs = log_filtered.exp()
+        last = evidence.last()[:, None, None]
+        final = torch.take_along_dim(probs, last, 1).squeeze(1)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
+            log_likelihood = ops.scan(*self.parameters, *evidence, impl=self.impl).log_likelihood
+        return Filtered(log_likelihood, final, probs)
+
+    def _require_possible(self, evidence: Evidence, log_likelihood: Tensor) -> None:
+        """Raise an error that names the first sequence that cannot happen, and its first impossible position."""
+        impossible = (log_likelihood == float("-inf")).nonzero()
+        if impossible.numel():
+            row = int(impossible[0])
+            alone = evidence.rows(torch.tensor([row], device=self.device))
+            _, log_filtered = ops.filter_states(self._fixed(), alone, self.impl)
+            position = int((log_filtered[0].amax(1) == float("-inf")).nonzero()[0])
+            raise InputError(
+                f"sequence {row} is impossible under this model: token {int(alone.tokens[0, position])} at position "
+                f"{position} has probability zero given the tokens before it"
+            )
+
+    def posterior(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
+        """p(z_t | x_1..T) [B, T, Z]; zero beyond a sequence's length."""
+        evidence = self._evidence(tokens, lengths)
+        marginal = ops.posterior(self._fixed(), evidence, self.impl)
+        self._require_possible(evidence, marginal[:, 0].sum(1).log())
+        return marginal
+
+    def viterbi(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Tensor, Tensor]:
+        """The most likely states [B, T] (−1 beyond a length) and their joint log-probability with the tokens [B]."""
+        evidence = self._evidence(tokens, lengths)
+        path, log_prob = viterbi(self._fixed(), evidence, self.impl)
+        self._require_possible(evidence, log_prob)
+        return path, log_prob
+
+    @torch.no_grad()
+    def sample(self, num: int, length: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Draw tokens [num, length] and their states [num, length] from the model."""
+        if num < 1 or length < 1:
+            raise InputError(f"sample needs num and length of at least 1, not {num} and {length}")
+        return sample_chain(self._fixed(), num, length, generator)
+
+    @torch.no_grad()
+    def posterior_sample(
+        self, tokens: ArrayLike, lengths: ArrayLike | None = None, num: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """`num` exact draws of the whole path given the tokens: states [num, B, T], −1 beyond a length."""
+        if num < 1:
+            raise InputError(f"posterior_sample needs num of at least 1, not {num}")
+        evidence = self._evidence(tokens, lengths)
+        log_likelihood, log_filtered = ops.filter_states(self._fixed(), evidence, self.impl)
+        self._require_possible(evidence, log_likelihood)
+        return sample_paths(self.log_transition.detach(), log_filtered, evidence, num, generator)
+
+    def next_token(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
+        """log p(next token | tokens) [B, V]."""
+        evidence = self._evidence(tokens, lengths)
+        fixed = self._fixed()
+        with torch.no_grad():
+            log_likelihood, final = ops.scan(*fixed, *evidence, impl=self.impl)
+            self._require_possible(evidence, log_likelihood)
+            return self._emit((final @ fixed.log_transition.exp()).log())
+
+    def _emit(self, log_states: Tensor) -> Tensor:
+        """log Σ_z p(z) p(word | z) [..., V] for log-distributions over states [..., Z], safe for any scale."""
+        peak = self.log_emission.detach().amax(0)
+        peak = torch.where(peak.isfinite(), peak, 0.0)
+        mixed = (log_states.exp() @ (self.log_emission.detach() - peak).exp()).log() + peak
+        lost = mixed.isinf()
+        if bool(lost.any()):  # a word only improbable states emit: their product underflows, so sum its logarithms
+            *where, words = lost.nonzero(as_tuple=True)
+            for piece in torch.arange(words.shape[0], device=words.device).split(max(1, 2**22 // self.states)):
+                index = tuple(axis[piece] for axis in where)
+                scores = log_states[index] + self.log_emission.detach().t()[words[piece]]
+                mixed[(*index, words[piece])] = scores.logsumexp(1)
+        return mixed
+
+    def expected_counts(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Counts:
+        """Expected counts of starts [Z], transitions [Z, Z] and emissions [Z, V] under the posterior, summed over B."""
+        evidence = self._evidence(tokens, lengths)
+        return ops.expected_counts(self._fixed(), evidence, self.impl)
+
+    def entropy(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
+        """Entropy of the posterior over paths [B], in nats."""
+        evidence = self._evidence(tokens, lengths)
+        self._require_possible(evidence, ops.scan(*self._fixed(), *evidence, impl=self.impl).log_likelihood)
+        return ops.entropy(self._fixed(), evidence, self.impl)
+
+    @torch.no_grad()
+    def infill(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
+        """log p(x_t = v | all other observed tokens) [B, T, V] at every position, exactly; −inf beyond a length."""
+        evidence = self._evidence(tokens, lengths)
+        self._require_possible(evidence, ops.scan(*self._fixed(), *evidence, impl=self.impl).log_likelihood)
+        return self._emit(ops.surroundings(self._fixed(), evidence, self.impl))

@@ -1,0 +1,185 @@
+"""The forward and backward recursions in log space: the specification every other implementation is held against.
+
+Shapes: B sequences, T positions, Z states, V words. `restart[b, t]` means that position t is drawn from the start
+distribution whatever came before; `initial[b]` is the filtered distribution at the token before position 0.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hmmlm.ops.results import Counts
+
+NEG_INF = float("-inf")
+
+
+class Parameters(NamedTuple):
+    """The distributional parameters, as log-probabilities."""
+
+    log_start: Tensor  # [Z]
+    log_transition: Tensor  # [Z, Z] row = from-state
+    log_emission: Tensor  # [Z, V]
+
+
+class Evidence(NamedTuple):
+    """What is observed."""
+
+    tokens: Tensor  # [B, T] integer; -1 is missing
+    lengths: Tensor | None = None  # [B]
+    initial: Tensor | None = None  # [B, Z]
+    restart: Tensor | None = None  # [B, T] bool
+
+    def rows(self, index: Tensor) -> "Evidence":
+        """The sequences at `index` only."""
+        return Evidence(*(None if field is None else field[index] for field in self))
+
+    def last(self) -> Tensor:
+        """[B] the position of each sequence's last token."""
+        if self.lengths is not None:
+            return self.lengths - 1
+        batch, steps = self.tokens.shape
+        return torch.full((batch,), steps - 1, device=self.tokens.device)
+
+
+def logsumexp(scores: Tensor, dim: int) -> Tensor:
+    """log Σ exp, with value −inf and gradient zero (not NaN) where nothing is possible."""
+    peak = scores.detach().amax(dim, keepdim=True)
+    peak = torch.where(peak == NEG_INF, 0.0, peak)
+    total = (scores - peak).exp().sum(dim)
+    possible = total > 0
+    log_total = torch.where(possible, total, 1.0).log() + peak.squeeze(dim)
+    return torch.where(possible, log_total, NEG_INF)
+
+
+def emission_scores(log_emission: Tensor, tokens: Tensor) -> Tensor:
+    """log p(x_t | z) [B, T, Z]; zero for a missing token, which every state explains equally well."""
+    scores = log_emission.t()[tokens.clamp(min=0)]
+    return torch.where((tokens < 0)[..., None], 0.0, scores)
+
+
+def active(evidence: Evidence) -> Tensor:
+    """[B, T] True inside each sequence's length."""
+    batch, steps = evidence.tokens.shape
+    positions = torch.arange(steps, device=evidence.tokens.device)
+    if evidence.lengths is None:
+        return torch.ones(batch, steps, dtype=torch.bool, device=positions.device)
+    return positions < evidence.lengths[:, None]
+
+
+def forward(parameters: Parameters, evidence: Evidence) -> Tensor:
+    """log p(x_1..t, z_t) [B, T, Z]; beyond a sequence's length the value at its last token."""
+    log_start, log_transition, log_emission = parameters
+    scores, inside = emission_scores(log_emission, evidence.tokens), active(evidence)
+    batch, steps = evidence.tokens.shape
+    previous = None if evidence.initial is None else evidence.initial.log()
+    columns = []
+    for t in range(steps):
+        predicted = log_start.expand(batch, -1)
+        if previous is not None:
+            moved = logsumexp(previous[:, :, None] + log_transition, 1)
+            if evidence.restart is not None:  # what came before is then a factor of its own
+                fresh = predicted + (logsumexp(previous, 1)[:, None] if t else 0.0)
+                moved = torch.where(evidence.restart[:, t, None], fresh, moved)
+            predicted = moved
+        joint = predicted + scores[:, t]
+        previous = joint if previous is None or t == 0 else torch.where(inside[:, t, None], joint, previous)
+        columns.append(previous)
+    return torch.stack(columns, 1)
+
+
+def backward(parameters: Parameters, evidence: Evidence) -> Tensor:
+    """log p(x_t+1..T | z_t) [B, T, Z]."""
+    log_start, log_transition, log_emission = parameters
+    scores, inside = emission_scores(log_emission, evidence.tokens), active(evidence)
+    batch, steps = evidence.tokens.shape
+    following = torch.zeros(batch, log_start.shape[0], dtype=log_start.dtype, device=log_start.device)
+    columns = [following]
+    for t in range(steps - 1, 0, -1):
+        ahead = scores[:, t] + following
+        moved = logsumexp(log_transition + ahead[:, None, :], 2)
+        if evidence.restart is not None:
+            restarted = logsumexp(log_start + ahead, 1)[:, None]
+            moved = torch.where(evidence.restart[:, t, None], restarted, moved)
+        following = torch.where(inside[:, t, None], moved, following)
+        columns.append(following)
+    return torch.stack(columns[::-1], 1)
+
+
+def initial_gradient(parameters: Parameters, evidence: Evidence) -> Tensor:
+    """d log p(x) / d initial [B, Z]: p(x | z before position 0) / p(x), zero where position 0 restarts."""
+    total = log_likelihood(parameters, evidence)[:, None]
+    ahead = emission_scores(parameters.log_emission, evidence.tokens)[:, 0] + backward(parameters, evidence)[:, 0]
+    moved = logsumexp(parameters.log_transition + ahead[:, None, :], 2)
+    ignored = total == NEG_INF if evidence.restart is None else (total == NEG_INF) | evidence.restart[:, :1]
+    return torch.where(ignored, 0.0, (moved - torch.where(ignored, 0.0, total)).exp())
+
+
+def log_likelihood(parameters: Parameters, evidence: Evidence) -> Tensor:
+    """log p(x) [B]."""
+    return logsumexp(forward(parameters, evidence)[:, -1], 1)
+
+
+def filtered(parameters: Parameters, evidence: Evidence) -> Tensor:
+    """log p(z_t | x_1..t) [B, T, Z]; −inf from the first impossible token on."""
+    joint = forward(parameters, evidence)
+    total = logsumexp(joint, 2)[..., None]
+    return torch.where(total == NEG_INF, NEG_INF, joint - torch.where(total == NEG_INF, 0.0, total))
+
+
+def posterior(parameters: Parameters, evidence: Evidence) -> Tensor:
+    """p(z_t | x) [B, T, Z]; zero beyond a sequence's length and for impossible sequences."""
+    joint = forward(parameters, evidence)
+    total = logsumexp(joint[:, -1], 1)[:, None, None]
+    scores = joint + backward(parameters, evidence) - torch.where(total == NEG_INF, 0.0, total)
+    return torch.where(active(evidence)[..., None], scores.exp(), 0.0)
+
+
+def expected_counts(parameters: Parameters, evidence: Evidence, weight: Tensor) -> Counts:
+    """Σ_b weight_b × expected counts of sequence b."""
+    log_start, log_transition, log_emission = parameters
+    alpha, beta = forward(parameters, evidence), backward(parameters, evidence)
+    scores, inside = emission_scores(log_emission, evidence.tokens), active(evidence)
+    total = logsumexp(alpha[:, -1], 1)
+    possible = total > NEG_INF
+    # A sequence that cannot happen has no posterior: it counts for nothing.
+    log_weight_shift = torch.where(possible, total, 0.0)[:, None]
+    factor = torch.where(possible, weight, 0.0)
+
+    marginal = (alpha + beta - log_weight_shift[..., None]).exp() * (factor[:, None] * inside)[..., None]
+    emission = torch.zeros_like(log_emission)
+    observed = evidence.tokens >= 0
+    emission.index_add_(1, evidence.tokens[observed], marginal[observed].t())
+
+    ahead = scores + beta - log_weight_shift[..., None]
+    start, transition = torch.zeros_like(log_start), torch.zeros_like(log_transition)
+    for t in range(evidence.tokens.shape[1]):
+        before = alpha[:, t - 1] if t else (None if evidence.initial is None else evidence.initial.log())
+        begins = torch.full_like(possible, before is None)
+        if evidence.restart is not None:
+            begins = begins | evidence.restart[:, t]
+        here = factor * inside[:, t]
+        past = logsumexp(alpha[:, t - 1], 1)[:, None] if t else 0.0
+        # Masked before exp, not after: what does not apply may well overflow.
+        begun = torch.where(begins[:, None], past + log_start + ahead[:, t], NEG_INF)
+        start += torch.einsum("b,bz->z", here, begun.exp())
+        if before is not None:
+            pair = before[:, :, None] + log_transition + ahead[:, t, None, :]
+            transition += torch.einsum("b,bij->ij", here, torch.where(begins[:, None, None], NEG_INF, pair).exp())
+    return Counts(start, transition, emission, torch.where(possible, total, NEG_INF).sum())
+
+
+def entropy(parameters: Parameters, evidence: Evidence) -> Tensor:
+    """Entropy of p(z_1..T | x) in nats [B], by the chain rule backwards in time."""
+    log_filtered, marginal = filtered(parameters, evidence), posterior(parameters, evidence)
+    inside = active(evidence)
+    at_end = torch.take_along_dim(marginal, evidence.last()[:, None, None], 1).squeeze(1)
+    total = -torch.xlogy(at_end, at_end).sum(1)
+    for t in range(1, evidence.tokens.shape[1]):
+        pair = log_filtered[:, t - 1, :, None] + parameters.log_transition
+        if evidence.restart is not None:  # the past is then independent of z_t
+            pair = torch.where(evidence.restart[:, t, None, None], log_filtered[:, t - 1, :, None], pair)
+        norm = logsumexp(pair, 1)[:, None, :]
+        conditional = (pair - torch.where(norm == NEG_INF, 0.0, norm)).exp()  # p(z_t-1 | z_t, x_1..t-1)
+        total = total - (torch.xlogy(conditional, conditional).sum(1) * marginal[:, t] * inside[:, t, None]).sum(1)
+    return total
