@@ -1,0 +1,131 @@
+"""Bigrams of a text: sparse counts of word pairs, and the average mutual information of a clustering."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hmmlm.errors import InputError
+
+
+def xlogx(x: np.ndarray) -> np.ndarray:
+    """x log x (nats) of non-negative integer counts held as floats; 0 at 0."""
+    return x * np.log(np.maximum(x, 1.0))
+
+
+@dataclass(frozen=True)
+class Bigrams:
+    """Counts of neighbouring words: after word w come `next_word[next_start[w] : next_start[w + 1]]`."""
+
+    counts: np.ndarray  # [V] occurrences of each word, whether or not in a bigram
+    next_start: np.ndarray  # [V+1]
+    next_word: np.ndarray  # [pairs]
+    next_count: np.ndarray  # [pairs] float64
+    previous_start: np.ndarray  # [V+1]
+    previous_word: np.ndarray  # [pairs]
+    previous_count: np.ndarray  # [pairs] float64
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.counts)
+
+    def marginals(self) -> tuple[np.ndarray, np.ndarray]:
+        """How often each word is the first ([V]) and the second ([V]) of a bigram."""
+        words = np.arange(self.vocab_size)
+        firsts = np.repeat(words, np.diff(self.next_start))
+        seconds = np.repeat(words, np.diff(self.previous_start))
+        return (
+            np.bincount(firsts, self.next_count, self.vocab_size),
+            np.bincount(seconds, self.previous_count, self.vocab_size),
+        )
+
+    def by_cluster(self, word: int, cluster: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray, float]:
+        """Counts of each cluster after the word ([C]) and before it ([C]), and of the word after itself.
+
+        The word itself, and words whose entry of `cluster` ([V]) is −1, are left out of both vectors.
+        """
+        after = slice(self.next_start[word], self.next_start[word + 1])
+        before = slice(self.previous_start[word], self.previous_start[word + 1])
+        itself = float(self.next_count[after][self.next_word[after] == word].sum())
+        vectors = []
+        for others, weights in (
+            (self.next_word[after], self.next_count[after]),
+            (self.previous_word[before], self.previous_count[before]),
+        ):
+            into = np.where(others == word, -1, cluster[others])  # slot 0 of the bins collects what is left out
+            vectors.append(np.bincount(into + 1, weights, clusters + 1)[1:])
+        return vectors[0], vectors[1], itself
+
+
+def _checked(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    tokens = np.asarray(tokens, dtype=np.int64)
+    wrong = tokens[(tokens < -1) | (tokens >= vocab_size)]
+    if wrong.size:
+        raise InputError(
+            f"token {wrong[0]} is not in a vocabulary of {vocab_size} words: tokenize with that vocabulary"
+        )
+    return tokens
+
+
+def _pairs(tokens: np.ndarray, documents: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Neighbouring tokens, first and second, without those that cross a document's start or touch a missing token."""
+    together = (tokens[:-1] >= 0) & (tokens[1:] >= 0)
+    if documents is not None:
+        starts = np.asarray(documents)
+        together[starts[(starts > 0) & (starts < len(tokens))] - 1] = False
+    return tokens[:-1][together], tokens[1:][together]
+
+
+def count_bigrams(tokens: np.ndarray, vocab_size: int, documents: np.ndarray | None = None) -> Bigrams:
+    """Count the bigrams of a text.
+
+    tokens: [N] word ids; −1 is missing and separates what is before it from what is after.
+    documents: offsets at which documents start; no bigram crosses one.
+    """
+    tokens = _checked(tokens, vocab_size)
+    first, second = _pairs(tokens, documents)
+    pair, count = np.unique(first * vocab_size + second, return_counts=True)
+    first, second, weight = pair // vocab_size, pair % vocab_size, count.astype(np.float64)
+    by_second = np.argsort(second, kind="stable")
+    bounds = np.arange(vocab_size + 1)
+    return Bigrams(
+        counts=np.bincount(tokens[tokens >= 0], minlength=vocab_size),
+        next_start=np.searchsorted(first, bounds),
+        next_word=second,
+        next_count=weight,
+        previous_start=np.searchsorted(second[by_second], bounds),
+        previous_word=first[by_second],
+        previous_count=weight[by_second],
+    )
+
+
+def cluster_table(bigrams: Bigrams, cluster: np.ndarray, clusters: int) -> np.ndarray:
+    """[C,C] bigram counts between clusters; every word of a bigram has a cluster."""
+    first = np.repeat(cluster, np.diff(bigrams.next_start))
+    pair = first * clusters + cluster[bigrams.next_word]
+    return np.bincount(pair, bigrams.next_count, clusters**2).reshape(clusters, clusters)
+
+
+def mutual_information(table: np.ndarray) -> float:
+    """Mutual information in nats of row and column of a table of counts [C,C]; 0 for an empty table."""
+    total = table.sum()
+    if total == 0:
+        return 0.0
+    inside = xlogx(table).sum() - xlogx(table.sum(1)).sum() - xlogx(table.sum(0)).sum() + xlogx(total)
+    return float(inside / total)
+
+
+def average_mutual_information(
+    tokens: np.ndarray, cluster: np.ndarray, *, documents: np.ndarray | None = None
+) -> float:
+    """Average mutual information, in nats, of the clusters of neighbouring words of a text.
+
+    tokens: [N], −1 is missing. cluster: [V]; words of cluster −1 count as missing, so two clusterings are compared on
+    the same bigrams only when they leave out the same words. documents: offsets at which documents start.
+    """
+    cluster = np.asarray(cluster, dtype=np.int64)
+    tokens = _checked(tokens, len(cluster))
+    classes = np.where(tokens >= 0, cluster[tokens], -1)
+    clusters = int(cluster.max()) + 1
+    first, second = _pairs(classes, documents)
+    table = np.bincount(first * clusters + second, minlength=clusters**2).reshape(clusters, clusters)
+    return mutual_information(table.astype(np.float64))
