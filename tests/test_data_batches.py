@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hmmlm.data.batches import Batch, ChunkBatches, StreamBatches
@@ -50,6 +50,7 @@ def rows_of(batch: Batch) -> list[list[int]]:
 
 
 @settings(max_examples=150, deadline=None)
+@example(TokenFile.from_arrays([1, 2, 3, 1, EOS], None, 4), 2, 3, True)  # eos just before a short row's padding
 @given(corpora(), st.integers(1, 5), st.integers(1, 6), st.booleans())
 def test_streams_in_order_are_the_corpus_cut_into_contiguous_pieces(
     corpus: TokenFile, batch_size: int, length: int, reset: bool
