@@ -28,7 +28,7 @@ def check_tokens(tokens: ArrayLike, vocab_size: int, device: torch.device) -> Te
         hint = "; for one sequence use tokens[None]" if tokens.dim() == 1 else ""
         raise InputError(f"tokens must have shape [sequences, positions], not {list(tokens.shape)}{hint}")
     if tokens.shape[0] == 0 or tokens.shape[1] == 0:
-        raise InputError(f"tokens of shape {list(tokens.shape)} are empty: at least one sequence of one token is needed")
+        raise InputError(f"tokens of shape {list(tokens.shape)} are empty: at least one token is needed")
     tokens = tokens.to(device, torch.int64)
     wrong = (tokens < -1) | (tokens >= vocab_size)
     if bool(wrong.any()):

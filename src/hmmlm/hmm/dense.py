@@ -9,9 +9,11 @@ from hmmlm.errors import InputError
 from hmmlm.hmm.checks import ArrayLike, as_tensor, check_distributions, check_initial, check_lengths, check_tokens
 from hmmlm.hmm.sampling import sample_chain, sample_paths
 from hmmlm.ops import scan as ops
-from hmmlm.ops.results import Counts, Filtered
+from hmmlm.ops.results import Counts, Filtered, Scan
 from hmmlm.ops.scan import Evidence, Impl, Parameters
 from hmmlm.ops.viterbi import viterbi
+
+FAINT = {torch.float32: 1e-32, torch.float64: 1e-300}  # sums of products below this have lost digits
 
 
 class HMM:
@@ -85,10 +87,11 @@ class HMM:
 
     def to(self, *args: Any, **kwargs: Any) -> "HMM":
         """On another device or in another dtype, as `Tensor.to`."""
-        return HMM(*(p.to(*args, **kwargs) for p in self.parameters), impl=self.impl)
+        start, transition, emission = (p.to(*args, **kwargs) for p in self.parameters)
+        return HMM(start, transition, emission, self.impl)
 
     def detach(self) -> "HMM":
-        return HMM(*(p.detach() for p in self.parameters), impl=self.impl)
+        return HMM(*self._fixed(), self.impl)
 
     def __repr__(self) -> str:
         return f"HMM(states={self.states}, vocab_size={self.vocab_size}, dtype={self.dtype}, device={self.device})"
@@ -107,9 +110,19 @@ class HMM:
     def _fixed(self) -> Parameters:
         return Parameters(*(p.detach() for p in self.parameters))
 
+    def scan(
+        self, tokens: Tensor, lengths: Tensor | None = None, initial: Tensor | None = None,
+        restart: Tensor | None = None,
+    ) -> Scan:
+        """What training calls: log p(x) [B], differentiable, and the final filtered distribution; nothing is checked.
+
+        `restart` [B, T] bool: at that position the chain starts afresh from the start distribution.
+        """
+        return ops.scan(*self.parameters, tokens, lengths, initial, restart, impl=self.impl)
+
     def log_likelihood(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
         """log p(x) [B], natural log; −inf for a sequence that cannot happen. Differentiable in the parameters."""
-        return ops.scan(*self.parameters, *self._evidence(tokens, lengths), impl=self.impl).log_likelihood
+        return self.scan(*self._evidence(tokens, lengths)).log_likelihood
 
     def filter(
         self, tokens: ArrayLike, lengths: ArrayLike | None = None, initial: ArrayLike | None = None
@@ -121,7 +134,7 @@ class HMM:
         last = evidence.last()[:, None, None]
         final = torch.take_along_dim(probs, last, 1).squeeze(1)
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
-            log_likelihood = ops.scan(*self.parameters, *evidence, impl=self.impl).log_likelihood
+            log_likelihood = self.scan(*evidence).log_likelihood
         return Filtered(log_likelihood, final, probs)
 
     def _require_possible(self, evidence: Evidence, log_likelihood: Tensor) -> None:
@@ -176,21 +189,24 @@ class HMM:
         evidence = self._evidence(tokens, lengths)
         fixed = self._fixed()
         with torch.no_grad():
-            log_likelihood, final = ops.scan(*fixed, *evidence, impl=self.impl)
+            log_likelihood, final = self.scan(*evidence)
             self._require_possible(evidence, log_likelihood)
             return self._emit((final @ fixed.log_transition.exp()).log())
 
     def _emit(self, log_states: Tensor) -> Tensor:
         """log Σ_z p(z) p(word | z) [..., V] for log-distributions over states [..., Z], safe for any scale."""
-        peak = self.log_emission.detach().amax(0)
+        log_emission = self.log_emission.detach()
+        peak = log_emission.amax(0)
         peak = torch.where(peak.isfinite(), peak, 0.0)
-        mixed = (log_states.exp() @ (self.log_emission.detach() - peak).exp()).log() + peak
-        lost = mixed.isinf()
-        if bool(lost.any()):  # a word only improbable states emit: their product underflows, so sum its logarithms
-            *where, words = lost.nonzero(as_tuple=True)
+        relative = log_states.exp() @ (log_emission - peak).exp()
+        mixed = relative.log() + peak
+        # Words that only improbable states emit: their product underflows (or nearly), so sum its logarithms.
+        faint = (relative < FAINT[self.dtype]) & (log_states.amax(-1, keepdim=True) > float("-inf"))
+        if bool(faint.any()):
+            *where, words = faint.nonzero(as_tuple=True)
             for piece in torch.arange(words.shape[0], device=words.device).split(max(1, 2**22 // self.states)):
                 index = tuple(axis[piece] for axis in where)
-                scores = log_states[index] + self.log_emission.detach().t()[words[piece]]
+                scores = log_states[index] + log_emission.t()[words[piece]]
                 mixed[(*index, words[piece])] = scores.logsumexp(1)
         return mixed
 
@@ -202,12 +218,12 @@ class HMM:
     def entropy(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
         """Entropy of the posterior over paths [B], in nats."""
         evidence = self._evidence(tokens, lengths)
-        self._require_possible(evidence, ops.scan(*self._fixed(), *evidence, impl=self.impl).log_likelihood)
+        self._require_possible(evidence, self.detach().scan(*evidence).log_likelihood)
         return ops.entropy(self._fixed(), evidence, self.impl)
 
     @torch.no_grad()
     def infill(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
         """log p(x_t = v | all other observed tokens) [B, T, V] at every position, exactly; −inf beyond a length."""
         evidence = self._evidence(tokens, lengths)
-        self._require_possible(evidence, ops.scan(*self._fixed(), *evidence, impl=self.impl).log_likelihood)
+        self._require_possible(evidence, self.detach().scan(*evidence).log_likelihood)
         return self._emit(ops.surroundings(self._fixed(), evidence, self.impl))

@@ -40,8 +40,7 @@ def accumulate(chain: scaled.Chain, result: scaled.Forward, seed: Tensor, shape:
 
     Also β at the token before position 0, [B, Z]: the gradient with respect to `initial`.
     """
-    steps, batch = chain.words.shape
-    ragged = chain.active[-1] < batch
+    ragged = chain.active[-1] < chain.active[0]
     weights = torch.zeros_like(result.alpha) if ragged else torch.empty_like(result.alpha)
     by_word = torch.zeros_like(chain.emission)
     for t, beta, weight in scaled.backward(chain, result, seed):

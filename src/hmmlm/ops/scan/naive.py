@@ -32,7 +32,8 @@ class Evidence(NamedTuple):
 
     def rows(self, index: Tensor) -> "Evidence":
         """The sequences at `index` only."""
-        return Evidence(*(None if field is None else field[index] for field in self))
+        rest = (None if field is None else field[index] for field in self[1:])
+        return Evidence(self.tokens[index], *rest)
 
     def last(self) -> Tensor:
         """[B] the position of each sequence's last token."""

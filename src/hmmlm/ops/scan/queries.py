@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hmmlm.ops.results import Counts, Filtered, Scan
+from hmmlm.ops.results import Counts, Scan
 from hmmlm.ops.scan import naive
 from hmmlm.ops.scan import torch as scaled
 from hmmlm.ops.scan.function import accumulate, differentiable_scan, in_log_space, run, wide_chunks

@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
 class Chain(NamedTuple):
-    """A batch ready for the recursions: time-major, longest sequence first, so that step t concerns rows [:active[t]]."""
+    """A batch ready for the recursions: time-major, longest first, so that step t concerns rows [:active[t]]."""
 
     start: Tensor  # [Z] probabilities
     transition: Tensor  # [Z, Z] probabilities, in the dtype the products are done in
@@ -74,9 +74,10 @@ def prepare(parameters: Parameters, evidence: Evidence, products: torch.dtype) -
     log_peak = rows.amax(1)
     log_peak = torch.where(log_peak == NEG_INF, 0.0, log_peak)
     emission = (rows - log_peak[:, None]).exp_().contiguous()
+    restart = None if restart is None else restart.t().contiguous()
     return Chain(
         log_start.exp(), log_transition.exp().to(products), emission, log_peak,
-        words.t().contiguous(), vocabulary, active, order, initial, None if restart is None else restart.t().contiguous(),
+        words.t().contiguous(), vocabulary, active, order, initial, restart,
     )
 
 
