@@ -1,0 +1,62 @@
+"""The scalar parameterization and the interface it shares."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from learning_runs import random_hmm
+
+from hmmlm.errors import InputError
+from hmmlm.parameterization import Parameterization, Scalar, make_parameterization
+
+
+def test_forward_gives_distributions_of_the_asked_sizes() -> None:
+    hmm = Scalar(5, 7, scale=3.0)()
+    assert (hmm.log_start.shape, hmm.log_transition.shape, hmm.log_emission.shape) == ((5,), (5, 5), (5, 7))
+    hmm.validate()
+
+
+def test_initial_logits_have_the_asked_scale_and_seed() -> None:
+    made = [Scalar(64, 200, scale=0.5, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert made[0].emission.std().item() == pytest.approx(0.5, rel=0.02)
+    assert torch.equal(made[0].transition, made[1].transition)
+    assert not torch.equal(made[0].transition, made[2].transition)
+    assert not torch.equal(made[0].transition.flatten()[:200], made[0].emission[0])
+
+
+def test_gradient_with_respect_to_logits_is_counts_minus_their_expectation() -> None:
+    parameterization = Scalar(3, 4).double()
+    tokens = torch.tensor([[0, 3, 1, 2, 2], [1, 1, 0, 3, 2]])
+    hmm = parameterization()
+    hmm.log_likelihood(tokens).sum().backward()
+    counts = hmm.expected_counts(tokens)
+    expected = counts.emission - counts.emission.sum(1, keepdim=True) * hmm.log_emission.exp()
+    assert parameterization.emission.grad is not None
+    torch.testing.assert_close(parameterization.emission.grad, expected.detach())
+
+
+def test_assign_makes_forward_return_what_was_given_zeros_included() -> None:
+    hmm = random_hmm(3, 4, seed=0)
+    hmm.log_emission[1] = torch.tensor([0.25, 0.0, 0.75, 0.0], dtype=torch.float64).log()
+    parameterization = Scalar(3, 4).double()
+    parameterization.assign(hmm)
+    for made, given in zip(parameterization().parameters, hmm.parameters, strict=True):
+        torch.testing.assert_close(made, given, rtol=0, atol=1e-14)
+
+
+def test_assign_refuses_other_sizes() -> None:
+    with pytest.raises(InputError, match="3 states and 5 words given to a parameterization of 3 states and 4 words"):
+        Scalar(3, 4).assign(random_hmm(3, 5, seed=0))
+
+
+def test_a_parameterization_without_assign_says_what_to_do() -> None:
+    with pytest.raises(InputError, match="Baum-Welch"):
+        Parameterization(3, 4).assign(random_hmm(3, 4, seed=0))
+
+
+def test_make_parameterization_by_name() -> None:
+    made = make_parameterization("scalar", 3, 4, scale=0.0)
+    assert isinstance(made, Scalar)
+    torch.testing.assert_close(made().log_emission.exp(), torch.full((3, 4), 0.25))
+    with pytest.raises(InputError, match="scalr"):
+        make_parameterization("scalr", 3, 4)
