@@ -1,0 +1,58 @@
+"""`hmmlm data`: token files, and public corpora by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from hmmlm.cli.parse import parse
+from hmmlm.learning.config import TokenizerConfig
+
+DESCRIPTION = """Make the token files of a corpus (train, valid, test) and its tokenizer.
+
+PTB and WikiText-2 are taken from --data-folder (else $HMMLM_DATA, else the
+cache), or downloaded to it and checked.
+
+examples:
+  hmmlm data ptb --out data/ptb --tokenizer.split whitespace
+  hmmlm data wikitext-2 --data-folder ~/corpora --out data/wikitext-2
+  hmmlm data my.txt --out data/mine --tokenizer.kind bpe"""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    corpus: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME_OR_FILE")]
+    """embedded, ptb, wikitext-2, a text file, or a folder with train, valid and test files."""
+    out: Path
+    """Folder for the token files (data/) and the tokenizer (tokenizer/)."""
+    data_folder: Path | None = None
+    """Where corpora given by name lie, or are downloaded to."""
+    tokenizer: TokenizerConfig = TokenizerConfig()  # noqa: RUF009 (frozen)
+
+
+def run(argv: list[str]) -> int:
+    arguments = parse(Arguments, argv, "data", DESCRIPTION)
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from hmmlm.experiments.results import unknown_share
+    from hmmlm.learning.config import RunConfig
+    from hmmlm.learning.prepare import prepare
+    from hmmlm.learning.progress import terminal_progress
+
+    config = RunConfig(data=arguments.corpus, data_folder=arguments.data_folder, tokenizer=arguments.tokenizer)
+    prepared = prepare(config, arguments.out, terminal_progress())
+    table = Table("split", "tokens", "documents", "unknown words", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for split, tokens in prepared.tokens.items():
+        unknown = unknown_share(tokens, prepared.tokenizer.unk_id, prepared.tokenizer.eos_id)
+        table.add_row(split, f"{len(tokens):,}", f"{len(tokens.documents) - 1:,}", f"{unknown:.2%}")
+    console = Console()
+    console.print(table)
+    console.print(f"vocabulary {prepared.tokenizer.vocab_size:,}; written to {arguments.out}", soft_wrap=True)
+    return 0

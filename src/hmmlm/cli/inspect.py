@@ -1,0 +1,55 @@
+"""`hmmlm inspect`: what the states of a model stand for, and how it reads a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from hmmlm.cli.parse import parse
+from hmmlm.errors import InputError
+
+DESCRIPTION = """The states of a model: the share of all tokens each emits, its most telling
+words (by what they add to the mutual information of state and word), and the
+states it most often goes on to. With --text also the most likely state of
+every word of a sentence, and how sure the model is of it.
+
+examples:
+  hmmlm inspect runs/mine
+  hmmlm inspect runs/mine --states 40 --text "The function returns a list." """
+
+
+@dataclass(frozen=True)
+class Arguments:
+    model: tyro.conf.Positional[Path]
+    """A saved model, or the folder of a training run (its best model)."""
+    states: int = 20
+    """How many states are shown, the most used first."""
+    words: int = 8
+    """Words a state."""
+    text: str | None = None
+    """A sentence to read."""
+
+
+def run(argv: list[str]) -> int:
+    arguments = parse(Arguments, argv, "inspect", DESCRIPTION)
+    for name in ("states", "words"):
+        if getattr(arguments, name) < 1:
+            raise InputError(f"--{name} must be 1 or more, not {getattr(arguments, name)}")
+
+    from rich.console import Console
+
+    from hmmlm.experiments.explain import explain_states
+    from hmmlm.experiments.tables import path_table, states_table
+    from hmmlm.lm import load
+
+    lm = load(arguments.model)
+    states = explain_states(lm.hmm, arguments.words)
+    console = Console()
+    console.print(f"{lm.hmm.states:,} states, {lm.hmm.vocab_size:,} tokens, {lm.hmm.dtype}".replace("torch.", ""))
+    console.print(states_table(lm, states, arguments.states))
+    if arguments.text is not None:
+        console.print()
+        console.print(path_table(lm, states, arguments.text))
+    return 0
