@@ -64,8 +64,8 @@ def blocked_scan(
     again = result.suspect.nonzero()[:, 0]
     exact = wide(dtype)
     precisely = naive.blocked_scan(
-        tokens[again], block_of_word, *(x.to(exact) for x in (u, w, log_normalizer, log_start, log_emission)),
-        None if initial is None else Initial(*(x[again].to(exact) for x in initial)),
+        tokens[again], block_of_word, u.to(exact), w.to(exact), log_normalizer.to(exact), log_start.to(exact),
+        log_emission.to(exact), None if initial is None else Initial(*(x[again].to(exact) for x in initial)),
         None if lengths is None else lengths[again], None if restart is None else restart[again],
     )  # fmt: skip
     return BlockedScan(

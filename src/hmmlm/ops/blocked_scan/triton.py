@@ -3,6 +3,8 @@
 Nothing waits for the device and no shape depends on data, so all of it can be captured in a CUDA graph. Positions that
 share a block or a word are sorted together and added up by one program, so results do not depend on timing.
 """
+# mypy: allow-untyped-defs
+# (arguments of kernels are pointers and numbers of Triton's own)
 
 from typing import NamedTuple
 
@@ -15,6 +17,8 @@ from hmmlm.ops.blocked_scan.problem import NOTHING, START, Gradients, Problem, S
 
 _TILE_BUDGET = 2**29  # numbers in the transition tiles held at a time: 1 GB in bfloat16
 _RECURSION_CHUNK = 8192  # numbers of a tile that a step of the recursion reads at a time
+_RECURSION_WARPS = 8
+_FACTOR_TILE = {"BLOCK_OWN": 64, "BLOCK_OTHER": 64, "BLOCK_H": 128, "num_warps": 4}
 _START = tl.constexpr(START)
 
 
@@ -78,9 +82,8 @@ def _forward_kernel(
             for top in range(0, ROWS, CHUNK):
                 row = top + tl.arange(0, CHUNK)
                 f = tl.load(filtered + (b * (TIME + 1) + t) * ROWS + row, mask=row < ROWS, other=0.0)
-                a = tl.load(
-                    tile + row[:, None] * KEPT + column[None, :], mask=(row < ROWS)[:, None] & inside[None, :], other=0.0
-                )
+                mask = (row < ROWS)[:, None] & inside[None, :]
+                a = tl.load(tile + row[:, None] * KEPT + column[None, :], mask=mask, other=0.0)
                 sums += f[:, None] * a.to(tl.float32)
             reached = tl.sum(sums, 0)
             reached = tl.where(reached < FLOOR, 0.0, reached)
@@ -111,7 +114,7 @@ def _backward_kernel(
     weight = tl.load(grad + b)
     length = tl.load(lengths + b).to(tl.int32)
     last = tl.minimum(end, length) - 1
-    for step in range(0, last - first + 1):
+    for step in range(last - first + 1):
         t = last - step
         at = b * TIME + t
         slot = (b * (TIME + 1) + t + 1) * ROWS
@@ -128,9 +131,8 @@ def _backward_kernel(
             tile = tiles + (b * (end - first) + t - first) * ROWS * KEPT
             for top in range(0, ROWS, CHUNK):
                 row = top + tl.arange(0, CHUNK)
-                a = tl.load(
-                    tile + row[:, None] * KEPT + column[None, :], mask=(row < ROWS)[:, None] & inside[None, :], other=0.0
-                )
+                mask = (row < ROWS)[:, None] & inside[None, :]
+                a = tl.load(tile + row[:, None] * KEPT + column[None, :], mask=mask, other=0.0)
                 ahead = tl.sum(a.to(tl.float32) * r[None, :], 1)
                 f = tl.load(filtered + slot - ROWS + row, mask=row < ROWS, other=0.0)
                 tl.store(posterior + slot - ROWS + row, f * ahead, mask=row < ROWS)
@@ -243,7 +245,7 @@ def _recursion(problem: Problem) -> dict[str, int]:
     rows, kept = problem.u.shape[1], problem.w.shape[1]
     width = triton.next_power_of_2(kept)
     chunk = min(triton.next_power_of_2(rows), max(1, _RECURSION_CHUNK // width))
-    return {"ROWS": rows, "KEPT": kept, "WIDTH": width, "CHUNK": chunk, "num_warps": 8}
+    return {"ROWS": rows, "KEPT": kept, "WIDTH": width, "CHUNK": chunk, "num_warps": _RECURSION_WARPS}
 
 
 def forward(problem: Problem) -> State:
@@ -283,14 +285,13 @@ def backward(problem: Problem, state: State, grad: Tensor) -> Gradients:
         place = {"first": first, "span": end - first, "TIME": time}
         before = (state.filtered, (time + 1) * rows)  # of the step's source
         after = (ratio, time * kept)  # of its block
-        size = _product(problem.u.dtype)
-        factor = {"H": h, "PRECISION": _precision(problem.u.dtype), "BLOCK_OWN": 64, "BLOCK_OTHER": 64,
-                  "BLOCK_H": size, "num_warps": 4}  # fmt: skip
-        _factor_kernel[(groups, triton.cdiv(rows, 64), triton.cdiv(h, size))](
+        factor = {"H": h, "PRECISION": _precision(problem.u.dtype), **_FACTOR_TILE}
+        own, inner = _FACTOR_TILE["BLOCK_OWN"], _FACTOR_TILE["BLOCK_H"]
+        _factor_kernel[(groups, triton.cdiv(rows, own), triton.cdiv(h, inner))](
             order[_BY_SOURCE], offsets[_BY_SOURCE], tiles, *before, *after, problem.block, problem.w, out.u,
             own_stride=kept, other_stride=1, OWN=rows, OTHER=kept, **place, **factor,
         )  # fmt: skip
-        _factor_kernel[(blocks, triton.cdiv(kept, 64), triton.cdiv(h, size))](
+        _factor_kernel[(blocks, triton.cdiv(kept, own), triton.cdiv(h, inner))](
             order[_BY_BLOCK], offsets[_BY_BLOCK], tiles, *after, *before, problem.source, problem.u, out.w,
             own_stride=1, other_stride=kept, OWN=kept, OTHER=rows, **place, **factor,
         )  # fmt: skip

@@ -15,7 +15,7 @@ def resolve(reference: Tensor, product_dtype: torch.dtype | None) -> torch.dtype
     """
     if product_dtype is not None:
         if product_dtype not in _ALLOWED:
-            raise InputError(f"product_dtype {product_dtype} cannot hold probabilities: use bfloat16, float32 or float64")
+            raise InputError(f"product_dtype {product_dtype} cannot hold probabilities: use bfloat16 or wider")
         return product_dtype
     device = reference.device.type
     if reference.dtype == torch.float32 and torch.is_autocast_enabled(device):

@@ -3,6 +3,8 @@
 The backward pass writes a slice of the weighted softmax and multiplies it with cuBLAS, rather than recomputing every
 tile inside both products: three products instead of four, and the library's are faster than ours.
 """
+# mypy: allow-untyped-defs
+# (arguments of kernels are pointers and numbers of Triton's own)
 
 import torch
 import triton
@@ -20,7 +22,7 @@ _SLICE_ROWS, _SLICE_COLUMNS = 4096, 16384  # of the softmax in the backward pass
 def _scores(u, w, rows, columns, n_rows, n_columns, H: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr):
     """u[rows] · w[columns] as a tile, over h in pieces."""
     scores = tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
-    for first in tl.static_range(0, H, BLOCK_H):
+    for first in range(0, H, BLOCK_H):
         inner = first + tl.arange(0, BLOCK_H)
         inside = inner < H
         a = tl.load(
