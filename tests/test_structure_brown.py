@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hmmlm.errors import InputError
@@ -41,7 +41,7 @@ def pair_counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def information(counts: np.ndarray, groups: list[list[int]]) -> float:
-    """Bigrams times the information among these groups of words, with marginals of the whole text, from the definition."""
+    """Bigrams times the information among these groups of words, marginals of the whole text, from the definition."""
     total = 0.0
     n = counts.sum()
     for left, right in itertools.product(groups, groups):
@@ -121,8 +121,8 @@ def test_clusters_are_those_of_the_brute_force_greedy_algorithm(clusters):
     assert ours.mutual_information == pytest.approx(table, abs=1e-12)
 
 
-def test_planted_classes_are_found_and_the_tree_keeps_like_with_like():
-    """Words of six classes in a cycle with noise: the classes come back, and 3 clusters nest in the tree of 6."""
+def test_planted_classes_are_found():
+    """Words of six classes in a cycle with noise."""
     random = np.random.default_rng(0)
     classes = np.where(random.random(30_000) < 0.1, random.integers(0, 6, 30_000), np.arange(30_000) % 6)
     tokens = classes * 10 + random.choice(10, 30_000, p=np.arange(1, 11) / 55)
@@ -202,8 +202,7 @@ def test_exchange_never_loses_ends_where_no_single_move_gains_and_empties_no_clu
     bigrams = count_bigrams(tokens, vocab_size)
     cluster = np.where(bigrams.counts > 0, np.arange(vocab_size) % 3, -1)
     clusters = int(cluster.max()) + 1
-    if set(range(clusters)) - set(cluster.tolist()):
-        return
+    assume(set(range(clusters)) <= set(cluster.tolist()))
     after = exchange(bigrams, cluster, clusters, passes=100)
     np.testing.assert_array_equal(after < 0, cluster < 0)
     assert set(range(clusters)) <= set(after.tolist())
