@@ -1,6 +1,7 @@
 """The probabilistic objects and the questions that can be asked of them, exactly."""
 
+from hmmlm.hmm.blocked import BlockedHMM, Carry
 from hmmlm.hmm.dense import HMM
 from hmmlm.ops.results import Counts, Filtered
 
-__all__ = ["HMM", "Counts", "Filtered"]
+__all__ = ["HMM", "BlockedHMM", "Carry", "Counts", "Filtered"]
