@@ -54,7 +54,7 @@ def tiny_config(data: Path | str, **sections: dict[str, Any]) -> RunConfig:
         "batches": {"batch_size": 3, "length": 8},
         "schedule": {"kind": "cosine", "warmup_fraction": 0.2},
         "train": {
-            "epochs": 2, "log_every": 4, "checkpoint_every": 3, "checks_per_epoch": 2, "tensorboard": False,
+            "epochs": 2, "log_every": 4, "checkpoint_every": 5, "checks_per_epoch": 2, "tensorboard": False,
             "device": "cpu",
         },
     }  # fmt: skip
