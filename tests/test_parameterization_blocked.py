@@ -1,0 +1,85 @@
+"""The very large HMM's network: sizes as published, dropout that is exactly a smaller model, gradients everywhere."""
+
+import pytest
+import torch
+
+from hmmlm.errors import InputError
+from hmmlm.hmm import HMM, BlockedHMM
+from hmmlm.parameterization.blocked import BlockedNeural
+from hmmlm.structure.blocks import Blocks
+
+
+def count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def blocks(vocab_size: int, states: int, num: int) -> Blocks:
+    return Blocks.from_clusters(torch.arange(vocab_size) % num, states)
+
+
+@pytest.mark.parametrize(("states", "words", "parameters"), [
+    (2**15, 10_001, 11_355_410), (2**14, 10_001, 7_161_106), (2**15, 33_279, 17_337_856),
+])
+def test_released_sizes(states: int, words: int, parameters: int) -> None:
+    """PTB and WikiText-2, with <pad> in the vocabulary as the released code has it."""
+    assert count(BlockedNeural(blocks(words, states, 128))) == parameters
+
+
+def test_factored_embeddings_are_about_as_small_as_printed() -> None:
+    """Table 4 prints 5.6M for 2^14 states with block embeddings."""
+    assert count(BlockedNeural(blocks(10_000, 2**14, 128), factored=True)) == pytest.approx(5.6e6, rel=0.03)
+
+
+def small(**options: object) -> BlockedNeural:
+    return BlockedNeural(
+        blocks(30, 24, 3), hidden=8, generator=torch.Generator().manual_seed(0), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["code", "paper"])
+@pytest.mark.parametrize("factored", [False, True])
+def test_makes_a_normalised_model_with_gradients_everywhere(form: str, factored: bool) -> None:
+    model = small(form=form, factored=factored)
+    hmm = model()
+    assert isinstance(hmm, BlockedHMM)
+    hmm.detach().dense().validate()
+    first = model.scan(torch.randint(0, 30, (2, 6)))
+    second = model.scan(torch.randint(0, 30, (2, 6)), initial=first.final)
+    (first.log_likelihood + second.log_likelihood).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
+        # one offset for all start scores cancels in the softmax
+        assert bool((parameter.grad != 0).any()) or name == "start.bias", name
+
+
+def test_dropout_is_exactly_the_model_of_the_kept_states() -> None:
+    model = small(dropout=0.5)
+    tokens = torch.randint(0, 30, (3, 7), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(5)
+    result = model.scan(tokens)
+    torch.manual_seed(5)
+    kept = (torch.rand(3, 8).topk(4, dim=1).indices.sort(1).values + torch.arange(3)[:, None] * 8).flatten()
+    full = model().detach()
+    factors = full.factors
+    pairs = factors.tile(slice(0, 24), slice(0, 24))[kept][:, kept]
+    rows = full.dense().log_emission[kept]
+    reduced = HMM(factors.log_start[kept].log_softmax(0), pairs.log_softmax(1), rows)
+    torch.testing.assert_close(result.log_likelihood.detach(), reduced.log_likelihood(tokens), rtol=1e-4, atol=1e-4)
+    assert set(result.final.states.flatten().tolist()) <= set(kept.tolist())
+
+
+def test_without_dropout_training_scan_equals_the_model() -> None:
+    model = small(dropout=0.0)
+    tokens = torch.randint(0, 30, (3, 9), generator=torch.Generator().manual_seed(2))
+    first = model.scan(tokens[:, :4])
+    second = model.scan(tokens[:, 4:], initial=first.final)
+    torch.testing.assert_close(
+        first.log_likelihood + second.log_likelihood, model().log_likelihood(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_bad_dropout_is_refused_before_any_work() -> None:
+    with pytest.raises(InputError, match="keeps 0.8 of 8"):
+        small(dropout=0.9)
+    with pytest.raises(InputError, match="at 1 no state is kept"):
+        small(dropout=1.0)
+    with pytest.raises(InputError, match="even hidden size"):
+        BlockedNeural(blocks(30, 24, 3), hidden=7, factored=True)
