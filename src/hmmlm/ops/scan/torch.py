@@ -146,12 +146,14 @@ def backward(chain: Chain, result: Forward, seed: Tensor) -> Iterator[tuple[int,
     for t in range(steps - 1, -1, -1):
         rows, ahead = chain.active[t], chain.active[t + 1] if t + 1 < steps else 0
         beta = seed[:rows, None].expand(-1, chain.start.shape[0])
-        if weight is not None:
+        if weight is None:
+            beta = beta.clone()
+        else:
             moved = move(weight, reverse)
             if chain.restart is not None:
                 moved = torch.where(chain.restart[t + 1, :ahead, None], beta[:ahead], moved)
             beta = moved if ahead == rows else torch.cat([moved, beta[ahead:]])
-        beta = torch.where(result.alpha[t, :rows] < floor, 0.0, beta)
+        beta.masked_fill_(result.alpha[t, :rows] < floor, 0.0)
         weight = chain.emission.index_select(0, chain.words[t, :rows]).mul_(beta)
         weight.div_(result.scale[t, :rows].clamp_min(tiny)[:, None])
         yield t, beta, weight
