@@ -68,6 +68,7 @@ class AdamW:
         self.inner = torch.optim.AdamW(
             parameterization.parameters(),
             lr=config.rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
+            fused=True,  # one pass over parameters of size Z×V instead of eight
         )  # fmt: skip
         self.objective, self.optimizer = fabric.setup(Likelihood(parameterization), self.inner)
 
