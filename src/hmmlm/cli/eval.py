@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import tyro
-
-from hmmlm.cli.parse import parse
+from hmmlm.cli.parse import ModelPath, parse
 
 if TYPE_CHECKING:
     from hmmlm.data.tokenfile import TokenFile
@@ -27,11 +25,12 @@ examples:
   hmmlm eval runs/mine --splits valid test
   hmmlm eval runs/mine --data another.txt"""
 
+FEWEST_TOKENS = 2_000  # of a stream, where a text of the user's own is cut into several to be read side by side
+
 
 @dataclass(frozen=True)
 class Arguments:
-    model: tyro.conf.Positional[Path]
-    """A saved model, or the folder of a training run (its best model)."""
+    model: ModelPath
     data: str | None = None
     """A text file, a folder with train, valid and test files, or a corpus by name; None: what it was trained on."""
     data_folder: Path | None = None
@@ -56,6 +55,10 @@ def run(argv: list[str]) -> int:
         column.justify = "right"
     with tempfile.TemporaryDirectory() as scratch:
         for split, tokens in _token_files(arguments, lm, config, Path(scratch)).items():
+            if arguments.data is not None:  # every stream begins without context, so a short text is read in few
+                streams = max(1, min(config.batches.batch_size, len(tokens) // FEWEST_TOKENS))
+                batches = config.batches.model_copy(update={"batch_size": streams})
+                config = config.model_copy(update={"batches": batches})
             result = evaluate_split(lm, config, Prepared(lm.tokenizer, {split: tokens}), split)
             unknown = unknown_share(tokens, lm.tokenizer.unk_id, lm.tokenizer.eos_id)
             figures = (result.perplexity, bits(result.perplexity))

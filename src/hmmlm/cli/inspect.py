@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-import tyro
-
-from hmmlm.cli.parse import parse
+from hmmlm.cli.parse import ModelPath, parse
 from hmmlm.errors import InputError
 
 DESCRIPTION = """The states of a model: the share of all tokens each emits, its most telling
@@ -22,8 +19,7 @@ examples:
 
 @dataclass(frozen=True)
 class Arguments:
-    model: tyro.conf.Positional[Path]
-    """A saved model, or the folder of a training run (its best model)."""
+    model: ModelPath
     states: int = 20
     """How many states are shown, the most used first."""
     words: int = 8

@@ -6,13 +6,18 @@ import difflib
 import io
 import re
 from contextlib import redirect_stderr
-from typing import TypeVar
+from pathlib import Path
+from typing import Annotated, TypeVar
 
 import tyro
 
 from hmmlm.errors import InputError
 
 T = TypeVar("T")
+ModelPath = Annotated[
+    tyro.conf.Positional[Path],
+    tyro.conf.arg(metavar="MODEL", help="A saved model, or the folder of a training run (its best model)."),
+]
 _VALIDATION = re.compile(r"Error parsing (\S+): \d+ validation errors? for \w+ (.*?) \[type=.*?input_value=(.*?), inp")
 _REASONS = (
     (r"no type matching \{None\}\|(\w+) could be instantiated from \['(.*)'\]", r"'\2' is not \1 or None"),
@@ -23,6 +28,8 @@ _REASONS = (
 
 def parse(kind: type[T], argv: list[str], command: str, description: str, default: T | None = None) -> T:
     """Arguments of type `kind`; `default` fills what the command line leaves out. Help is printed and exits."""
+    if not {"-h", "--help"}.isdisjoint(argv):
+        print(f"{description}\n")  # by us: tyro would run its lines together
     captured = io.StringIO()
     try:
         with redirect_stderr(captured):
@@ -30,7 +37,7 @@ def parse(kind: type[T], argv: list[str], command: str, description: str, defaul
                 kind,
                 args=argv,
                 prog=f"hmmlm {command}",
-                description=description,
+                description="",
                 default=tyro.MISSING_NONPROP if default is None else default,
             )
     except SystemExit as end:
@@ -41,13 +48,16 @@ def parse(kind: type[T], argv: list[str], command: str, description: str, defaul
 
 def condense(boxed: str) -> str:
     """One line of what tyro says in a box: its first paragraph, and the option it takes to be meant."""
-    lines = [line.strip("│ ").strip() for line in boxed.splitlines() if not line.startswith(("╭", "╰"))]
-    paragraphs = [" ".join(p.split()) for p in re.split(r"\n─{3,}\n", "\n".join(lines))]
+    lines = [line.strip("│ ") for line in boxed.splitlines() if not line.startswith(("╭", "╰"))]
+    paragraphs = [" ".join(p.split()) for p in re.split(r"\n[─-]{3,}\n", "\n".join(lines))]
+    if "╭" not in boxed:  # where the terminal cannot draw boxes, the title is a paragraph
+        paragraphs = paragraphs[1:]
     message = paragraphs[0].rstrip(".")
     # of a pydantic error, the field and the reason: the class, the type of the error and the link are for programmers
     found = _VALIDATION.match(message)
     if found:
         section, reason, given = found.groups()
+        section = section.removeprefix("run.")  # of `hmmlm train`, whose settings have no prefix on the command line
         field, _, why = reason.partition(" ")
         if why.startswith("Value error, ") or field == "Value":  # a rule over several fields
             return f"{section}: {reason.removeprefix('Value error, ')}"

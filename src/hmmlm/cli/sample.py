@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-import tyro
-
-from hmmlm.cli.parse import parse
+from hmmlm.cli.parse import ModelPath, parse
 from hmmlm.errors import InputError
 
 DESCRIPTION = """Exact samples from a model, each until <eos>. The same seed gives the same text.
@@ -19,8 +16,7 @@ examples:
 
 @dataclass(frozen=True)
 class Arguments:
-    model: tyro.conf.Positional[Path]
-    """A saved model, or the folder of a training run (its best model)."""
+    model: ModelPath
     num: int = 5
     """Number of samples."""
     prompt: str = ""

@@ -1,0 +1,373 @@
+"""The command line as a user meets it: a run from beginning to end, and every mistake answered with one line."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hmmlm.cli.main import COMMANDS, main
+from hmmlm.cli.parse import condense
+from hmmlm.lm import load, save_control
+
+SMALL = [
+    "--model.states", "4", "--batches.batch-size", "4", "--batches.length", "8", "--schedule.kind", "constant",
+    "--train.no-tensorboard",
+]  # fmt: skip
+
+
+def write_corpus(path: Path, lines: int = 200) -> Path:
+    rng = random.Random(0)
+    nouns, verbs = ["cat", "dog", "bird", "fish"], ["sees", "hears", "likes"]
+    text = [f"the {rng.choice(nouns)} {rng.choice(verbs)} the {rng.choice(nouns)} ." for _ in range(lines)]
+    path.write_text("".join(f"{i % 7} {line}\n" for i, line in enumerate(text)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("text") / "animals.txt")
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "animals"
+    assert main(["train", "--data", str(corpus), "--out", str(out), "--train.epochs", "2", *SMALL]) == 0
+    return out
+
+
+def failure(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Run a command that must fail as promised: exit code 2 and one line; the line."""
+    capsys.readouterr()
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"hmmlm: error: [^\n]+\n", error), error
+    return error
+
+
+# --- a run from beginning to end ------------------------------------------------------------------------------------
+
+
+def test_train_leaves_a_model_a_history_and_a_report(trained: Path) -> None:
+    report = (trained / "report.html").read_text()
+    assert load(trained).hmm.states == 4
+    assert (trained / "history.jsonl").read_text().count('"event": "valid"') == 2
+    assert "Kneser-Ney bigram" in report
+    assert "<script" not in report
+    assert not re.search(r"""(src|href)=["'](?!data:)""", report)  # nothing from outside
+    for name in ("learning-curve", "learning-rate", "transitions", "posterior"):
+        assert (trained / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_resume_goes_on_where_a_longer_run_would_be(
+    trained: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tmp_path / "short"
+    assert main(["train", "--data", str(corpus), *SMALL, "--train.epochs", "1", "--out", str(short)]) == 0
+    assert main(["train", "--resume", str(short), "--train.epochs", "2"]) == 0
+    assert str(short) in capsys.readouterr().out
+    resumed, straight = load(short / "final").hmm, load(trained / "final").hmm
+    assert all(torch.equal(*pair) for pair in zip(resumed.parameters, straight.parameters, strict=True))
+
+
+def test_eval_of_splits_and_of_a_file(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["eval", str(trained)]) == 0
+    default = capsys.readouterr().out
+    assert main(["eval", str(trained / "best"), "--splits", "valid", "test"]) == 0
+    both = capsys.readouterr().out
+    assert re.search(r"^test +[\d,]+ +[\d.]+ +[\d.]+ +0.00%$", default, re.M)
+    assert default.splitlines()[-1].split() == both.splitlines()[-1].split()
+    assert both.splitlines()[-2].startswith("valid")
+    text = tmp_path / "one.txt"
+    text.write_text("the cat sees the unicorn .\n")
+    assert main(["eval", str(trained), "--data", str(text)]) == 0
+    name, tokens, perplexity, bits, unknown = capsys.readouterr().out.splitlines()[-1].split()
+    assert (name, tokens, unknown) == ("one.txt", "7", "16.67%")
+    assert float(perplexity) == pytest.approx(load(trained).perplexity(["the cat sees the unicorn ."]), rel=1e-3)
+    assert 2 ** float(bits) == pytest.approx(float(perplexity), rel=1e-2)
+
+
+def test_a_model_away_from_its_run_is_evaluated_on_the_test_split_only(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load(trained).save(tmp_path / "alone")
+    assert main(["eval", str(trained)]) == 0
+    at_home = capsys.readouterr().out.splitlines()[-1].split()
+    assert main(["eval", str(tmp_path / "alone")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == at_home
+
+
+def test_sample(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    options = ["sample", str(trained), "--num", "3", "--seed", "4", "--prompt", "the", "--max-new-tokens", "5"]
+    texts = []
+    for _ in range(2):
+        assert main(options) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert [line.split()[0] for line in texts[0].splitlines()] == ["the"] * 3
+    assert texts[0].splitlines()[1] == load(trained).generate("the", max_new_tokens=5, seed=5)
+
+
+def test_inspect(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["inspect", str(trained), "--text", "the cat likes [/b] .", "--states", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("4 states")
+    for word in ("the", "cat", "likes", "<unk>", "<eos>"):
+        assert re.search(rf"^{word} +\d+ +[01]\.\d\d ", out, re.M), word
+
+
+def test_data_writes_token_files_that_training_takes(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        (folder / f"{split}.txt").write_text(corpus.read_text())
+    assert main(["data", str(folder), "--out", str(tmp_path / "tokens"), "--tokenizer.vocab-size", "12"]) == 0
+    out = capsys.readouterr().out
+    assert "vocabulary 12" in out
+    assert (tmp_path / "tokens" / "data" / "train.bin").stat().st_size == 2 * 200 * 8
+
+
+def test_a_recipe_file_is_where_settings_start_from(corpus: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text(
+        f'data = "{corpus}"\n[model]\nstates = 3\n[batches]\nbatch_size = 4\n[train]\nepochs = 1\ntensorboard = false\n'
+    )
+    assert main(["train", "--config", str(recipe), "--batches.batch-size=8", f"--out={tmp_path / 'out'}"]) == 0
+    config = load(tmp_path / "out").config
+    assert (config["model"]["states"], config["batches"]["batch_size"], config["train"]["epochs"]) == (3, 8, 1)
+
+
+def test_without_out_the_folder_is_named_and_printed(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--data", str(corpus), "--train.epochs", "1", *SMALL]) == 0
+    found = re.search(r"run folder: (runs/animals-\d{8}-\d{6})", capsys.readouterr().out)
+    assert found
+    assert (tmp_path / found[1] / "best" / "model.safetensors").exists()
+
+
+# --- help -----------------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["--help"], ["-h"]):
+        assert main(argv) == 0
+        out = capsys.readouterr().out
+        assert all(f"  {command} " in out for command in COMMANDS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("hmmlm 0")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_each_command_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert f"\n  hmmlm {command}" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_names_are_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unknown command 'trian'; did you mean 'train'?" in failure(capsys, "trian")
+    assert "unknown option '--hlep'; commands: demo" in failure(capsys, "--hlep")
+    error = failure(capsys, "train", "--model.stats", "3")
+    assert "unknown option --model.stats; did you mean --model.states?" in error
+    assert "did you mean --model.states?" in failure(capsys, "train", "--states", "3")
+    assert "did you mean --temperature?" in failure(capsys, "sample", "x", "--temprature", "3")
+    assert "no recipe named 'dmeo'; nearest: demo" in failure(capsys, "train", "--recipe", "dmeo")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model.states", "many"], "--model.states: 'many' is not a whole number"),
+        (["--model.states", "-3"], "--model.states: Input should be greater than 0 (given -3)"),
+        (["--optimizer.rate", "fast"], "--optimizer.rate: 'fast' is not a number"),
+        (["--optimizer.rate", "nan"], "--optimizer.rate: Input should be a finite number"),
+        (["--train.epochs", "2.5"], "--train.epochs: '2.5' is not INT or None"),
+        (["--optimizer.kind", "sgd"], "invalid choice 'sgd' for argument '--optimizer.kind'"),
+        (["--tokenizer.kind", "file"], "tokenizer: kind = 'file' needs `file`"),
+        (["--model.states"], "Missing value for argument '--model.states'"),
+        (["extra"], "unexpected argument 'extra'"),
+        (["--out"], "--out needs a value"),
+        (["--recipe", "demo", "--config", "x.toml"], "give --recipe or --config, not both"),
+        (["--config", "x.json"], "ends in .toml"),
+        (["--config", "nowhere.toml"], "recipe file nowhere.toml does not exist"),
+        (["--resume", "x", "--out", "y"], "leave out --out"),
+        (["--resume", "nowhere"], "no run to resume in nowhere"),
+    ],
+)
+def test_bad_settings(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in failure(capsys, "train", *argv)
+
+
+def test_bad_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "bad.toml"
+    for content, message in {
+        "[model]\nstats = 3\n": "unknown field 'model.stats'; did you mean 'model.states'?",
+        "[model]\nstates = 'x'\n": "model.states: ",
+        "[model\n": "not valid TOML",
+    }.items():
+        recipe.write_text(content)
+        error = failure(capsys, "train", "--config", str(recipe))
+        assert message in error
+        assert str(recipe) in error
+
+
+def test_bad_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "blank.txt").write_text("\n\n \n")
+    (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 4)
+    (tmp_path / "latin.txt").write_bytes("déjà vu\n".encode("latin-1"))
+    (tmp_path / "short.txt").write_text("one line\n")
+    messages = [("empty", "is empty"), ("blank", "only blank"), ("binary", "is not text"), ("latin", "not UTF-8")]
+    for name, message in [*messages, ("short", "too few")]:
+        error = failure(capsys, "train", "--data", str(tmp_path / f"{name}.txt"), "--out", str(tmp_path / "out"))
+        assert message in error
+        assert f"{name}.txt" in error
+    error = failure(capsys, "train", "--data", str(tmp_path / "none.txt"), "--out", str(tmp_path / "out"))
+    assert "no corpus" in error
+
+
+def test_bad_models(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("eval", "sample", "inspect"):
+        assert "there is no such folder" in failure(capsys, command, str(tmp_path / "nothing"))
+    save_control(load(trained).hmm, tmp_path / "foreign", 1)
+    assert "does not belong to an hmmlm model" in failure(capsys, "sample", str(tmp_path / "foreign"))
+    load(trained).save(tmp_path / "cut")
+    whole = (tmp_path / "cut" / "model.safetensors").read_bytes()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(whole[:100])
+    assert "truncated" in failure(capsys, "eval", str(tmp_path / "cut"))
+    load(trained).save(tmp_path / "other")
+    words = (tmp_path / "other" / "tokenizer.json").read_text()
+    (tmp_path / "other" / "tokenizer.json").write_text(words.replace('"cat"', '"cow"'))
+    assert "is not the one the model was trained with" in failure(capsys, "inspect", str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["sample", "--num", "0"], "--num must be 1 or more"),
+        (["sample", "--seed", "-1"], "--seed must be 0 or more"),
+        (["sample", "--temperature", "-1"], "temperature must be"),
+        (["sample", "--top-k", "0"], "top_k must be 1 or more"),
+        (["inspect", "--states", "0"], "--states must be 1 or more"),
+        (["inspect", "--text", " "], "at least one word"),
+        (["eval", "--splits", "dev"], "invalid choice 'dev'"),
+        (["eval", "--data", "nowhere.txt"], "no corpus 'nowhere.txt'"),
+    ],
+)
+def test_bad_questions(trained: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in failure(capsys, argv[0], str(trained), *argv[1:])
+
+
+def test_missing_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("eval", "sample", "inspect", "data"):
+        assert f"see hmmlm {command} --help" in failure(capsys, command)
+
+
+def test_a_run_is_not_overwritten_nor_resumed_with_another_model(
+    trained: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "already holds a run" in failure(capsys, "train", "--data", str(corpus), "--out", str(trained), *SMALL)
+    assert "model.states is 9" in failure(capsys, "train", "--resume", str(trained), "--model.states", "9")
+
+
+def test_places_that_cannot_be_written(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    error = failure(capsys, "train", "--data", str(corpus), "--out", str(tmp_path / "file" / "run"), *SMALL)
+    assert "file" in error
+
+
+def test_errors_of_the_system_and_of_memory_are_one_line_ours_are_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising(error: Exception) -> None:
+        def run(argv: list[str]) -> int:
+            raise error
+
+        monkeypatch.setattr("hmmlm.cli.sample.run", run)
+
+    raising(PermissionError(13, "Permission denied", "/root/x"))
+    assert "error: /root/x: Permission denied" in failure(capsys, "sample")
+    raising(OSError(28, "No space left on device"))
+    assert "error: No space left on device" in failure(capsys, "sample")
+    raising(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000000 bytes"))
+    assert "not enough memory: use fewer states" in failure(capsys, "sample")
+    raising(KeyError("a mistake of ours"))
+    with pytest.raises(KeyError):
+        main(["sample"])
+    monkeypatch.setattr("hmmlm.cli.sample.run", lambda argv: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(["sample"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_condense_of_boxes_and_of_plain_text() -> None:
+    boxed = "╭─ Error ────╮\n│ something  │\n│ is wrong.  │\n│ ────────── │\n│ Run x     │\n╰────────────╯\n"
+    plain = " Error \n -------- \n  something  \n  is wrong.  \n  -------- \n  Run x  \n"
+    assert condense(boxed) == condense(plain) == "something is wrong"
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+def start(*argv: str, **options: object) -> subprocess.Popen[str]:
+    source = Path(__file__).parents[1] / "src"
+    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hmmlm.cli.main", *argv]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, env=environment, **pipes, **options)  # type: ignore[call-overload, no-any-return]
+
+
+def test_a_process_that_is_interrupted_says_how_to_go_on_and_can(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start("train", "--data", str(corpus), "--out", str(out), "--train.epochs", "100000", *SMALL)
+    try:
+        for _ in range(600):  # until it has begun to learn
+            if (out / "best").exists() or process.poll() is not None:
+                break
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        output, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, error
+    assert f"hmmlm train --resume {out}" in output
+    assert "Traceback" not in error
+    tokens = json.loads((out / "last" / "state.json").read_text())["position"]["tokens"] + 100
+    assert main(["train", "--resume", str(out), "--train.max-tokens", str(tokens)]) == 0
+
+
+def test_a_process_whose_reader_goes_away_ends_quietly(trained: Path) -> None:
+    process = start("sample", str(trained), "--num", "100000")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys; from hmmlm.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr
