@@ -39,6 +39,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 def milliseconds(function: Callable[[], Any], replays: int = 30) -> float:
     """Median time of a replay of `function` as a CUDA graph."""
+    torch.cuda.synchronize()  # the inputs are there before another stream reads them
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(2):
@@ -120,25 +121,22 @@ def sweep_linear(n: int, h: int) -> None:
     out = linear_kernels.forward(u, w, None)
     tiles = {
         "forward": [(128, 128, 256, 8, 2), (128, 128, 256, 4, 2), (128, 64, 256, 4, 3), (128, 64, 256, 8, 3),
-                    (128, 256, 64, 8, 3), (256, 64, 256, 8, 2), (128, 256, 256, 8, 1)],
-        "softmax": [(128, 256, 64, 8, 3), (128, 128, 64, 4, 3), (128, 128, 64, 8, 3), (128, 128, 128, 8, 2),
-                    (128, 128, 32, 4, 4), (64, 256, 64, 4, 3)],
+                    (128, 256, 64, 8, 3), (128, 256, 256, 8, 1)],
+        "backward": [(128, 64, 256, 8, 2), (128, 64, 256, 8, 3), (128, 64, 256, 8, 4), (64, 64, 256, 4, 2),
+                     (64, 128, 256, 4, 2), (128, 32, 256, 8, 4)],
     }  # fmt: skip
     for kernel, choices in tiles.items():
-        for rows, columns, block_h, warps, stages in choices:
-            tile = {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": columns, "BLOCK_H": block_h, "PRECISION": "ieee",
-                    "num_warps": warps, "num_stages": stages}  # fmt: skip
+        for block, across, block_h, warps, stages in choices:
+            names = ("BLOCK_ROWS", "BLOCK_COLUMNS") if kernel == "forward" else ("BLOCK_OWN", "BLOCK_OTHER")
+            tile = {names[0]: block, names[1]: across, "BLOCK_H": block_h, "PRECISION": "ieee", "num_warps": warps,
+                    "num_stages": stages}  # fmt: skip
             with setting(linear_kernels, _tile=lambda *_, tile=tile: tile):
                 timed = time_or_say(
                     lambda: linear_kernels.forward(u, w, None) if kernel == "forward"  # noqa: B023
                     else linear_kernels.backward(grad, u, w, None, out)
                 )  # fmt: skip
-            report(op="linear_logsumexp", sweep=kernel, tile=f"{rows}x{columns}x{block_h}", warps=warps, stages=stages,
+            report(op="linear_logsumexp", sweep=kernel, tile=f"{block}x{across}x{block_h}", warps=warps, stages=stages,
                    ms=timed)  # fmt: skip
-    for rows, columns in ((1024, 16384), (2048, 16384), (4096, 16384), (8192, 16384), (4096, 4096)):
-        with setting(linear_kernels, _SLICE_ROWS=rows, _SLICE_COLUMNS=columns):
-            timed = time_or_say(lambda: linear_kernels.backward(grad, u, w, None, out))
-        report(op="linear_logsumexp", sweep="slice", tile=f"{rows}x{columns}", ms=timed)
 
 
 def time_or_say(function: Callable[[], Any]) -> float | str:
@@ -222,15 +220,18 @@ def time_scan(*size: int, dtype: torch.dtype, label: str = "", parts: bool = Fal
 
 
 def sweep_scan(*size: int) -> None:
-    for chunk in (4096, 8192, 16384, 32768):
+    for chunk in (8192, 16384, 32768):
         for warps in (4, 8, 16):
             with setting(scan_kernels, _RECURSION_CHUNK=chunk, _RECURSION_WARPS=warps):
                 time_scan(*size, dtype=torch.bfloat16, label=f"chunk {chunk} warps {warps}")
     for own, other, inner, warps in ((64, 64, 128, 4), (128, 64, 128, 8), (128, 128, 128, 8), (64, 64, 256, 4),
-                                     (64, 128, 128, 4), (64, 64, 64, 4)):  # fmt: skip
+                                     (64, 128, 128, 4)):  # fmt: skip
         tile = {"BLOCK_OWN": own, "BLOCK_OTHER": other, "BLOCK_H": inner, "num_warps": warps}
         with setting(scan_kernels, _FACTOR_TILE=tile):
             time_scan(*size, dtype=torch.bfloat16, label=f"factor tile {own}x{other}x{inner} warps {warps}")
+    for piece in (4, 16):
+        with setting(scan_kernels, _PIECE=piece):
+            time_scan(*size, dtype=torch.bfloat16, label=f"piece {piece}")
 
 
 def main() -> None:
@@ -254,6 +255,7 @@ def main() -> None:
         if options.sweep:
             sweep_linear(16384, 256)
             sweep_scan(16, 32, 128, 128, 256, 10000, 128)
+            sweep_scan(16, 32, 128, 256, 256, 10000, 256)
         time_linear(16384, 256, bf16)
         time_linear(32768, 256, bf16)
         time_linear(16384, 256, fp32)

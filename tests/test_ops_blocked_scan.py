@@ -134,6 +134,9 @@ def test_tiles_of_a_few_steps_at_a_time(impl: str, monkeypatch: pytest.MonkeyPat
     module = portable
     if impl == "triton":
         from hmmlm.ops.blocked_scan import triton as module
+
+        monkeypatch.setattr(module, "_PIECE", 2)  # segments of two positions and more are then in pieces
+    assert_agrees(impl, case)
     monkeypatch.setattr(module, "_TILE_BUDGET", 2 * 4 * 3 * 2)
     assert_agrees(impl, case)
 

@@ -102,10 +102,11 @@ class _BlockedScan(torch.autograd.Function):
         ]  # fmt: skip
         if ctx.given[-1] is not None:
             then = ctx.given[-1][1][1]
-            carried = (problem.source[:, :1] >= blocks).to(out.initial.dtype)
+            carried = problem.source[:, :1] >= blocks
             layout[5:] = [
-                out.initial[:, :then] * carried, out.u[blocks:, :then], out.log_normalizer[blocks:, :then]
-            ]
+                torch.where(carried, out.initial[:, :then], 0.0), out.u[blocks:, :then],
+                out.log_normalizer[blocks:, :then],
+            ]  # fmt: skip
         shaped = (
             g if g is None or x is None else g.reshape(x[1]).to(x[0]) for g, x in zip(layout, ctx.given, strict=True)
         )

@@ -33,8 +33,8 @@ class Problem(NamedTuple):
     a sequence. So the first step of a window is like every other.
     """
 
-    word: Tensor  # [B, T] 0 beyond the length
-    block: Tensor  # [B, T] of the word
+    word: Tensor  # [B, T] −1 beyond the length
+    block: Tensor  # [B, T] of the word, likewise
     source: Tensor  # [B, T] the group the step comes from, or START, or NOTHING
     lengths: Tensor  # [B]
     u: Tensor  # [G, R, h] in the dtype of products; zero where a group has fewer rows
@@ -91,20 +91,21 @@ def lay_out(
     then = 0 if initial is None else initial.filtered.shape[1]
     rows = max(kept, then)
 
-    here = torch.arange(time, device=tokens.device)
-    if lengths is None:
-        lengths = torch.full((batch,), time, device=tokens.device)
-    inside = here < lengths[:, None]
-    word = tokens.masked_fill(~inside, 0)
-    block = block_of_word[word]
     if initial is None:
         first = torch.full((batch, 1), START, device=tokens.device)
     else:
         first = torch.arange(blocks, blocks + batch, device=tokens.device)[:, None]
-    source = torch.cat([first, block[:, :-1]], 1)
+    if lengths is None:
+        lengths = torch.full((batch,), time, device=tokens.device)
+        word, block = tokens, block_of_word[tokens]
+        source = torch.cat([first, block[:, :-1]], 1)
+    else:
+        outside = torch.arange(time, device=tokens.device) >= lengths[:, None]
+        word = tokens.masked_fill(outside, -1)
+        block = block_of_word[word.clamp_min(0)].masked_fill_(outside, -1)
+        source = torch.cat([first, block[:, :-1]], 1).masked_fill_(outside, NOTHING)
     if restart is not None:
-        source = source.masked_fill(restart, START)
-    source = source.masked_fill(~inside, NOTHING)
+        source = source.masked_fill_(restart & (source != NOTHING), START)
 
     own_u, own_normalizer = u.detach().to(dtype).view(blocks, kept, h), log_normalizer.detach().to(exact).view(-1, kept)
     filtered = torch.zeros(batch, rows, dtype=exact, device=u.device)

@@ -18,7 +18,7 @@ def _gather(problem: Problem, first: int, end: int) -> tuple[Tensor, Tensor, Ten
 
     Positions that are no step get some tile, and nobody looks at it.
     """
-    source, block = problem.source[:, first:end].clamp_min(0).reshape(-1), problem.block[:, first:end].reshape(-1)
+    source, block = (x[:, first:end].clamp_min(0).reshape(-1) for x in (problem.source, problem.block))
     rows, columns = problem.u.index_select(0, source), problem.w.index_select(0, block)
     scores = matmul(rows, columns.transpose(1, 2))
     tiles = scores.sub_(problem.log_normalizer.index_select(0, source)[:, :, None]).exp_()
@@ -35,14 +35,15 @@ def forward(problem: Problem) -> State:
     predicted = torch.zeros(batch, time, kept, dtype=dtype, device=problem.u.device)
     log_likelihood = torch.zeros(batch, dtype=dtype, device=problem.u.device)
     alive = torch.ones(batch, dtype=torch.bool, device=problem.u.device)
+    word, block = problem.word.clamp_min(0), problem.block.clamp_min(0)
     for first, end in problem.spans(_TILE_BUDGET):
         tiles = _gather(problem, first, end)[2]
         for t in range(first, end):
             inside, starts = t < problem.lengths, (problem.source[:, t] == START)[:, None]
-            emission = problem.log_emission[problem.word[:, t]]
+            emission = problem.log_emission[word[:, t]]
             reached = torch.bmm(filtered[:, t, None], tiles[:, t - first])[:, 0]
             reached = reached.masked_fill(starts | (reached < floor), 0.0)
-            scores = torch.where(starts, problem.log_start[problem.block[:, t]] + emission, emission)
+            scores = torch.where(starts, problem.log_start[block[:, t]] + emission, emission)
             shift = scores.amax(1)
             shift = shift.masked_fill(shift == -torch.inf, 0.0)
             weight = (scores - shift[:, None]).exp_() * torch.where(starts, 1.0, reached)
@@ -79,12 +80,14 @@ def backward(problem: Problem, state: State, grad: Tensor) -> Gradients:
             before[:, k] = back
             if first + k == 0:
                 out.initial.copy_(ahead)
-        source, block = problem.source[:, first:end].clamp_min(0).reshape(-1), problem.block[:, first:end].reshape(-1)
+        source, block, word = (
+            x[:, first:end].clamp_min(0).reshape(-1) for x in (problem.source, problem.block, problem.word)
+        )
         pairs = (filtered[:, :-1, :, None] * tiles * ratio[:, :, None, :]).flatten(0, 1).to(rows.dtype)
         starts = (problem.source[:, first:end, None] == START) * posterior
         out.u.index_add_(0, source, matmul(pairs, columns))
         out.w.index_add_(0, block, matmul(pairs.transpose(1, 2), rows))
         out.log_normalizer.index_add_(0, source, before.flatten(0, 1), alpha=-1)
         out.log_start.index_add_(0, block, starts.flatten(0, 1))
-        out.log_emission.index_add_(0, problem.word[:, first:end].reshape(-1), posterior.flatten(0, 1))
+        out.log_emission.index_add_(0, word, posterior.flatten(0, 1))
     return out
