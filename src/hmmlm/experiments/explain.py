@@ -17,7 +17,7 @@ class States:
     """What is known of all states of a model."""
 
     mass: Tensor  # [Z] stationary: the share of all tokens that come from each state
-    words: Tensor  # [Z,K] token ids, the most telling first
+    words: Tensor  # [Z,K] token ids, the most telling first; −1 after the last that tells anything
     order: Tensor  # [Z] states, the most used first
 
 
@@ -43,8 +43,11 @@ def explain_states(hmm: HMM, words: int = 10) -> States:
     emission = log_emission.exp()
     log_word = (mass @ emission).log()
     contribution = torch.where(emission > 0, emission * (log_emission - log_word), torch.zeros_like(emission))
-    top = contribution.topk(min(words, emission.shape[1]), dim=1).indices
-    return States(mass, top, mass.argsort(descending=True))
+    top = contribution.topk(min(words, emission.shape[1]), dim=1)
+    # Beside a word that says nearly all, those that say less than a two-hundredth of it are chance.
+    told = top.indices.masked_fill(top.values < top.values[:, :1] / 200, -1)
+    told[:, 0] = top.indices[:, 0]
+    return States(mass, told, mass.argsort(descending=True))
 
 
 @torch.no_grad()

@@ -24,8 +24,8 @@ def learning_curve(train: Series, valid: Series, baselines: Mapping[str, float])
     for (name, value), colour in zip(baselines.items(), (GREEN, PURPLE, GREY), strict=False):
         axes.axhline(value, color=colour, ls="--", lw=1.2)
         axes.annotate(
-            f"{name}  {value:,.0f}", (1, value), xycoords=("axes fraction", "data"), xytext=(-3, 3),
-            textcoords="offset points", ha="right", va="bottom", color=colour, fontsize=9,
+            f"{name} {value:,.0f}", (1, value), xycoords=("axes fraction", "data"), xytext=(4, 0),
+            textcoords="offset points", ha="left", va="center", color=colour, fontsize=9, annotation_clip=False,
         )  # fmt: skip
     if valid:
         best = min(valid, key=lambda point: point[1])

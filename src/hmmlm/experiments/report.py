@@ -98,9 +98,9 @@ def _page(results: Results, states: States, sentence: str, figures: Mapping[str,
         _image("learning-curve", figures, "learning curve"),
         _image("learning-rate", figures, "learning rate"),
         "<h2>Results</h2>",
-        _table(
-            ("model", "valid perplexity", "test perplexity", "test bits a token"), _result_rows(results), (1, 2, 3)
-        ),
+        "<p>Perplexity, and bits a token on the test text.</p>",
+        _table(("model", "valid", "test", "bits"), _result_rows(results), (1, 2, 3)),
+        "<p>The tokens, and the share of words outside the vocabulary.</p>",
         _table(("split", "tokens", "unknown words"), _data_rows(results), (1, 2)),
         "<h2>What the states stand for</h2>",
         "<p>The most used states, by the share of all tokens they emit, with their most telling words: those that add "

@@ -20,7 +20,7 @@ def state_label(states: States, state: int, tokenizer: Tokenizer) -> str:
 
 def state_words(states: States, state: int, tokenizer: Tokenizer) -> str:
     """The most telling words of a state."""
-    return " ".join(tokenizer.token(word) for word in states.words[state].tolist())
+    return " ".join(tokenizer.token(word) for word in states.words[state].tolist() if word >= 0)
 
 
 def state_followers(hmm: HMM, states: States, state: int, tokenizer: Tokenizer, count: int = 3) -> str:
