@@ -8,6 +8,7 @@ that was considered is timed as well.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterator
@@ -219,11 +220,21 @@ def time_scan(*size: int, dtype: torch.dtype, label: str = "", parts: bool = Fal
     report(**row)
 
 
+def recursions(*size: int) -> Callable[[], Any]:
+    """Both directions of the recursion and all that goes with them."""
+    case = blocked_case(*size, dtype=torch.bfloat16, ragged=False)  # type: ignore[misc]
+    problem = lay_out(case["tokens"], case["block_of_word"], *case["parameters"], Initial(*case["carried"]), None,
+                      case["restart"], torch.bfloat16)  # fmt: skip
+    grad = torch.ones(size[0], device=DEVICE)
+    return lambda: scan_kernels.backward(problem, scan_kernels.forward(problem), grad)
+
+
 def sweep_scan(*size: int) -> None:
-    for chunk in (8192, 16384, 32768):
-        for warps in (4, 8, 16):
-            with setting(scan_kernels, _RECURSION_CHUNK=chunk, _RECURSION_WARPS=warps):
-                time_scan(*size, dtype=torch.bfloat16, label=f"chunk {chunk} warps {warps}")
+    for chunk, warps, stages in itertools.product((8192, 16384, 32768), (8, 16), (1, 3, 4)):
+        with setting(scan_kernels, _TILE_AT_ONCE=0, _IN_CHUNKS={"chunk": chunk, "warps": warps, "stages": stages}):
+            label = f"chunk {chunk} warps {warps} stages {stages}"
+            report(op="blocked_scan", sweep="recursion", size="x".join(map(str, size)), label=label,
+                   ms=time_or_say(recursions(*size)))  # fmt: skip
     for own, other, inner, warps in ((64, 64, 128, 4), (128, 64, 128, 8), (128, 128, 128, 8), (64, 64, 256, 4),
                                      (64, 128, 128, 4)):  # fmt: skip
         tile = {"BLOCK_OWN": own, "BLOCK_OTHER": other, "BLOCK_H": inner, "num_warps": warps}
@@ -254,8 +265,8 @@ def main() -> None:
             check_scan(*size, dtype=dtype, ragged=ragged)
         if options.sweep:
             sweep_linear(16384, 256)
-            sweep_scan(16, 32, 128, 128, 256, 10000, 128)
-            sweep_scan(16, 32, 128, 256, 256, 10000, 256)
+            for kept in (128, 256, 1024):
+                sweep_scan(16, 32, 128 if kept <= 256 else 32, kept, 256, 10000, kept)
         time_linear(16384, 256, bf16)
         time_linear(32768, 256, bf16)
         time_linear(16384, 256, fp32)

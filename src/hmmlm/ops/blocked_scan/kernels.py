@@ -48,7 +48,7 @@ def tiles_kernel(
 def forward_kernel(
     tiles, word, block, source, lengths, log_start, log_emission, filtered, predicted, log_likelihood, suspect,
     first, end, TIME, FLOOR, SUSPICIOUS,
-    ROWS: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program a sequence. The filtered distribution of a step passes to the next through memory."""
     b = tl.program_id(0).to(tl.int64)
@@ -67,7 +67,7 @@ def forward_kernel(
             scores = emission
             tile = tiles + (b * (end - first) + t - first) * ROWS * KEPT
             sums = tl.zeros([CHUNK, WIDTH], tl.float32)
-            for top in range(0, ROWS, CHUNK):
+            for top in tl.range(0, ROWS, CHUNK, num_stages=STAGES):
                 row = top + tl.arange(0, CHUNK)
                 f = tl.load(filtered + (b * (TIME + 1) + t) * ROWS + row, mask=row < ROWS, other=0.0)
                 mask = (row < ROWS)[:, None] & inside[None, :]
@@ -93,7 +93,7 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     tiles, source, lengths, grad, filtered, predicted, posterior, ratio, grad_initial, first, end, TIME,
-    ROWS: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A program a sequence: posterior[b, t + 1] of position t times grad, and ratio[b, t] = posterior / predicted."""
     b = tl.program_id(0).to(tl.int64)
@@ -117,7 +117,7 @@ def backward_kernel(
             r = tl.where(q > 0, gamma / tl.where(q > 0, q, 1.0), 0.0)
             tl.store(ratio + at * KEPT + column, r, mask=inside)
             tile = tiles + (b * (end - first) + t - first) * ROWS * KEPT
-            for top in range(0, ROWS, CHUNK):
+            for top in tl.range(0, ROWS, CHUNK, num_stages=STAGES):
                 row = top + tl.arange(0, CHUNK)
                 mask = (row < ROWS)[:, None] & inside[None, :]
                 a = tl.load(tile + row[:, None] * KEPT + column[None, :], mask=mask, other=0.0)

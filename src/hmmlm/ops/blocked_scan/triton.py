@@ -21,8 +21,8 @@ from hmmlm.ops.blocked_scan.kernels import (
 from hmmlm.ops.blocked_scan.problem import Gradients, Problem, State, floors
 
 _TILE_BUDGET = 2**29  # numbers in the transition tiles held at a time: 1 GB in bfloat16
-_RECURSION_CHUNK = 16384  # numbers of a tile that a step of the recursion reads at a time
-_RECURSION_WARPS = 4
+_TILE_AT_ONCE = 16384  # numbers of a tile that a step of the recursion can hold
+_IN_CHUNKS = {"chunk": 16384, "warps": 8, "stages": 3}  # larger tiles: numbers read at a time, and how far ahead
 _PIECE = 8  # positions of one segment that one program adds up
 _FACTOR_TILE = {"BLOCK_OWN": 64, "BLOCK_OTHER": 64, "BLOCK_H": 128, "num_warps": 4}
 
@@ -40,9 +40,9 @@ _BY_SOURCE, _BY_BLOCK, _BY_WORD = range(3)
 def _segments(problem: Problem, first: int, end: int) -> _Segments:
     """Negative keys, of positions that have none, come before all segments."""
     keys = torch.stack([x[:, first:end].flatten() for x in (problem.source, problem.block, problem.word)])
-    keys, order = keys.sort(dim=1, stable=True)
+    keys, order = keys.int().sort(dim=1, stable=True)
     most = max(problem.u.shape[0], problem.log_emission.shape[0])
-    edges = torch.arange(most + 1, device=keys.device).expand(len(keys), -1).contiguous()
+    edges = torch.arange(most + 1, dtype=torch.int32, device=keys.device).expand(len(keys), -1).contiguous()
     return _Segments(order, torch.searchsorted(keys, edges))
 
 
@@ -72,9 +72,14 @@ def _precision(dtype: torch.dtype) -> str:
 
 def _recursion(problem: Problem) -> dict[str, int]:
     rows, kept = problem.u.shape[1], problem.w.shape[1]
-    width = triton.next_power_of_2(kept)
-    chunk = min(triton.next_power_of_2(rows), max(1, _RECURSION_CHUNK // width))
-    return {"ROWS": rows, "KEPT": kept, "WIDTH": width, "CHUNK": chunk, "num_warps": _RECURSION_WARPS}
+    height, width = triton.next_power_of_2(rows), triton.next_power_of_2(kept)
+    if height * width <= _TILE_AT_ONCE:
+        return {"ROWS": rows, "KEPT": kept, "WIDTH": width, "CHUNK": height, "STAGES": 1, "num_warps": 4}
+    chunk = min(height, max(1, _IN_CHUNKS["chunk"] // width))
+    return {
+        "ROWS": rows, "KEPT": kept, "WIDTH": width, "CHUNK": chunk, "STAGES": _IN_CHUNKS["stages"],
+        "num_warps": _IN_CHUNKS["warps"],
+    }  # fmt: skip
 
 
 def forward(problem: Problem) -> State:
