@@ -7,7 +7,7 @@ import torch
 from learning_runs import random_hmm
 
 from hmmlm.errors import InputError
-from hmmlm.parameterization import Parameterization, Scalar, make_parameterization
+from hmmlm.parameterization import Parameterization, Scalar
 
 
 def test_forward_gives_distributions_of_the_asked_sizes() -> None:
@@ -52,11 +52,3 @@ def test_assign_refuses_other_sizes() -> None:
 def test_a_parameterization_without_assign_says_what_to_do() -> None:
     with pytest.raises(InputError, match="Baum-Welch"):
         Parameterization(3, 4).assign(random_hmm(3, 4, seed=0))
-
-
-def test_make_parameterization_by_name() -> None:
-    made = make_parameterization("scalar", 3, 4, scale=0.0)
-    assert isinstance(made, Scalar)
-    torch.testing.assert_close(made().log_emission.exp(), torch.full((3, 4), 0.25))
-    with pytest.raises(InputError, match="scalr"):
-        make_parameterization("scalr", 3, 4)

@@ -1,7 +1,8 @@
 """A trained HMM with its tokenizer: save, load, score and generate text.
 
-A saved model is a folder: `model.safetensors` (log_start [Z], log_transition [Z,Z], log_emission [Z,V]), `config.json`
-(sizes, the tokenizer's fingerprint, the configuration it was trained with) and the tokenizer's own file. No pickle.
+A saved model is a folder: `model.safetensors` (log_start [Z], log_transition [Z,Z], log_emission [Z,V]; for a blocked
+HMM its factors instead), `config.json` (sizes, the tokenizer's fingerprint, the configuration it was trained with) and
+the tokenizer's own file. No pickle.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hmmlm.data.tokenizer import Tokenizer, load_tokenizer
+from hmmlm.data.words import split_at
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM
+from hmmlm.hmm import HMM, AnyHMM, BlockedHMM
 
 FORMAT = "hmmlm language model"
 VERSION = 1
 MODEL, CONFIG = "model.safetensors", "config.json"
-PARAMETERS = ("log_start", "log_transition", "log_emission")
+PARAMETERS = {
+    "dense": ("log_start", "log_transition", "log_emission"),
+    "blocked": ("block_of_word", "u", "w", "log_normalizer", "log_start", "log_emission"),
+}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 _BATCH_TOKENS = 1 << 13  # tokens scored side by side: bounds memory at tokens Ã— states
 
@@ -34,10 +39,11 @@ _BATCH_TOKENS = 1 << 13  # tokens scored side by side: bounds memory at tokens Ã
 class LanguageModel:
     """An HMM over the tokens of `tokenizer`; `config` is the training configuration, kept as it is given.
 
-    A text is a line or several: every line ends with `<eos>`, as in training, and the chain runs on through it.
+    A text is a line or several: every line ends with `<eos>`, as in training. The chain runs on through it, unless the
+    configuration says that it restarts there in evaluation (batches.eval_reset_at_eos).
     """
 
-    def __init__(self, hmm: HMM, tokenizer: Tokenizer, config: dict[str, Any] | None = None) -> None:
+    def __init__(self, hmm: AnyHMM, tokenizer: Tokenizer, config: dict[str, Any] | None = None) -> None:
         if hmm.vocab_size != tokenizer.vocab_size:
             raise InputError(
                 f"the model has a vocabulary of {hmm.vocab_size}, the tokenizer one of {tokenizer.vocab_size}: "
@@ -49,6 +55,12 @@ class LanguageModel:
         """The same model on another device."""
         return LanguageModel(self.hmm.to(device), self.tokenizer, self.config)
 
+    @property
+    def restarts(self) -> bool:
+        """Whether the chain restarts from the start distribution after every `<eos>`."""
+        batches = self.config.get("batches", {})
+        return batches.get("kind") == "stream" and bool(batches.get("eval_reset_at_eos"))
+
     # --- text -----------------------------------------------------------------------------------------------------
 
     def encode(self, text: str) -> list[int]:
@@ -59,11 +71,18 @@ class LanguageModel:
     @torch.no_grad()
     def score(self, texts: Sequence[str]) -> Tensor:
         """Natural log-likelihood of each text, `<eos>` included, [len(texts)]; a single str is an error."""
-        encoded = self._encode_all(texts)
-        scores = torch.zeros(len(encoded), dtype=self.hmm.dtype)
-        for chosen in _batches([len(tokens) for tokens in encoded]):
-            tokens, lengths = _padded([encoded[i] for i in chosen])
-            scores[chosen] = self.hmm.log_likelihood(tokens, lengths).cpu()
+        # A sequence is a text, or one line of it where the chain restarts; `owner` is the text it belongs to.
+        sequences: list[list[int]] = []
+        owner: list[int] = []
+        for i, tokens in enumerate(self._encode_all(texts)):
+            parts = [[*line, self._eos] for line in split_at(tokens, self._eos)[:-1]] if self.restarts else [tokens]
+            sequences += parts
+            owner += [i] * len(parts)
+        scores = torch.zeros(len(texts), dtype=self.hmm.dtype)
+        for chosen in _batches([len(tokens) for tokens in sequences]):
+            tokens, lengths = _padded([sequences[i] for i in chosen])
+            log_likelihood = self.hmm.log_likelihood(tokens, lengths).cpu()
+            scores.index_add_(0, torch.tensor([owner[i] for i in chosen]), log_likelihood)
         return scores
 
     def perplexity(self, texts: Sequence[str]) -> float:
@@ -93,15 +112,17 @@ class LanguageModel:
         generator.manual_seed(seed) if seed is not None else generator.seed()
         given = self._encode_prompt(prompt)
         tokens = list(given)
-        state = self._predicted_state(given)
-        transition, emission = self.hmm.log_transition.exp(), self.hmm.log_emission.exp()
+        if given and not bool(self.hmm.log_likelihood([given]).isfinite()):
+            raise InputError("the model gives the prompt probability zero, so nothing can follow it")
+        state = self.hmm.begin()
+        for token in given:
+            state = self.hmm.advance(state, token)
         for _ in range(max_new_tokens):
-            token = _choose((state @ emission).cpu(), temperature, top_k, generator)
+            token = _choose(self.hmm.emit(state).cpu().exp(), temperature, top_k, generator)
             if token == self._eos:
                 break
             tokens.append(token)
-            filtered = state * emission[:, token]
-            state = filtered / filtered.sum() @ transition
+            state = self.hmm.advance(state, token)
         # The prompt is given back as it was written, though unknown words in it were read as <unk>.
         return prompt + self.tokenizer.decode(tokens)[len(self.tokenizer.decode(given)) :]
 
@@ -120,19 +141,8 @@ class LanguageModel:
     def _encode_prompt(self, prompt: str) -> list[int]:
         if not isinstance(prompt, str):
             raise InputError(f"the prompt is a {type(prompt).__name__}, not a string")
-        tokens: list[int] = []
-        for i, line in enumerate(prompt.split("\n")):
-            tokens += [self._eos] * (i > 0) + self.tokenizer.encode(line)
-        return tokens
-
-    def _predicted_state(self, tokens: list[int]) -> Tensor:
-        """p(state of the next token | tokens), [Z]."""
-        if not tokens:
-            return self.hmm.log_start.exp()
-        filtered = self.hmm.filter([tokens])
-        if not torch.isfinite(filtered.log_likelihood).all():
-            raise InputError("the model gives the prompt probability zero, so nothing can follow it")
-        return filtered.final[0] @ self.hmm.log_transition.exp()
+        first, *others = map(self.tokenizer.encode, prompt.split("\n"))
+        return [*first, *(token for line in others for token in (self._eos, *line))]
 
     # --- files ----------------------------------------------------------------------------------------------------
 
@@ -142,13 +152,16 @@ class LanguageModel:
         header = {
             "format": FORMAT,
             "version": VERSION,
+            "model": _kind(self.hmm),
             "states": self.hmm.states,
             "vocab_size": self.hmm.vocab_size,
             "eos_id": self._eos,
             "tokenizer": self.tokenizer.fingerprint(),
             "training": self.config,
         }
-        tensors = {name: getattr(self.hmm, name).detach().cpu().contiguous() for name in PARAMETERS}
+        source = self.hmm.factors if isinstance(self.hmm, BlockedHMM) else self.hmm
+        names = PARAMETERS[_kind(self.hmm)]
+        tensors = {name: getattr(source, name).detach().cpu().contiguous() for name in names}
         metadata = {"format": FORMAT, "tokenizer": self.tokenizer.fingerprint()}
         _write_folder(folder, tensors, header, metadata, self.tokenizer)
 
@@ -161,10 +174,15 @@ class LanguageModel:
             raise InputError(f"{folder / CONFIG} does not belong to an hmmlm model: it may be of another program")
         if header.get("version") != VERSION:
             raise InputError(f"{folder / CONFIG} has version {header.get('version')!r}; this hmmlm reads {VERSION}")
-        tensors, metadata = _read_tensors(folder / MODEL, PARAMETERS)
+        kind = header.get("model")
+        if kind not in PARAMETERS:
+            raise InputError(f"{folder / CONFIG} names a model {kind!r}; this hmmlm reads {', '.join(PARAMETERS)}")
+        tensors, metadata = _read_tensors(folder / MODEL, PARAMETERS[kind])
         tokenizer = load_tokenizer(folder)
         states, vocab_size = header.get("states"), header.get("vocab_size")
         shapes = {"log_start": [states], "log_transition": [states, states], "log_emission": [states, vocab_size]}
+        if kind == "blocked":
+            shapes = {"log_start": [states], "block_of_word": [vocab_size]}
         for name, shape in shapes.items():
             if list(tensors[name].shape) != shape:
                 raise InputError(
@@ -177,8 +195,13 @@ class LanguageModel:
                 f"{folder}: the tokenizer's vocabulary ({tokenizer.vocab_size} tokens, {fingerprint}) is not the one "
                 f"the model was trained with ({vocab_size} tokens, {header.get('tokenizer')}): put its own file back"
             )
-        hmm = HMM(tensors["log_start"], tensors["log_transition"], tensors["log_emission"])
+        values = [tensors[name] for name in PARAMETERS[kind]]
+        hmm: AnyHMM = BlockedHMM(*values) if kind == "blocked" else HMM(values[0], values[1], values[2])
         return LanguageModel(hmm, tokenizer, header.get("training"))
+
+
+def _kind(hmm: AnyHMM) -> str:
+    return "blocked" if isinstance(hmm, BlockedHMM) else "dense"
 
 
 def load(path: str | Path) -> LanguageModel:

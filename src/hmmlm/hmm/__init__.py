@@ -4,4 +4,6 @@ from hmmlm.hmm.blocked import BlockedHMM, Carry
 from hmmlm.hmm.dense import HMM
 from hmmlm.ops.results import Counts, Filtered
 
-__all__ = ["HMM", "BlockedHMM", "Carry", "Counts", "Filtered"]
+AnyHMM = HMM | BlockedHMM
+
+__all__ = ["HMM", "AnyHMM", "BlockedHMM", "Carry", "Counts", "Filtered"]

@@ -124,6 +124,24 @@ class BlockedHMM:
             result.log_likelihood, Carry(result.final, last_states(tokens, lengths, factors.block_of_word, every))
         )
 
+    # --- one step at a time: distributions over the state of the next token, as logarithms [Z] ---
+
+    def begin(self) -> Tensor:
+        """log p(z_1)."""
+        return self.factors.log_start.detach()
+
+    @torch.no_grad()
+    def advance(self, log_state: Tensor, token: int) -> Tensor:
+        """log p(z_t+1 | x_1..t) from log p(z_t | x_1..t−1) and x_t = token."""
+        span = self.factors.span(token)
+        joint = (log_state[span] + self.factors.log_emission[token]).log_softmax(0)
+        return self.factors.pull(joint, span, slice(0, self.states))
+
+    @torch.no_grad()
+    def emit(self, log_state: Tensor) -> Tensor:
+        """log Σ_z p(z) p(word | z) [V]."""
+        return self.factors.emit(log_state)
+
     # --- queries, one sequence at a time ---
 
     def _sequences(self, tokens: ArrayLike, lengths: ArrayLike | None) -> list[list[int]]:

@@ -11,6 +11,7 @@ from hmmlm.hmm.sampling import sample_chain, sample_paths
 from hmmlm.ops import scan as ops
 from hmmlm.ops.results import Counts, Filtered, Scan
 from hmmlm.ops.scan import Evidence, Impl, Parameters
+from hmmlm.ops.scan.naive import logsumexp
 from hmmlm.ops.viterbi import viterbi
 
 FAINT = {torch.float32: 1e-32, torch.float64: 1e-300}  # sums of products below this have lost digits
@@ -191,9 +192,22 @@ class HMM:
         with torch.no_grad():
             log_likelihood, final = self.scan(*evidence)
             self._require_possible(evidence, log_likelihood)
-            return self._emit((final @ fixed.log_transition.exp()).log())
+            return self.emit((final @ fixed.log_transition.exp()).log())
 
-    def _emit(self, log_states: Tensor) -> Tensor:
+    # --- one step at a time: distributions over the state of the next token, as logarithms [Z] ---
+
+    def begin(self) -> Tensor:
+        """log p(z_1)."""
+        return self.log_start.detach()
+
+    @torch.no_grad()
+    def advance(self, log_state: Tensor, token: int) -> Tensor:
+        """log p(z_t+1 | x_1..t) from log p(z_t | x_1..t−1) and x_t = token."""
+        joint = (log_state + self.log_emission[:, token]).log_softmax(0)
+        return logsumexp(joint[:, None] + self.log_transition, 0)
+
+    @torch.no_grad()
+    def emit(self, log_states: Tensor) -> Tensor:
         """log Σ_z p(z) p(word | z) [..., V] for log-distributions over states [..., Z], safe for any scale."""
         log_emission = self.log_emission.detach()
         peak = log_emission.amax(0)
@@ -226,4 +240,4 @@ class HMM:
         """log p(x_t = v | all other observed tokens) [B, T, V] at every position, exactly; −inf beyond a length."""
         evidence = self._evidence(tokens, lengths)
         self._require_possible(evidence, self.detach().scan(*evidence).log_likelihood)
-        return self._emit(ops.surroundings(self._fixed(), evidence, self.impl))
+        return self.emit(ops.surroundings(self._fixed(), evidence, self.impl))

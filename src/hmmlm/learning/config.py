@@ -86,10 +86,36 @@ class ModelConfig(Section):
 
     states: PositiveInt = 256
     """Number of hidden states."""
-    parameterization: Literal["scalar"] = "scalar"
-    """scalar: one logit a probability."""
+    parameterization: Literal["scalar", "neural"] = "scalar"
+    """scalar: one logit a probability; neural: networks on state embeddings (Chiu & Rush)."""
     scale: NonNegativeFloat = 1.0
-    """Standard deviation of the initial logits."""
+    """Standard deviation of the initial logits (scalar)."""
+    structure: Literal["none", "brown"] = "none"
+    """none: every state may emit every word; brown: each state the words of one Brown cluster (neural)."""
+    blocks: PositiveInt = 128
+    """Clusters of words, each with states / blocks states (brown)."""
+    clusters: Path | None = None
+    """A `paths` file of the classic clustering tool to use; None: the training text is clustered here (brown)."""
+    exchange_passes: NonNegativeInt = 0
+    """Passes of moving single words to better clusters after clustering (brown)."""
+    hidden: PositiveInt = 256
+    """Size of embeddings and networks (neural)."""
+    form: Literal["code", "paper"] = "code"
+    """code: networks as released, the incoming side is the bare embedding; paper: as printed (neural)."""
+    dropout: Fraction = 0.5
+    """State dropout: the share of each block's states left out of a batch (neural)."""
+    factored: bool = False
+    """Half of each state embedding is shared by its block (neural)."""
+    network_dropout: Fraction = 0.0
+    """Dropout inside the networks (neural)."""
+
+    @model_validator(mode="after")
+    def _structure_fits(self) -> ModelConfig:
+        if self.structure == "brown" and self.parameterization == "scalar":
+            raise ValueError("structure = 'brown' needs parameterization = 'neural'")
+        if self.structure == "brown" and self.states % self.blocks:
+            raise ValueError(f"states ({self.states}) must be a multiple of blocks ({self.blocks})")
+        return self
 
 
 class BaumWelchConfig(Section):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hmmlm.data.batches import Batch
-from hmmlm.hmm import HMM
-from hmmlm.ops.scan import scan
+from hmmlm.hmm import AnyHMM, Carry
+
+State = Tensor | Carry | None
+"""A filtered distribution: over all states [B,Z], or over the few that the last word allows; None before any word."""
 
 
 class Evaluation(NamedTuple):
@@ -42,22 +44,25 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return Batch(batch.tokens.to(device, non_blocking=True), move(batch.lengths), move(batch.restart), batch.carry)
 
 
-def carried(batch: Batch, final: Tensor | None) -> Tensor | None:
-    """The filtered distribution [B,Z] a batch starts from: the last one's, its first rows if there are fewer now."""
-    return final[: batch.tokens.shape[0]] if batch.carry and final is not None else None
+def carried(batch: Batch, final: State) -> State:
+    """The filtered distribution a batch starts from: the last one's, its first rows if there are fewer now."""
+    if not batch.carry or final is None:
+        return None
+    rows = batch.tokens.shape[0]
+    return final.rows(rows) if isinstance(final, Carry) else final[:rows]
 
 
 @torch.no_grad()
-def evaluate(hmm: HMM, batches: Iterable[Batch], on_batch: Callable[[int], None] | None = None) -> Evaluation:
+def evaluate(hmm: AnyHMM, batches: Iterable[Batch], on_batch: Callable[[int], None] | None = None) -> Evaluation:
     """Score every batch in order; `on_batch` is told the tokens of each (progress), and may raise to stop."""
-    device = hmm.log_start.device
+    device = hmm.device
     total = torch.zeros((), dtype=torch.float64, device=device)
     tokens = 0
-    final: Tensor | None = None
+    final: State = None
     for batch in batches:
         count = count_tokens(batch)
         batch = to_device(batch, device)
-        result = scan(*hmm.parameters, batch.tokens, batch.lengths, carried(batch, final), batch.restart)
+        result: Any = hmm.scan(batch.tokens, batch.lengths, carried(batch, final), batch.restart)  # type: ignore[arg-type]
         final = result.final
         total += result.log_likelihood.sum(dtype=torch.float64)
         tokens += count

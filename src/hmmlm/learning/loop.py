@@ -16,22 +16,20 @@ from pathlib import Path
 
 import torch
 from lightning_fabric import Fabric
-from torch import Tensor
 
 from hmmlm.data.batches import Batch, ChunkBatches, StreamBatches
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM
+from hmmlm.hmm import AnyHMM, Carry
 from hmmlm.learning.checkpoint import STATE, load_tensors, read_state, save_folder, write_state
 from hmmlm.learning.config import RunConfig, config_to_dict
-from hmmlm.learning.evaluate import Evaluation, carried, count_tokens, evaluate, to_device
+from hmmlm.learning.evaluate import Evaluation, State, carried, count_tokens, evaluate, to_device
 from hmmlm.learning.history import History
 from hmmlm.learning.interrupt import Stopped, StopRequest
-from hmmlm.learning.prepare import Prepared
+from hmmlm.learning.prepare import Prepared, make_parameterization
 from hmmlm.learning.progress import Progress
 from hmmlm.learning.schedule import Plateau, rate_factor
 from hmmlm.learning.updaters import Step, make_updater
 from hmmlm.lm import LanguageModel
-from hmmlm.parameterization import make_parameterization
 
 
 class TrainingError(InputError):
@@ -59,16 +57,13 @@ class Trainer:
         self.config, self.out, self.data, self.progress = config, out, data, progress
         self.fabric = Fabric(accelerator=_accelerator(config), devices=1, precision=config.train.precision)
         torch.manual_seed(config.train.seed)
-        self.parameterization = make_parameterization(
-            config.model.parameterization, config.model.states, data.tokenizer.vocab_size, scale=config.model.scale,
-            generator=torch.Generator().manual_seed(config.train.seed),
-        )  # fmt: skip
+        self.parameterization = make_parameterization(config.model, data, config.train.seed)
         self.updater = make_updater(self.fabric, self.parameterization, config.optimizer)
         self.plateau = Plateau(config.schedule)
         self.train_batches = make_batches(config, data, "train")
         self.valid_batches = make_batches(config, data, "valid")
         self.position, self.saved = Position(), Position(step=-1)
-        self.final: Tensor | None = None  # filtered distribution [B,Z] that the next window starts from
+        self.final: State = None  # the filtered distribution that the next window starts from
         # log-likelihoods of the steps since the loss was last logged, and their tokens
         self.window = torch.zeros(config.train.log_every, dtype=torch.float64, device=self.fabric.device)
         self.window_tokens: list[int] = []
@@ -219,11 +214,15 @@ class Trainer:
     # --- checkpoints ---
 
     @torch.no_grad()
-    def hmm(self) -> HMM:
-        """The distributional parameters as they are now, detached."""
-        return self.parameterization()
+    def hmm(self) -> AnyHMM:
+        """The distributional parameters as they are now, detached, without anything that is for training only."""
+        self.parameterization.eval()
+        with self.fabric.autocast():
+            hmm: AnyHMM = self.parameterization()
+        self.parameterization.train()
+        return hmm
 
-    def save_model(self, link: str, hmm: HMM) -> None:
+    def save_model(self, link: str, hmm: AnyHMM) -> None:
         """A language model for use in `out/link`."""
         model = LanguageModel(hmm, self.data.tokenizer, config_to_dict(self.config))
         save_folder(self.out, link, f"{link}-{self.position.step:08}", model.save)
@@ -238,7 +237,9 @@ class Trainer:
         tensors = {f"parameters.{name}": t for name, t in self.parameterization.state_dict().items()}
         tensors |= {f"optimizer.{name}": t for name, t in self.updater.tensors().items()}
         tensors |= {"window": self.window, "rng.cpu": torch.get_rng_state()}
-        if self.final is not None:
+        if isinstance(self.final, Carry):
+            tensors |= {"carried": self.final.probs, "carried.states": self.final.states}
+        elif self.final is not None:
             tensors["carried"] = self.final
         if self.fabric.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self.fabric.device)
@@ -276,8 +277,11 @@ class Trainer:
         load_tensors(folder, tensors, "parameters.", self.parameterization.state_dict())
         load_tensors(folder, tensors, "", {"window": self.window})
         if self.position.index and self.config.batches.kind == "stream":
-            self.final = torch.zeros_like(tensors.get("carried", self.window)).to(self.fabric.device)
-            load_tensors(folder, tensors, "", {"carried": self.final})
+            if "carried" not in tensors:
+                raise InputError(f"{folder} has no carried state: it is of another model or program")
+            self.final = tensors["carried"].to(self.fabric.device)
+            if "carried.states" in tensors:
+                self.final = Carry(self.final, tensors["carried.states"].to(self.fabric.device))
         torch.set_rng_state(tensors["rng.cpu"])
         if "rng.cuda" in tensors and self.fabric.device.type == "cuda":
             torch.cuda.set_rng_state(tensors["rng.cuda"], self.fabric.device)

@@ -1,7 +1,8 @@
-"""From text to what training reads: a tokenizer and token files, kept in the run's folder."""
+"""From text to what training reads: a tokenizer, token files and word clusters, kept in the run's folder."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -9,11 +10,22 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+import torch
+
 from hmmlm.data.corpora import SPLITS, Documents, encode_documents, load_text
+from hmmlm.data.files import read_bytes, write_bytes
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizer import HuggingFaceTokenizer, Tokenizer, WordTokenizer, load_tokenizer
-from hmmlm.learning.config import RunConfig, TokenizerConfig
+from hmmlm.errors import InputError
+from hmmlm.learning.config import ModelConfig, RunConfig, TokenizerConfig
 from hmmlm.learning.progress import Progress
+from hmmlm.parameterization import BlockedNeural, Parameterization, Scalar
+from hmmlm.structure.blocks import Blocks
+from hmmlm.structure.brown import brown_clusters
+from hmmlm.structure.paths import read_paths
+
+CLUSTERS = "clusters.json"
 
 Item = TypeVar("Item")
 
@@ -25,6 +37,8 @@ class Prepared:
     tokenizer: Tokenizer
     tokens: dict[str, TokenFile]
     """train, valid and test."""
+    clusters: list[int] | None = None
+    """Block of each word, if the model's emissions are blocked."""
 
 
 def prepare(config: RunConfig, run: Path, progress: Progress) -> Prepared:
@@ -41,14 +55,50 @@ def prepare(config: RunConfig, run: Path, progress: Progress) -> Prepared:
         with progress.phase(f"encoding {split}", unit="documents") as phase:
             counted = Documents(documents.source, partial(_counted, documents, phase.advance))
             tokens[split] = encode_documents(counted, tokenizer, run / "data" / split)
-    return Prepared(tokenizer, tokens)
+    clusters = None
+    if config.model.structure == "brown":
+        clusters = make_clusters(config.model, tokenizer, tokens["train"], progress)
+        write_bytes(run / CLUSTERS, json.dumps(clusters).encode())
+    return Prepared(tokenizer, tokens, clusters)
 
 
 def reopen(run: Path) -> Prepared:
     """What `prepare` made, for a run that resumes: the text itself is not needed any more."""
     tokenizer = load_tokenizer(run / "tokenizer")
     fingerprint = tokenizer.fingerprint()
-    return Prepared(tokenizer, {split: TokenFile.open(run / "data" / split, fingerprint) for split in SPLITS})
+    tokens = {split: TokenFile.open(run / "data" / split, fingerprint) for split in SPLITS}
+    clusters = json.loads(read_bytes(run / CLUSTERS)) if (run / CLUSTERS).exists() else None
+    return Prepared(tokenizer, tokens, clusters)
+
+
+def make_clusters(config: ModelConfig, tokenizer: Tokenizer, train: TokenFile, progress: Progress) -> list[int]:
+    """The block of each word: from a `paths` file, or by clustering the training text."""
+    if config.clusters is not None:
+        words = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
+        clustering = read_paths(config.clusters, words)
+    else:
+        progress.note(f"clustering {tokenizer.vocab_size:,} words into {config.blocks}")
+        clustering = brown_clusters(
+            np.asarray(train.tokens, dtype=np.int64), tokenizer.vocab_size, config.blocks,
+            documents=train.documents[:-1], exchange_passes=config.exchange_passes,
+        )  # fmt: skip
+    found = len(clustering.paths)
+    if found != config.blocks:
+        source = config.clusters or "the training text"
+        raise InputError(f"model.blocks is {config.blocks}, but {source} gives {found} clusters: set it to {found}")
+    return [int(cluster) for cluster in clustering.with_unseen_placed()]
+
+
+def make_parameterization(config: ModelConfig, data: Prepared, seed: int) -> Parameterization:
+    """New parameters, drawn on the CPU, alike on every device."""
+    words, generator = data.tokenizer.vocab_size, torch.Generator().manual_seed(seed)
+    if config.parameterization == "scalar":
+        return Scalar(config.states, words, config.scale, generator)
+    clusters = torch.tensor([0] * words if data.clusters is None else data.clusters)
+    return BlockedNeural(
+        Blocks.from_clusters(clusters, config.states, vocab_size=words), hidden=config.hidden, form=config.form,
+        dropout=config.dropout, factored=config.factored, network_dropout=config.network_dropout, generator=generator,
+    )  # fmt: skip
 
 
 def make_tokenizer(config: TokenizerConfig, lines: Iterable[str]) -> Tokenizer:

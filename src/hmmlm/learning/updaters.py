@@ -11,11 +11,13 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from hmmlm.data.batches import Batch
+from hmmlm.hmm import HMM, Carry
 from hmmlm.learning.baum_welch import RunningCounts, batches_per_update, maximise
 from hmmlm.learning.checkpoint import load_tensors
 from hmmlm.learning.config import OptimizerConfig
+from hmmlm.learning.evaluate import State
+from hmmlm.learning.graphs import GraphedStep
 from hmmlm.ops.results import Scan
-from hmmlm.ops.scan import scan
 from hmmlm.parameterization import Parameterization
 
 
@@ -35,8 +37,8 @@ class Updater(Protocol):
     peak: float
     """Rate (or α) that the schedule's factor multiplies."""
 
-    def step(self, batch: Batch, initial: Tensor | None, tokens: int, step: Step) -> Scan:
-        """Learn from a batch that starts from `initial` [B,Z]; the scan is that of the parameters before the update."""
+    def step(self, batch: Batch, initial: State, tokens: int, step: Step) -> Any:
+        """Learn from a batch that starts from `initial`; the scan is that of the parameters before the update."""
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps, beside `scalars`."""
@@ -54,9 +56,8 @@ class Likelihood(nn.Module):
         super().__init__()
         self.parameterization = parameterization
 
-    def forward(self, batch: Batch, initial: Tensor | None) -> Scan:
-        start, transition, emission = self.parameterization().parameters
-        return scan(start, transition, emission, batch.tokens, batch.lengths, initial, batch.restart)
+    def forward(self, batch: Batch, initial: State) -> Any:
+        return self.parameterization.scan(batch.tokens, batch.lengths, initial, batch.restart)
 
 
 class AdamW:
@@ -65,24 +66,43 @@ class AdamW:
     def __init__(self, fabric: Fabric, parameterization: Parameterization, config: OptimizerConfig) -> None:
         self.fabric, self.parameterization = fabric, parameterization
         self.peak, self.clip = config.rate, config.clip
+        on_gpu = fabric.device.type == "cuda"
+        parameterization.to(fabric.device)
+        # A tensor, because a CUDA graph would freeze a number.
+        self.rate = torch.tensor(config.rate, device=fabric.device)
         self.inner = torch.optim.AdamW(
             parameterization.parameters(),
-            lr=config.rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
+            lr=self.rate if on_gpu else config.rate, betas=config.betas, eps=config.eps,
+            weight_decay=config.weight_decay,
             fused=True,  # one pass over parameters of size Z×V instead of eight
+            capturable=on_gpu,
         )  # fmt: skip
         self.objective, self.optimizer = fabric.setup(Likelihood(parameterization), self.inner)
+        self.graphed = GraphedStep(self.learn) if on_gpu else None
 
-    def step(self, batch: Batch, initial: Tensor | None, tokens: int, step: Step) -> Scan:
+    def step(self, batch: Batch, initial: State, tokens: int, step: Step) -> Any:
+        rate = self.peak * step.factor
+        if self.graphed is None:
+            self.inner.param_groups[0]["lr"] = rate
+        else:
+            self.rate.fill_(rate)
+            result = self.graphed(batch, initial)
+            if result is not None:
+                return result
+        return self.learn(batch, initial)
+
+    def learn(self, batch: Batch, initial: State) -> Any:
+        """Everything a step does on the device."""
+        # Tokens are counted where the batch is, without waiting: padding is −1.
+        tokens = (batch.tokens >= 0).sum()
         result = self.objective(batch, initial)
         self.fabric.backward(-result.log_likelihood.sum() / tokens)
         if self.clip:
             # without the check for finite norms, which would wait for the device: the trainer checks the loss
             self.fabric.clip_gradients(self.objective, self.optimizer, max_norm=self.clip, error_if_nonfinite=False)
-        for group in self.inner.param_groups:
-            group["lr"] = self.peak * step.factor
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return Scan(result.log_likelihood.detach(), result.final)
+        return result._replace(log_likelihood=result.log_likelihood.detach())
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.parameterization.named_parameters())
@@ -115,12 +135,13 @@ class BaumWelch:
             parameterization.states, parameterization.vocab_size, self.config.momentum, fabric.device
         )
 
-    def step(self, batch: Batch, initial: Tensor | None, tokens: int, step: Step) -> Scan:
+    def step(self, batch: Batch, initial: State, tokens: int, step: Step) -> Scan:
         with torch.no_grad():
             hmm = self.parameterization()
-        start, transition, emission = parameters = [p.requires_grad_() for p in hmm.parameters]
+        assert isinstance(hmm, HMM) and not isinstance(initial, Carry)  # only a dense HMM can be assigned
+        parameters = [p.requires_grad_() for p in hmm.parameters]
         with self.fabric.autocast():
-            result = scan(start, transition, emission, batch.tokens, batch.lengths, initial, batch.restart)
+            result = hmm.scan(batch.tokens, batch.lengths, initial, batch.restart)
         # the gradient with respect to log-probabilities is the expected counts; this way the scan is done once
         counts = torch.autograd.grad(result.log_likelihood.sum(), parameters)
         with torch.no_grad():
