@@ -37,25 +37,35 @@ def sentence_model() -> LanguageModel:
 def test_stationary_distribution_is_left_as_it_is() -> None:
     generator = torch.Generator().manual_seed(0)
     hmm = HMM(*((2 * torch.randn(s, generator=generator)).log_softmax(-1) for s in ((7,), (7, 7), (7, 3))))
-    mass = stationary(hmm)
-    torch.testing.assert_close(mass @ hmm.log_transition.double().exp(), mass, atol=1e-6, rtol=0)
+    start, transition, _ = (log_probs.double().exp() for log_probs in hmm.parameters)
+    mass = stationary(start, transition)
+    torch.testing.assert_close(mass @ transition, mass, atol=1e-6, rtol=0)
     assert float(mass.sum()) == pytest.approx(1)
     # a cycle, which power iteration on A alone would go round for ever
-    torch.testing.assert_close(stationary(sentence_model().hmm), torch.full((4,), 0.25, dtype=torch.float64))
+    torch.testing.assert_close(explain_states(sentence_model()).mass, torch.full((4,), 0.25, dtype=torch.float64))
+
+
+def test_where_the_chain_restarts_the_start_follows_eos() -> None:
+    """State 1 ends a sentence half of the time; the transition out of it leads to state 2, which restarts avoid."""
+    hmm = HMM.from_probs([1, 0, 0], [[0, 1, 0], [0, 0, 1], [1, 0, 0]], [[0, 0, 1], [0, 0.5, 0.5], [1, 0, 0.0]])
+    config = {"batches": {"kind": "stream", "eval_reset_at_eos": True}}
+    states = explain_states(LanguageModel(hmm, WordTokenizer(WORDS[:3]), config))
+    torch.testing.assert_close(states.transition[1], torch.tensor([0.5, 0, 0.5], dtype=torch.float64))
+    torch.testing.assert_close(states.mass, torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64), atol=1e-6, rtol=0)
 
 
 def test_telling_words_are_neither_the_frequent_nor_the_rare() -> None:
     """Both states emit `the` most often; `cat` and `dog` tell them apart; `runs` is rarer still."""
     emission = [[0, 0, 0.70, 0.28, 0.0, 0.02], [0, 0, 0.70, 0.0, 0.30, 0.0]]
     hmm = HMM.from_probs([0.5, 0.5], [[0.5, 0.5], [0.5, 0.5]], emission)
-    states = explain_states(hmm, words=2)
+    states = explain_states(LanguageModel(hmm, WordTokenizer(WORDS)), words=2)
     assert states.words[0].tolist() == [3, 5]
     assert states.words[1].tolist() == [4, -1]  # nothing else tells of the second state
 
 
 def test_most_used_states_come_first() -> None:
-    hmm = HMM.from_probs([1, 0], [[0.1, 0.9], [0.3, 0.7]], [[1.0], [1.0]])
-    states = explain_states(hmm)
+    hmm = HMM.from_probs([1, 0], [[0.1, 0.9], [0.3, 0.7]], torch.full((2, 2), 0.5))
+    states = explain_states(LanguageModel(hmm, WordTokenizer(WORDS[:2])))
     assert states.order.tolist() == [1, 0]
     torch.testing.assert_close(states.mass, torch.tensor([0.25, 0.75], dtype=torch.float64), atol=1e-6, rtol=0)
 
@@ -74,8 +84,9 @@ def test_states_with_alike_neighbours_stand_side_by_side() -> None:
     """Two kinds of states, interleaved by number, each followed by the other kind: the kinds come out apart."""
     kind = torch.tensor([0, 1, 0, 1, 0, 1])
     transition = torch.where(kind[:, None] != kind, 1 / 3 - 1e-3, 1e-3)
-    hmm = HMM.from_probs(torch.full((6,), 1 / 6), transition / transition.sum(1, keepdim=True), torch.ones(6, 1))
-    order = similar_order(hmm, torch.arange(6), stationary(hmm))
+    transition = transition / transition.sum(1, keepdim=True)
+    hmm = HMM.from_probs(torch.full((6,), 1 / 6), transition, torch.full((6, 2), 0.5))
+    order = similar_order(explain_states(LanguageModel(hmm, WordTokenizer(WORDS[:2]))), torch.arange(6))
     assert kind[order].tolist() in ([0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0])
 
 
@@ -84,7 +95,7 @@ def test_tables_show_words_as_they_are() -> None:
     lm.tokenizer.words[3] = "[bold]"  # type: ignore[attr-defined]
     out = StringIO()
     console = Console(file=out, width=100)
-    states = explain_states(lm.hmm, 3)
+    states = explain_states(lm, 3)
     console.print(states_table(lm, states, 4), path_table(lm, states, "the dog runs"))
     lines = out.getvalue().splitlines()
     assert any("[bold]" in line and "25.0%" in line for line in lines)
@@ -142,8 +153,9 @@ def test_results_compare_like_with_like(finished: tuple[Results, str]) -> None:
     assert results.baselines["unigram"]["test"] == pytest.approx(float(np.exp(-np.log(shares[test]).mean())), rel=0.02)
     assert results.baselines["bigram"]["test"] / 2 < results.perplexity["test"] < results.baselines["unigram"]["test"]
     # the model is scored sentence by sentence: so is its perplexity from Python
-    sentences = results.data.tokenizer.decode(test.tolist()).split("\n")[:-1]
-    assert results.perplexity["test"] == pytest.approx(results.lm.perplexity(sentences), rel=1e-3)
+    text = results.data.tokenizer.decode(test.tolist())
+    assert results.perplexity["test"] == pytest.approx(results.lm.perplexity(text.split("\n")[:-1]), rel=1e-3)
+    assert results.perplexity["test"] == pytest.approx(results.lm.perplexity([text]), rel=1e-3)
 
 
 def test_the_page_is_whole_and_escapes_what_the_text_says(finished: tuple[Results, str]) -> None:
@@ -155,6 +167,19 @@ def test_the_page_is_whole_and_escapes_what_the_text_says(finished: tuple[Result
     assert f"{results.perplexity['test']:,.1f}" in report
     assert "optimizer.baum_welch.pseudocount" in report  # every setting
     assert "http" not in report
+
+
+def test_a_model_too_large_to_explain_still_has_a_report(
+    finished: tuple[Results, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, _ = finished
+    for module in ("explain", "report"):
+        monkeypatch.setattr(f"hmmlm.experiments.{module}.LARGEST", 5)
+    report = write_report(results).read_text()
+    assert report.count("data:image/png;base64,") == 2
+    assert "What the states stand for" not in report
+    with pytest.raises(InputError, match="6 states are too many"):
+        explain_states(results.lm)
 
 
 def test_a_typical_sentence_is_one_of_the_test_text(finished: tuple[Results, str]) -> None:

@@ -192,6 +192,19 @@ def test_score_of_many_ragged_texts_keeps_their_order(lm: LanguageModel, monkeyp
     assert lm.score([]).shape == (0,)
 
 
+def test_a_model_that_restarts_at_eos_reads_line_by_line(lm: LanguageModel) -> None:
+    restarting = LanguageModel(lm.hmm, lm.tokenizer, {"batches": {"kind": "stream", "eval_reset_at_eos": True}})
+    one, two = lm.score(["the cat", "dog ran ."])
+    torch.testing.assert_close(restarting.score(["the cat\ndog ran .", "the cat\n"]), torch.stack([one + two, one]))
+    assert not torch.allclose(lm.score(["the cat\ndog ran ."]), one + two)
+    for seed in range(5):
+        continued = restarting.generate("the cat\ndog", max_new_tokens=8, seed=seed)
+        assert continued == "the cat\n" + lm.generate("dog", max_new_tokens=8, seed=seed)
+        assert restarting.generate("cat\n", max_new_tokens=8, seed=seed) == "cat\n" + lm.generate(
+            max_new_tokens=8, seed=seed
+        )
+
+
 def test_an_impossible_text_scores_minus_infinity() -> None:
     emission = torch.full((1, len(WORDS)), 1 / 7, dtype=torch.float64)
     emission[0, 3] = 0

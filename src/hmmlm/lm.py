@@ -80,8 +80,7 @@ class LanguageModel:
             owner += [i] * len(parts)
         scores = torch.zeros(len(texts), dtype=self.hmm.dtype)
         for chosen in _batches([len(tokens) for tokens in sequences]):
-            tokens, lengths = _padded([sequences[i] for i in chosen])
-            log_likelihood = self.hmm.log_likelihood(tokens, lengths).cpu()
+            log_likelihood = self.hmm.log_likelihood(*_padded([sequences[i] for i in chosen])).cpu()
             scores.index_add_(0, torch.tensor([owner[i] for i in chosen]), log_likelihood)
         return scores
 
@@ -112,10 +111,11 @@ class LanguageModel:
         generator.manual_seed(seed) if seed is not None else generator.seed()
         given = self._encode_prompt(prompt)
         tokens = list(given)
-        if given and not bool(self.hmm.log_likelihood([given]).isfinite()):
+        heard = split_at(given, self._eos)[-1] if self.restarts else given
+        if heard and not bool(self.hmm.log_likelihood([heard]).isfinite()):
             raise InputError("the model gives the prompt probability zero, so nothing can follow it")
         state = self.hmm.begin()
-        for token in given:
+        for token in heard:
             state = self.hmm.advance(state, token)
         for _ in range(max_new_tokens):
             token = _choose(self.hmm.emit(state).cpu().exp(), temperature, top_k, generator)

@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
     from hmmlm.lm import load
 
     lm = load(arguments.model)
-    states = explain_states(lm.hmm, arguments.words)
+    states = explain_states(lm, arguments.words)
     console = Console()
     console.print(f"{lm.hmm.states:,} states, {lm.hmm.vocab_size:,} tokens, {lm.hmm.dtype}".replace("torch.", ""))
     console.print(states_table(lm, states, arguments.states))

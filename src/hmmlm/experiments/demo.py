@@ -34,7 +34,7 @@ def demo(config: RunConfig, out: Path, progress: Progress, console: Console) -> 
 def tell(results: Results, report: Path, console: Console) -> None:
     """The short report on the terminal."""
     lm, run = results.lm, results.run
-    states = explain_states(lm.hmm, 8)
+    states = explain_states(lm, 8)
     console.rule("[bold]Test perplexity", align="left")
     console.print(_comparison(results))
     console.rule("[bold]Samples", align="left")

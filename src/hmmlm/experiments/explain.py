@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM
+from hmmlm.hmm import BlockedHMM
 from hmmlm.lm import LanguageModel
+
+LARGEST = 8_192  # states: the matrices are made dense, in float64
 
 
 @dataclass(frozen=True)
 class States:
     """What is known of all states of a model."""
 
+    transition: Tensor  # [Z,Z] float64, probability of the next token's state, restarts after <eos> included
     mass: Tensor  # [Z] stationary: the share of all tokens that come from each state
     words: Tensor  # [Z,K] token ids, the most telling first; −1 after the last that tells anything
     order: Tensor  # [Z] states, the most used first
@@ -32,31 +35,35 @@ class Path:
 
 
 @torch.no_grad()
-def explain_states(hmm: HMM, words: int = 10) -> States:
+def explain_states(lm: LanguageModel, words: int = 10) -> States:
     """Stationary mass and the most telling words of every state.
 
     A word tells of a state by its share of what the state says about the next word, p(w|z) · log p(w|z) / p(w): the sum
     over words, weighted by the mass of the states, is the mutual information of state and word. So neither frequent
     words that every state emits nor rare words that only this one knows come first."""
-    mass = stationary(hmm)
-    log_emission = hmm.log_emission.cpu().double()
-    emission = log_emission.exp()
+    if lm.hmm.states > LARGEST:
+        raise InputError(f"{lm.hmm.states:,} states are too many to explain side by side: at most {LARGEST:,}")
+    hmm = (lm.hmm.dense() if isinstance(lm.hmm, BlockedHMM) else lm.hmm).to("cpu", torch.float64)
+    start, transition, emission = (log_probs.exp() for log_probs in hmm.parameters)
+    if lm.restarts:  # what follows <eos> is the start, whatever the transition matrix says
+        ends = emission[:, lm.tokenizer.eos_id, None]
+        transition = ends * start + (1 - ends) * transition
+    mass = stationary(start, transition)
     log_word = (mass @ emission).log()
-    contribution = torch.where(emission > 0, emission * (log_emission - log_word), torch.zeros_like(emission))
+    contribution = torch.where(emission > 0, emission * (hmm.log_emission - log_word), torch.zeros_like(emission))
     top = contribution.topk(min(words, emission.shape[1]), dim=1)
     # Beside a word that says nearly all, those that say less than a two-hundredth of it are chance.
     told = top.indices.masked_fill(top.values < top.values[:, :1] / 200, -1)
     told[:, 0] = top.indices[:, 0]
-    return States(mass, told, mass.argsort(descending=True))
+    return States(transition, mass, told, mass.argsort(descending=True))
 
 
-@torch.no_grad()
-def stationary(hmm: HMM) -> Tensor:
-    """The distribution over states that the transition matrix leaves as it is, [Z] float64.
+def stationary(start: Tensor, transition: Tensor) -> Tensor:
+    """The distribution over states that the transition matrix leaves as it is, [Z].
 
     Power iteration on (A + 1)/2, which has the same one and does not swing if A is periodic; where there are several,
     the one reached from the start distribution."""
-    mass, transition = hmm.log_start.cpu().double().exp(), hmm.log_transition.cpu().double().exp()
+    mass = start
     for _ in range(10_000):
         following = (mass + mass @ transition) / 2
         done = bool((following - mass).abs().sum() < 1e-12)
@@ -77,19 +84,17 @@ def explain_text(lm: LanguageModel, text: str) -> Path:
     return Path(tokens, states[0].tolist(), lm.hmm.posterior([tokens])[0].cpu(), log_prob)
 
 
-@torch.no_grad()
-def similar_order(hmm: HMM, states: Tensor, mass: Tensor) -> Tensor:
-    """The given states, so arranged that those with alike neighbours (before and after) stand side by side.
+def similar_order(states: States, chosen: Tensor) -> Tensor:
+    """The chosen states, so arranged that those with alike neighbours (before and after) stand side by side.
 
     The order along the Fiedler vector of the graph of cosine similarities, the classic spectral seriation."""
-    if len(states) < 3:
-        return states
-    transition = hmm.log_transition.cpu().double().exp()
-    flow = mass[:, None] * transition
-    after = transition[states]
-    before = (flow / flow.sum(0, keepdim=True).clamp_min(1e-300)).T[states]
+    if len(chosen) < 3:
+        return chosen
+    flow = states.mass[:, None] * states.transition
+    after = states.transition[chosen]
+    before = (flow / flow.sum(0, keepdim=True).clamp_min(1e-300)).T[chosen]
     profile = torch.cat([after.sqrt(), before.sqrt()], dim=1)  # √p: the cosine is then the Bhattacharyya affinity
     similarity = profile @ profile.T
     scale = similarity.sum(1).rsqrt()
     _, vectors = torch.linalg.eigh(scale[:, None] * similarity * scale)
-    return states[(vectors[:, -2] * scale).argsort()]
+    return chosen[(vectors[:, -2] * scale).argsort()]

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from hmmlm import __version__
 from hmmlm.data.files import write_bytes
 from hmmlm.experiments import plots
-from hmmlm.experiments.explain import States, explain_states, explain_text, similar_order
+from hmmlm.experiments.explain import LARGEST, States, explain_states, explain_text, similar_order
 from hmmlm.experiments.results import BASELINE_TOKENS, Results, bits, typical_sentence, unknown_share
 from hmmlm.experiments.tables import state_followers, state_label, state_words
 from hmmlm.learning.config import config_to_dict
@@ -42,9 +42,10 @@ code { font-size: .9em; overflow-wrap: anywhere; }
 
 def write_report(results: Results, sentence: str | None = None) -> Path:
     """Write run/report.html and its figures run/plots/*.png; the path of the report."""
-    states = explain_states(results.lm.hmm)
+    states = explain_states(results.lm) if results.lm.hmm.states <= LARGEST else None
     sentence = sentence or typical_sentence(results.data)
-    figures = {name: _png(figure) for name, figure in _figures(results, states, sentence).items()}
+    drawn = _curves(results) | (_state_figures(results, states, sentence) if states is not None else {})
+    figures = {name: _png(figure) for name, figure in drawn.items()}
     for name, content in figures.items():
         write_bytes(results.run / "plots" / f"{name}.png", content)
     report = results.run / "report.html"
@@ -52,15 +53,23 @@ def write_report(results: Results, sentence: str | None = None) -> Path:
     return report
 
 
-def _figures(results: Results, states: States, sentence: str) -> dict[str, Figure]:
-    hmm, tokenizer = results.lm.hmm, results.lm.tokenizer
+def _curves(results: Results) -> dict[str, Figure]:
     curves: dict[str, list[tuple[float, float]]] = {"train": [], "valid": []}
     for record in results.history:
         if record.get("loss") is not None and record["event"] in curves:
             curves[record["event"]].append((record["tokens"], math.exp(min(record["loss"], 700))))
     rates = [(r["tokens"], r["rate"]) for r in results.history if r["event"] == "train"]
-    shown = similar_order(hmm, states.order[:HEATMAP_STATES], states.mass)
-    matrix = hmm.log_transition.cpu().double().exp()[shown][:, shown].numpy()
+    baselines = {name: scores["valid"] for name, scores in results.baselines.items()}
+    return {
+        "learning-curve": plots.learning_curve(curves["train"], curves["valid"], baselines),
+        "learning-rate": plots.learning_rate(rates),
+    }
+
+
+def _state_figures(results: Results, states: States, sentence: str) -> dict[str, Figure]:
+    tokenizer = results.lm.tokenizer
+    shown = similar_order(states, states.order[:HEATMAP_STATES])
+    matrix = states.transition[shown][:, shown].numpy()
     path = explain_text(results.lm, sentence)
     # The states that have a say at some word: the Viterbi path's, in the order in which they come, then the others.
     strong = path.posterior.amax(0)
@@ -68,10 +77,6 @@ def _figures(results: Results, states: States, sentence: str) -> dict[str, Figur
     others = [s for s in strong.argsort(descending=True).tolist() if strong[s] > 0.1 and s not in visited]
     rows = visited + others[: max(0, 24 - len(visited))]
     return {
-        "learning-curve": plots.learning_curve(
-            curves["train"], curves["valid"], {name: scores["valid"] for name, scores in results.baselines.items()}
-        ),
-        "learning-rate": plots.learning_rate(rates),
         "transitions": plots.transitions(matrix, [state_label(states, int(s), tokenizer) for s in shown]),
         "posterior": plots.posterior(
             path.posterior[:, rows].double().numpy(), [tokenizer.token(t) for t in path.tokens],
@@ -80,7 +85,7 @@ def _figures(results: Results, states: States, sentence: str) -> dict[str, Figur
     }  # fmt: skip
 
 
-def _page(results: Results, states: States, sentence: str, figures: Mapping[str, bytes]) -> str:
+def _page(results: Results, states: States | None, sentence: str, figures: Mapping[str, bytes]) -> str:
     lm, data = results.lm, results.data
     title = f"{lm.hmm.states:,} states on {results.config.data}"
     samples = [lm.generate(max_new_tokens=SAMPLE_TOKENS, seed=seed) for seed in range(SAMPLES)]
@@ -102,18 +107,7 @@ def _page(results: Results, states: States, sentence: str, figures: Mapping[str,
         _table(("model", "valid", "test", "bits"), _result_rows(results), (1, 2, 3)),
         "<p>The tokens, and the share of words outside the vocabulary.</p>",
         _table(("split", "tokens", "unknown words"), _data_rows(results), (1, 2)),
-        "<h2>What the states stand for</h2>",
-        "<p>The most used states, by the share of all tokens they emit, with their most telling words: those that add "
-        "most to the information that state and word have of each other, p(w|z) log p(w|z)/p(w).</p>",
-        _table(("state", "share", "words", "goes on to"), _state_rows(results, states), (0, 1)),
-        "<h2>What follows what</h2>",
-        f"<p>Transition probabilities among the {min(HEATMAP_STATES, lm.hmm.states)} most used states. States with "
-        "alike neighbours stand side by side.</p>",
-        _image("transitions", figures, "transition probabilities"),
-        "<h2>A sentence</h2>",
-        f"<p>“{_text(sentence)}”: what the model knows of the state at each word, given the whole sentence, and the "
-        "single most likely path.</p>",
-        _image("posterior", figures, "posterior over states of a sentence"),
+        *(_state_sections(results, states, sentence, figures) if states is not None else ()),
         "<h2>Samples</h2>",
         *(f"<blockquote>{_text(sample) or '<i>(empty)</i>'}</blockquote>" for sample in samples),
         "<h2>Settings</h2>",
@@ -125,6 +119,23 @@ def _page(results: Results, states: States, sentence: str, figures: Mapping[str,
         f"<title>{_text(title)}</title><style>{STYLE}</style></head><body>"
     )
     return head + "\n".join(parts) + "</body></html>\n"
+
+
+def _state_sections(results: Results, states: States, sentence: str, figures: Mapping[str, bytes]) -> list[str]:
+    return [
+        "<h2>What the states stand for</h2>",
+        "<p>The most used states, by the share of all tokens they emit, with their most telling words: those that add "
+        "most to the information that state and word have of each other, p(w|z) log p(w|z)/p(w).</p>",
+        _table(("state", "share", "words", "goes on to"), _state_rows(results, states), (0, 1)),
+        "<h2>What follows what</h2>",
+        f"<p>Transition probabilities among the {min(HEATMAP_STATES, len(states.mass))} most used states. States "
+        "with alike neighbours stand side by side.</p>",
+        _image("transitions", figures, "transition probabilities"),
+        "<h2>A sentence</h2>",
+        f"<p>“{_text(sentence)}”: what the model knows of the state at each word, given the whole sentence, and the "
+        "single most likely path.</p>",
+        _image("posterior", figures, "posterior over states of a sentence"),
+    ]
 
 
 def _tiles(results: Results) -> str:
@@ -151,7 +162,7 @@ def _data_rows(results: Results) -> Iterable[Sequence[str]]:
 def _state_rows(results: Results, states: States) -> Iterable[Sequence[str]]:
     tokenizer = results.lm.tokenizer
     for state in states.order[:STATES_SHOWN].tolist():
-        followers = state_followers(results.lm.hmm, states, state, tokenizer)
+        followers = state_followers(states, state, tokenizer)
         yield str(state), f"{float(states.mass[state]):.1%}", state_words(states, state, tokenizer), followers
 
 

@@ -9,7 +9,6 @@ from rich.text import Text
 
 from hmmlm.data.tokenizer import Tokenizer
 from hmmlm.experiments.explain import States, explain_text
-from hmmlm.hmm import HMM
 from hmmlm.lm import LanguageModel
 
 
@@ -23,9 +22,9 @@ def state_words(states: States, state: int, tokenizer: Tokenizer) -> str:
     return " ".join(tokenizer.token(word) for word in states.words[state].tolist() if word >= 0)
 
 
-def state_followers(hmm: HMM, states: States, state: int, tokenizer: Tokenizer, count: int = 3) -> str:
+def state_followers(states: States, state: int, tokenizer: Tokenizer, count: int = 3) -> str:
     """The states that most often follow one, with their probabilities."""
-    top = hmm.log_transition[state].exp().topk(min(count, hmm.states))
+    top = states.transition[state].topk(min(count, len(states.mass)))
     pairs = zip(top.values.tolist(), top.indices.tolist(), strict=True)
     return ", ".join(f"{state_label(states, other, tokenizer)} {p:.0%}" for p, other in pairs)
 
@@ -39,7 +38,7 @@ def states_table(lm: LanguageModel, states: States, count: int) -> Table:
     table.add_column("goes on to", ratio=2)
     for state in states.order[:count].tolist():
         words = state_words(states, state, lm.tokenizer)
-        followers = state_followers(lm.hmm, states, state, lm.tokenizer)
+        followers = state_followers(states, state, lm.tokenizer)
         # Text, not markup: a word may well be "[/b]".
         table.add_row(str(state), f"{float(states.mass[state]):.1%}", Text(words), Text(followers))
     return table
