@@ -101,7 +101,7 @@ def check_linear(n: int, m: int, h: int, dtype: torch.dtype, with_bias: bool) ->
     report(op="linear_logsumexp", check=f"{n}x{m}x{h}", dtype=str(dtype)[6:], **dict(zip(names, errors, strict=False)))
 
 
-def time_linear(n: int, h: int, dtype: torch.dtype, replays: int = 30, label: str = "") -> None:
+def time_linear(n: int, h: int, dtype: torch.dtype, replays: int = 30) -> None:
     u, w = (x.to(dtype) for x in factors(n, n, h, dtype))
     grad = torch.rand(n, device=DEVICE)
     out = linear_kernels.forward(u, w, None)
@@ -110,7 +110,7 @@ def time_linear(n: int, h: int, dtype: torch.dtype, replays: int = 30, label: st
     linear_kernels.backward(grad, u, w, None, out)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     report(
-        op="linear_logsumexp", size=f"{n}x{n}x{h}", dtype=str(dtype)[6:], label=label,
+        op="linear_logsumexp", size=f"{n}x{n}x{h}", dtype=str(dtype)[6:],
         forward_ms=milliseconds(lambda: linear_kernels.forward(u, w, None), replays),
         backward_ms=milliseconds(lambda: linear_kernels.backward(grad, u, w, None, out), replays), peak_mb=peak,
     )  # fmt: skip
@@ -250,9 +250,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--sweep", action="store_true", help="time every tile size that was considered")
     options = parser.parse_args()
-    torch.manual_seed(torch.seed() % 2**31)
+    report(seed=torch.seed(), device=torch.cuda.get_device_name(), torch=torch.__version__)  # a new seed every time
     bf16, fp32 = torch.bfloat16, torch.float32
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     try:
         for arguments in ((4096, 8192, 256, bf16, False), (1000, 3001, 100, bf16, True), (700, 900, 512, bf16, False),
                           (1000, 3001, 100, fp32, True), (2048, 2048, 256, fp32, False)):  # fmt: skip

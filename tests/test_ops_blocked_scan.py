@@ -262,6 +262,7 @@ if not INTERPRETING:
             ({"restart": torch.zeros(4).bool()}, r"restart is \[4\], should be \[2, 4\]"),
             ({"initial": Initial(*map(torch.ones, [(2, 3), (2, 3, 1), (2, 3)]))}, r"initial.u is \[2, 3, 1\]"),
             ({"tokens": torch.tensor([[0, 1], [2, -1]])}, r"token -1 at \[1, 1\] is not one of the 5 words"),
+            ({"tokens": torch.zeros(2, 0).long()}, r"tokens \[2, 0\] must be \[B, T\] with at least one"),
             ({"tokens": torch.tensor([[0, 5]])}, r"token 5 at \[0, 1\]"),
             ({"lengths": torch.tensor([4, 5])}, r"lengths \[4, 5\] are not all within 0 and 4"),
             ({"impl": "cuda"}, "impl 'cuda' is unknown"),

@@ -132,6 +132,8 @@ def _check(
     log_emission: Tensor, initial: Initial | None, restart: Tensor | None,
 ) -> None:  # fmt: skip
     """Shapes only: nothing here waits for the device."""
+    if tokens.dim() != 2 or not tokens.numel():
+        raise InputError(f"blocked_scan: tokens {list(tokens.shape)} must be [B, T] with at least one word")
     states, h = u.shape
     words, kept = log_emission.shape
     if states % kept:

@@ -1,7 +1,7 @@
 """GPU kernels: all tiles in one batched product, each direction of the recursion as one kernel, sums by segments.
 
 Nothing waits for the device and no shape depends on data, so all of it can be captured in a CUDA graph. Positions that
-share a block or a word are sorted together and added up by one program, so results do not depend on timing.
+share a block or a word are sorted together and added up in a fixed order, so results do not depend on timing.
 """
 
 from typing import NamedTuple
