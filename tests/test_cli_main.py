@@ -19,7 +19,7 @@ from hmmlm.lm import load, save_control
 
 SMALL = [
     "--model.states", "4", "--batches.batch-size", "4", "--batches.length", "8", "--schedule.kind", "constant",
-    "--train.no-tensorboard",
+    "--schedule.warmup-fraction", "0", "--train.no-tensorboard",
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,10 @@ from hmmlm.learning.config import RunConfig, load_recipe, recipe_names
 
 DESCRIPTION = """Train a hidden Markov language model and write its report.
 
-Settings come from a recipe (there are: {recipes});
-every one of them can be changed below. Ctrl-C saves and stops; --resume goes
-on as if nothing had happened.
+{recipes}
+
+Every setting can be changed below. Ctrl-C saves and stops; --resume goes on as
+if nothing had happened.
 
 examples:
   hmmlm train --data my.txt
@@ -62,8 +64,8 @@ def _resume(argv: list[str], folder: Path) -> int:
 
 
 def _parse(argv: list[str], start: RunConfig) -> Arguments:
-    description = DESCRIPTION.format(recipes=", ".join(recipe_names()))
-    return parse(Arguments, argv, "train", description, Arguments(run=start))
+    recipes = textwrap.fill(f"Settings start from a recipe; there are: {', '.join(recipe_names())}.", 79)
+    return parse(Arguments, argv, "train", DESCRIPTION.format(recipes=recipes), Arguments(run=start))
 
 
 def _train(config: RunConfig, out: Path, resume: bool) -> int:
