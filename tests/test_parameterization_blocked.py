@@ -5,7 +5,7 @@ import torch
 
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, BlockedHMM
-from hmmlm.parameterization.blocked import BlockedNeural
+from hmmlm.parameterization import BlockedNeural, BlockedScalar
 from hmmlm.structure.blocks import Blocks
 
 
@@ -77,9 +77,38 @@ def test_without_dropout_training_scan_equals_the_model() -> None:
 
 
 def test_bad_dropout_is_refused_before_any_work() -> None:
-    with pytest.raises(InputError, match="keeps 0.8 of 8"):
+    with pytest.raises(InputError, match=r"keeps 0\.8 of 8"):
         small(dropout=0.9)
     with pytest.raises(InputError, match="at 1 no state is kept"):
         small(dropout=1.0)
     with pytest.raises(InputError, match="even hidden size"):
         BlockedNeural(blocks(30, 24, 3), hidden=7, factored=True)
+
+
+def test_scalar_blocks_agree_with_the_dense_model() -> None:
+    model = BlockedScalar(blocks(30, 24, 3), dropout=0.0, generator=torch.Generator().manual_seed(3))
+    dense = model().detach().dense()
+    dense.validate()
+    tokens = torch.randint(0, 30, (3, 9), generator=torch.Generator().manual_seed(4))
+    first = model.scan(tokens[:, :4])
+    second = model.scan(tokens[:, 4:], initial=first.final)
+    total = first.log_likelihood + second.log_likelihood
+    torch.testing.assert_close(total.detach(), dense.log_likelihood(tokens), rtol=1e-4, atol=1e-4)
+    mine = torch.autograd.grad(model.scan(tokens).log_likelihood.sum(), list(model.parameters()))
+    theirs = torch.autograd.grad(model().dense().log_likelihood(tokens).sum(), list(model.parameters()))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_scalar_dropout_is_exactly_the_model_of_the_kept_states() -> None:
+    model = BlockedScalar(blocks(30, 24, 3), dropout=0.5, generator=torch.Generator().manual_seed(3))
+    tokens = torch.randint(0, 30, (3, 7), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(6)
+    result = model.scan(tokens)
+    torch.manual_seed(6)
+    kept = (torch.rand(3, 8).topk(4, dim=1).indices.sort(1).values + torch.arange(3)[:, None] * 8).flatten()
+    dense = model().detach().dense()
+    reduced = HMM(
+        dense.log_start[kept].log_softmax(0), dense.log_transition[kept][:, kept].log_softmax(1),
+        dense.log_emission[kept])
+    torch.testing.assert_close(result.log_likelihood.detach(), reduced.log_likelihood(tokens), rtol=1e-4, atol=1e-4)

@@ -91,7 +91,7 @@ class ModelConfig(Section):
     scale: NonNegativeFloat = 1.0
     """Standard deviation of the initial logits (scalar)."""
     structure: Literal["none", "brown"] = "none"
-    """none: every state may emit every word; brown: each state the words of one Brown cluster (neural)."""
+    """none: every state may emit every word; brown: each state the words of one Brown cluster."""
     blocks: PositiveInt = 128
     """Clusters of words, each with states / blocks states (brown)."""
     clusters: Path | None = None
@@ -103,7 +103,7 @@ class ModelConfig(Section):
     form: Literal["code", "paper"] = "code"
     """code: networks as released, the incoming side is the bare embedding; paper: as printed (neural)."""
     dropout: Fraction = 0.5
-    """State dropout: the share of each block's states left out of a batch (neural)."""
+    """State dropout: the share of each block's states left out of a batch (neural, or brown)."""
     factored: bool = False
     """Half of each state embedding is shared by its block (neural)."""
     network_dropout: Fraction = 0.0
@@ -111,8 +111,6 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _structure_fits(self) -> ModelConfig:
-        if self.structure == "brown" and self.parameterization == "scalar":
-            raise ValueError("structure = 'brown' needs parameterization = 'neural'")
         if self.structure == "brown" and self.states % self.blocks:
             raise ValueError(f"states ({self.states}) must be a multiple of blocks ({self.blocks})")
         return self
@@ -223,8 +221,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> RunConfig:
-        if self.optimizer.kind == "baum-welch" and self.model.parameterization != "scalar":
-            raise ValueError("optimizer.kind = 'baum-welch' needs model.parameterization = 'scalar'")
+        if self.optimizer.kind == "baum-welch" and (self.model.parameterization, self.model.structure) != (
+            "scalar", "none"
+        ):
+            raise ValueError(
+                "optimizer.kind = 'baum-welch' needs model.parameterization = 'scalar' and model.structure = 'none'"
+            )
         return self
 
 
@@ -242,13 +244,32 @@ def config_from_dict(values: Mapping[str, Any], where: str = "configuration") ->
 
 
 def load_recipe(name_or_file: str | Path) -> RunConfig:
-    """A recipe that comes with the package, by name, or any TOML file."""
-    text, where = _read_recipe(str(name_or_file))
+    """A recipe that comes with the package, by name, or any TOML file; `extends = "name"` starts from another."""
+    values, where = _recipe_values(str(name_or_file))
+    return config_from_dict(values, where)
+
+
+def _recipe_values(name: str, above: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
+    text, where = _read_recipe(name)
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{where}: not valid TOML: {error}") from None
-    return config_from_dict(values, where)
+    base = values.pop("extends", None)
+    if base is None:
+        return values, where
+    if base in above:
+        raise InputError(f"{where}: extends {base!r}, which extends it in turn")
+    return _merged(_recipe_values(str(base), (*above, name))[0], values), where
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the fields of `over` put over it, section by section."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        result[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
 
 
 def recipe_names() -> list[str]:

@@ -193,6 +193,7 @@ class Trainer:
         self.history.write(
             "valid", position.step, epoch=position.epoch, tokens=position.tokens, loss=loss,
             perplexity=result.perplexity, best=best, seconds=round(position.seconds, 3),
+            skipped=int(self.parameterization.skipped),
         )  # fmt: skip
         epochs = position.epoch + position.index / self.train_batches.steps_per_epoch
         self.phase.advance(0, valid=f"{result.perplexity:,.1f}")

@@ -20,7 +20,7 @@ from hmmlm.data.tokenizer import HuggingFaceTokenizer, Tokenizer, WordTokenizer,
 from hmmlm.errors import InputError
 from hmmlm.learning.config import ModelConfig, RunConfig, TokenizerConfig
 from hmmlm.learning.progress import Progress
-from hmmlm.parameterization import BlockedNeural, Parameterization, Scalar
+from hmmlm.parameterization import BlockedNeural, BlockedScalar, Parameterization, Scalar
 from hmmlm.structure.blocks import Blocks
 from hmmlm.structure.brown import brown_clusters
 from hmmlm.structure.paths import read_paths
@@ -92,12 +92,15 @@ def make_clusters(config: ModelConfig, tokenizer: Tokenizer, train: TokenFile, p
 def make_parameterization(config: ModelConfig, data: Prepared, seed: int) -> Parameterization:
     """New parameters, drawn on the CPU, alike on every device."""
     words, generator = data.tokenizer.vocab_size, torch.Generator().manual_seed(seed)
-    if config.parameterization == "scalar":
+    if config.parameterization == "scalar" and data.clusters is None:
         return Scalar(config.states, words, config.scale, generator)
     clusters = torch.tensor([0] * words if data.clusters is None else data.clusters)
+    blocks = Blocks.from_clusters(clusters, config.states, vocab_size=words)
+    if config.parameterization == "scalar":
+        return BlockedScalar(blocks, config.dropout, config.scale, generator)
     return BlockedNeural(
-        Blocks.from_clusters(clusters, config.states, vocab_size=words), hidden=config.hidden, form=config.form,
-        dropout=config.dropout, factored=config.factored, network_dropout=config.network_dropout, generator=generator,
+        blocks, hidden=config.hidden, form=config.form, dropout=config.dropout, factored=config.factored,
+        network_dropout=config.network_dropout, generator=generator,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from hmmlm.parameterization.base import Parameterization
 from hmmlm.parameterization.blocked import BlockedNeural
+from hmmlm.parameterization.blocked_scalar import BlockedScalar
 from hmmlm.parameterization.scalar import Scalar
 
-__all__ = ["BlockedNeural", "Parameterization", "Scalar"]
+__all__ = ["BlockedNeural", "BlockedScalar", "Parameterization", "Scalar"]

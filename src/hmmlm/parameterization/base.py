@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, AnyHMM
+from hmmlm.ops.blocked_scan import BlockedScan
 
 
 class Parameterization(nn.Module):
@@ -21,6 +23,16 @@ class Parameterization(nn.Module):
         super().__init__()
         self.states = states
         self.vocab_size = vocab_size
+        self.skipped: Tensor
+        self.register_buffer("skipped", torch.zeros((), dtype=torch.long), persistent=False)
+
+    def trusted(self, result: BlockedScan) -> Tensor:
+        """Log-likelihoods with those of suspect sequences, which carry no gradient, left out and counted in `skipped`.
+
+        There are none, except inside a CUDA graph, where a sequence whose mass underflows cannot be done again.
+        """
+        self.skipped += result.suspect.sum()
+        return torch.where(result.suspect, 0.0, result.log_likelihood)
 
     def forward(self) -> AnyHMM:
         """The model with its distributional parameters, differentiable in those of the module."""

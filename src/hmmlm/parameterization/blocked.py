@@ -11,6 +11,7 @@ from hmmlm.hmm.blocked import BlockedScan, last_states
 from hmmlm.ops.blocked_emission import blocked_emission, make_tiles
 from hmmlm.ops.blocked_scan import Initial, blocked_scan
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
+from hmmlm.ops.linear_logsumexp.precision import resolve
 from hmmlm.parameterization.base import Parameterization
 from hmmlm.parameterization.networks import Residual, initialise_linears_
 from hmmlm.structure.blocks import Blocks
@@ -92,8 +93,14 @@ class BlockedNeural(Parameterization):
         return u, w, linear_logsumexp(u, w), log_start, log_emission
 
     def forward(self) -> BlockedHMM:
-        """All states, no dropout: what is evaluated, saved and queried."""
+        """All states, no dropout: what is evaluated, saved and queried.
+
+        Under autocast the factors are those that the products see, rounded: in whatever precision they are multiplied
+        later, they fit the normaliser.
+        """
         u, w, log_normalizer, log_start, log_emission = self.parts(None)
+        seen = resolve(u, None)
+        u, w = u.to(seen).to(log_start.dtype), w.to(seen).to(log_start.dtype)
         return BlockedHMM(self.blocks.block_of_word, u, w, log_normalizer, log_start, log_emission)
 
     def scan(
@@ -117,4 +124,4 @@ class BlockedNeural(Parameterization):
             initial=before, lengths=lengths, restart=restart,
         )
         states = last_states(tokens, lengths, self.blocks.block_of_word, kept.view(sample.shape))
-        return BlockedScan(result.log_likelihood, Carry(result.final, states))
+        return BlockedScan(self.trusted(result), Carry(result.final, states))

@@ -1,0 +1,169 @@
+"""Every table and figure of the papers as a study: runs of recipes, their results one JSON file a study.
+
+    python -m hmmlm.experiments.studies chiu2020-table1 --work runs/studies --out results
+
+A study is a list of runs. Each is trained from its recipe, its best model by validation is scored once on valid and
+once on test, and a record of it is added to the study's file: row, recipe, seed, metrics, settings, command, commit,
+machine and date. Records of other runs in the file are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from hmmlm.data.files import write_bytes
+from hmmlm.errors import InputError
+from hmmlm.experiments.catalogue import STUDIES, Run
+from hmmlm.learning.config import config_from_dict, config_to_dict, load_recipe
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Run a study of the papers again."""
+
+    study: tyro.conf.Positional[str]
+    """Which: see hmmlm.experiments.catalogue."""
+    out: Path = Path("results")
+    """Folder of the result files."""
+    work: Path = Path("runs/studies")
+    """Folder for the training runs."""
+    rows: str = ""
+    """Only rows that match this regular expression."""
+    jobs: int = 1
+    """Runs side by side."""
+    set: list[str] = field(default_factory=list)
+    """Settings for every run, as model.states=1024."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = tyro.cli(Arguments, args=argv)
+    if arguments.study not in STUDIES:
+        raise InputError(f"no study named {arguments.study!r}; there are: {', '.join(sorted(STUDIES))}")
+    common = dict(setting.split("=", 1) for setting in arguments.set)
+    runs = [
+        replace(run, settings={**run.settings, **common})
+        for run in STUDIES[arguments.study] if re.search(arguments.rows, run.row)
+    ]
+    pool = ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn"))
+    file = arguments.out / f"{arguments.study}.json"
+    with pool:
+        futures = {pool.submit(perform, run, arguments.work / arguments.study): run for run in runs}
+        for future in as_completed(futures):
+            try:
+                record = future.result()
+            except Exception as error:  # one failed run must not lose the others
+                print(f"FAILED {futures[future].row}: {error!r}", flush=True)
+                continue
+            add_record(file, record)
+            print(json.dumps({"row": record["row"], "seed": record["seed"], **record["metrics"]}), flush=True)
+
+
+def add_record(file: Path, record: dict[str, Any]) -> None:
+    """Add a run to a study's file; an earlier record of the same row, seed and settings is replaced."""
+    records: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+    key = ("row", "seed", "settings")
+    records = [old for old in records if any(old[k] != record[k] for k in key)]
+    records.append(record)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(file, (json.dumps(records, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def perform(run: Run, work: Path) -> dict[str, Any]:
+    """Train one run and measure it."""
+    import torch
+
+    from hmmlm.experiments.results import evaluate_split
+    from hmmlm.learning.history import read_history
+    from hmmlm.learning.prepare import reopen
+    from hmmlm.learning.progress import LineProgress
+    from hmmlm.learning.trainer import train
+    from hmmlm.lm import LanguageModel
+
+    config = with_settings(run)
+    label = re.sub(r"[^\w.-]+", "-", f"{run.row}-{run.seed}-{time.time():.0f}-{os.getpid()}")
+    began = time.perf_counter()
+    result = train(config, work / label, progress=LineProgress())
+    seconds = time.perf_counter() - began
+    lm, data = LanguageModel.load(work / label), reopen(work / label)
+    on_gpu = torch.cuda.is_available() and config.train.device != "cpu"
+    lm = lm.to("cuda") if on_gpu else lm
+    perplexities = {
+        f"{split}_perplexity": round(evaluate_split(lm, config, data, split).perplexity, 3)
+        for split in ("valid", "test")
+    }
+    history = read_history(work / label / "history.jsonl")
+    speeds = [event["tokens_per_second"] for event in history if event["event"] == "train"][1:]
+    losses = [event["loss"] for event in history if event["event"] == "train"]
+    speed = statistics.median(speeds) if speeds else result.tokens / result.seconds
+    batch = config.batches.batch_size * config.batches.length
+    metrics: dict[str, Any] = {
+        **perplexities,
+        "train_perplexity": round(2.718281828459045 ** statistics.mean(losses[-10:]), 3),
+        "tokens_per_second": round(speed), "step_ms": round(1000 * batch / speed, 3),
+        "train_seconds": round(result.seconds, 1), "seconds": round(seconds, 1), "epochs": round(result.epochs, 2),
+        "tokens": result.tokens,
+        "best_step": max((event["step"] for event in history if event.get("best")), default=0),
+    }
+    if on_gpu:
+        metrics["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)
+    return {
+        "row": run.row, "recipe": run.recipe, "seed": run.seed, "metrics": metrics, "settings": run.settings,
+        "command": command(run), "commit": commit(), "machine": machine(on_gpu), "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+
+
+def with_settings(run: Run) -> Any:
+    """The recipe's configuration with the run's settings and seed."""
+    values = config_to_dict(load_recipe(run.recipe))
+    for name, value in {**run.settings, "train.seed": run.seed}.items():
+        *parents, leaf = name.split(".")
+        section = values
+        for parent in parents:
+            section = section[parent]
+        section[leaf] = value
+    return config_from_dict(values, f"study row {run.row}")
+
+
+def command(run: Run) -> str:
+    """The same run from the command line."""
+    settings = {**run.settings, "train.seed": run.seed}
+    flags = " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in settings.items())
+    return f"hmmlm train --recipe {run.recipe} {flags}"
+
+
+def commit() -> str:
+    """The commit that is run; $HMMLM_COMMIT where the code was copied without its repository."""
+    if "HMMLM_COMMIT" in os.environ:
+        return os.environ["HMMLM_COMMIT"]
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def machine(on_gpu: bool) -> str:
+    import torch
+
+    if on_gpu:
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    return f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+
+
+if __name__ == "__main__":
+    main()
