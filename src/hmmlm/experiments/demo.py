@@ -42,7 +42,8 @@ def tell(results: Results, report: Path, console: Console) -> None:
         console.print(Text("• " + lm.generate(max_new_tokens=40, seed=seed)))
     console.rule("[bold]The most used states and their most telling words", align="left")
     console.print(states_table(lm, states, 10))
-    console.rule(f"[bold]The states of a sentence: “{SENTENCE}”", align="left")
+    console.rule("[bold]The states of a sentence", align="left")
+    console.print(SENTENCE)
     console.print(path_table(lm, states, SENTENCE))
     console.rule("[bold]Where things lie", align="left")
     places = {
