@@ -59,6 +59,7 @@ class Trainer:
         torch.manual_seed(config.train.seed)
         self.parameterization = make_parameterization(config.model, data, config.train.seed)
         self.updater = make_updater(self.fabric, self.parameterization, config.optimizer)
+        self.rate = self.updater.peak
         self.plateau = Plateau(config.schedule)
         self.train_batches = make_batches(config, data, "train")
         self.valid_batches = make_batches(config, data, "valid")
