@@ -1,4 +1,4 @@
-"""The studies: which runs make up each table and figure of the papers."""
+"""The studies: which runs make up each table and figure of the papers, and what the papers report for them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,58 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
     """What differs from the recipe."""
     seed: int = 0
+    paper: dict[str, float] = field(default_factory=dict)
+    """The paper's metrics for it, where it prints them."""
 
 
-def _states(power: int, **settings: Any) -> Run:
-    return Run(f"PTB, 2^{power} states", "ptb-vl-hmm", {"model.states": 2**power, **settings})
+def _ablation(row: str, recipe: str, train: float, valid: float) -> Run:
+    return Run(f"PTB, {row}", recipe, paper={"train_perplexity": train, "valid_perplexity": valid})
+
+
+def _valid(value: float) -> dict[str, float]:
+    return {"valid_perplexity": value}
+
+
+def _states(power: int, paper: dict[str, float]) -> Run:
+    return Run(f"PTB, 2^{power} states", "ptb-vl-hmm", {"model.states": 2**power}, paper=paper)
+
+
+def _constraint(states: int, blocks: int, paper: float) -> Run:
+    settings: dict[str, Any] = {"model.states": states, "model.blocks": blocks}
+    return Run(f"PTB, Brown, {states} states, {blocks} blocks", "ptb-vl-hmm", settings, paper=_valid(paper))
+
+
+def _blocks(blocks: int, factored: bool) -> Run:
+    kind = "factored" if factored else "independent"
+    settings = {"model.states": 16384, "model.blocks": blocks, "model.factored": factored}
+    return Run(f"PTB, {blocks} blocks, {kind} embeddings", "ptb-vl-hmm", settings)
 
 
 STUDIES: dict[str, list[Run]] = {
     "chiu2020-table1": [
-        Run("PTB, VL-HMM 2^15", "ptb-vl-hmm"),
-        Run("WikiText-2, VL-HMM 2^15", "wikitext2-vl-hmm"),
+        Run("PTB, VL-HMM 2^15", "ptb-vl-hmm", paper={"valid_perplexity": 125.0, "test_perplexity": 116.0}),
+        Run(
+            "WikiText-2, VL-HMM 2^15", "wikitext2-vl-hmm",
+            paper={"valid_perplexity": 166.6, "test_perplexity": 158.2},
+        ),
+    ],
+    "chiu2020-table3": [
+        _constraint(16384, 32, 137), _constraint(16384, 64, 138), _constraint(16384, 128, 134),
+        _constraint(16384, 256, 136),
+        Run("PTB, no constraint, 1024 states", "ptb-vl-hmm",
+            {"model.states": 1024, "model.structure": "none"}, paper=_valid(180)),
+        _constraint(1024, 4, 182), _constraint(1024, 8, 194), _constraint(8192, 64, 142),
     ],
     "chiu2020-table4": [
-        Run("PTB, VL-HMM (2^14)", "ptb-vl-hmm-14"),
-        Run("PTB, - state dropout", "ptb-vl-hmm-14-no-dropout"),
-        Run("PTB, + block emb", "ptb-vl-hmm-14-factored"),
-        Run("PTB, - neural param", "ptb-vl-hmm-14-scalar"),
+        _ablation("VL-HMM (2^14)", "ptb-vl-hmm-14", 115, 134),
+        _ablation("- neural param", "ptb-vl-hmm-14-scalar", 119, 169),
+        _ablation("- state dropout", "ptb-vl-hmm-14-no-dropout", 88, 157),
+        _ablation("+ block emb", "ptb-vl-hmm-14-factored", 122, 136),
     ],
-    "chiu2020-figure3": [_states(power) for power in range(10, 17)],
+    "chiu2020-figure3": [
+        *(_states(power, {}) for power in range(10, 14)), _states(14, _valid(134)), _states(15, _valid(125)),
+        _states(16, {}),
+    ],
+    "chiu2020-figure4": [_blocks(blocks, factored) for blocks in (32, 64, 128, 256) for factored in (False, True)],
+    "chiu2020-largest": [Run("PTB, 2^18 states, one epoch", "ptb-vl-hmm-18")],
 }

@@ -2,9 +2,16 @@
 
 The backward pass computes every tile of scores twice, once for u and once for w. Writing slices of the softmax and
 leaving two products to cuBLAS does less arithmetic, and was slower (0.86 ms against 0.78 ms at 16,384², h = 256).
+
+A program holds a block of rows (of columns, for the gradient of w) and goes along the tiles of the other side. The
+blocks that would leave most of the processors idle in a last round, or in the only one, are split: several programs
+share their tiles, and what these find is put together after. Always in the same order: results repeat bit by bit.
 """
 # mypy: allow-untyped-defs
 # (arguments of kernels are pointers and numbers of Triton's own)
+
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,16 +23,31 @@ from hmmlm.ops.linear_logsumexp import torch as portable
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 _WHOLE_ROW = 512  # bytes: a block of longer rows does not fit on the chip beside its gradient
+_START = 4  # what a program costs beside its tiles, in tiles: an estimate
+_MERGE = 4  # what putting splits together costs, likewise
+_MAX_ROUNDS = 4  # of split programs: bounds the memory for what they find, whatever the size
+
+
+@triton.jit
+def _share(n_whole, splits, span, n_other):
+    """Of this program: its block, its split (0 if the block is whole), and its range of the other side."""
+    program = tl.program_id(0)
+    late = tl.maximum(program - n_whole, 0)
+    split = late % splits
+    begin = split * span
+    end = tl.where(program < n_whole, n_other, tl.minimum(begin + span, n_other))
+    return tl.minimum(program, n_whole) + late // splits, split, begin, end
 
 
 @triton.jit
 def _forward_kernel(
-    u, w, bias, out, n_rows, n_columns,
+    u, w, bias, out, n_rows, n_columns, n_whole, splits, span, split_rows,
     H: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """A program a block of rows: a running maximum and a running sum over tiles of columns."""
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    """A block of rows: a running maximum and a running sum over tiles of columns. Laid out as `_Schedule` says."""
+    block, split, begin, end = _share(n_whole, splits, span, n_columns)
+    rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     largest = tl.full([BLOCK_ROWS], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     WHOLE: tl.constexpr = BLOCK_H >= H
@@ -35,7 +57,7 @@ def _forward_kernel(
             u + rows[:, None].to(tl.int64) * H + inner[None, :],
             mask=(rows < n_rows)[:, None] & (inner < H)[None, :], other=0.0,
         )
-    for first in range(0, n_columns, BLOCK_COLUMNS):
+    for first in range(begin, end, BLOCK_COLUMNS):
         columns = first + tl.arange(0, BLOCK_COLUMNS)
         if WHOLE:
             at = w + columns[None, :].to(tl.int64) * H + inner[:, None]
@@ -62,20 +84,36 @@ def _forward_kernel(
         total = total * tl.exp2(largest * _LOG2E - shift) + tl.sum(tl.exp2(scores * _LOG2E - shift[:, None]), 1)
         largest = new_largest
     result = tl.where(total > 0, largest + tl.log2(total) * _LN2, -float("inf"))
-    tl.store(out + rows, result, mask=rows < n_rows)
+    tl.store(out + split * split_rows + rows, result, mask=rows < n_rows)
+
+
+@triton.jit
+def _merge_kernel(partial, n_rows, splits, BLOCK_SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """The logsumexp over splits of partial [splits, n_rows], in the place of the first."""
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    split = tl.arange(0, BLOCK_SPLITS)
+    inside = (split < splits)[:, None] & (rows < n_rows)[None, :]
+    values = tl.load(partial + split[:, None] * n_rows + rows[None, :], mask=inside, other=-float("inf"))
+    largest = tl.max(values, 0)
+    shift = tl.where(largest == -float("inf"), 0.0, largest * _LOG2E)
+    total = tl.sum(tl.exp2(values * _LOG2E - shift[None, :]), 0)
+    result = tl.where(total > 0, largest + tl.log2(total) * _LN2, -float("inf"))
+    tl.store(partial + rows, result, mask=rows < n_rows)
 
 
 @triton.jit
 def _gradient_kernel(
-    own, other, bias, out, grad, gradient, grad_bias, n_own, n_other,
+    own, other, bias, out, grad, gradient, grad_bias, n_own, n_other, n_whole, splits, span, split_rows,
     H: tl.constexpr, OWN_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_OWN: tl.constexpr, BLOCK_OTHER: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """gradient[i] = Σ_j weight_ij other_j, weight being the softmax times the gradient of its row.
 
-    Serves u (OWN_ROWS: i is a row of scores, j a column) and w (the other way round). A program a block of i.
+    Serves u (OWN_ROWS: i is a row of scores, j a column) and w (the other way round). A block of i, laid out as
+    `_Schedule` says.
     """
-    i = tl.program_id(0) * BLOCK_OWN + tl.arange(0, BLOCK_OWN)
+    block, split, begin, end = _share(n_whole, splits, span, n_other)
+    i = block * BLOCK_OWN + tl.arange(0, BLOCK_OWN)
     inner = tl.arange(0, BLOCK_H)
     own_at = own + i[:, None].to(tl.int64) * H + inner[None, :]
     a = tl.load(own_at, mask=(i < n_own)[:, None] & (inner < H)[None, :], other=0.0)
@@ -85,7 +123,7 @@ def _gradient_kernel(
         own_shift = tl.load(out + i, mask=i < n_own, other=0.0)
         own_shift = tl.where(own_shift == -float("inf"), 0.0, own_shift * _LOG2E)
         own_scale = tl.load(grad + i, mask=i < n_own, other=0.0)
-    for first in range(0, n_other, BLOCK_OTHER):
+    for first in range(begin, end, BLOCK_OTHER):
         j = first + tl.arange(0, BLOCK_OTHER)
         other_at = other + j[:, None].to(tl.int64) * H + inner[None, :]
         if EVEN:
@@ -107,10 +145,11 @@ def _gradient_kernel(
             if HAS_BIAS:
                 columns_total += tl.sum(weight, 1)
         total = tl.dot(weight.to(b.dtype), b, total, input_precision=PRECISION)
-    at = gradient + i[:, None].to(tl.int64) * H + inner[None, :]
+    to = split * split_rows + i
+    at = gradient + to[:, None].to(tl.int64) * H + inner[None, :]
     tl.store(at, total, mask=(i < n_own)[:, None] & (inner < H)[None, :])
     if HAS_BIAS and not OWN_ROWS:
-        tl.store(grad_bias + i, columns_total, mask=i < n_own)
+        tl.store(grad_bias + to, columns_total, mask=i < n_own)
 
 
 def _tile(dtype: torch.dtype, h: int, kernel: str) -> dict[str, int | str]:
@@ -128,33 +167,17 @@ def _tile(dtype: torch.dtype, h: int, kernel: str) -> dict[str, int | str]:
     return {"BLOCK_OWN": 128, "BLOCK_OTHER": 64, "BLOCK_H": whole, "num_stages": 3, **shared}
 
 
-def forward(u: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """[N] in float32."""
-    n, h = u.shape
-    out = u.new_empty(n, dtype=torch.float32)
-    tile = _tile(u.dtype, h, "forward")
-    even = w.shape[0] % int(tile["BLOCK_COLUMNS"]) == 0 and h == triton.next_power_of_2(h) and h >= 16
-    if n:
-        _forward_kernel[(triton.cdiv(n, int(tile["BLOCK_ROWS"])),)](
-            u, w, bias, out, n, w.shape[0], H=h, HAS_BIAS=bias is not None, EVEN=even, **tile
-        )
-    return out
+class _Schedule(NamedTuple):
+    """Which program does what. Results are [rows of whole blocks, then `splits` times the rows of split blocks]."""
+
+    n_whole: int  # blocks with a program each
+    splits: int  # programs for every block after those
+    span: int  # of the other side, for each of these
+    split_rows: int
+    programs: int
+
+    @property
+    def n_results(self) -> int:
+        return self.n_whole_rows + self.splits * self.split_rows
 
 
-def backward(
-    grad: Tensor, u: Tensor, w: Tensor, bias: Tensor | None, out: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of u, w and bias in float32."""
-    n, h = u.shape
-    if h * u.element_size() > _WHOLE_ROW or not n:
-        return portable.backward(grad, u, w, bias, out)
-    tile = _tile(u.dtype, h, "gradient")
-    block_own, block_other = int(tile["BLOCK_OWN"]), int(tile["BLOCK_OTHER"])
-    grad_u, grad_w = torch.empty_like(u, dtype=torch.float32), torch.empty_like(w, dtype=torch.float32)
-    grad_bias = None if bias is None else torch.empty_like(bias)
-    for own, other, gradient in ((u, w, grad_u), (w, u, grad_w)):
-        _gradient_kernel[(triton.cdiv(own.shape[0], block_own),)](
-            own, other, bias, out, grad, gradient, grad_bias, own.shape[0], other.shape[0], H=h, OWN_ROWS=own is u,
-            HAS_BIAS=bias is not None, EVEN=other.shape[0] % block_other == 0 and h == tile["BLOCK_H"], **tile,
-        )  # fmt: skip
-    return grad_u, grad_w, grad_bias
