@@ -2,7 +2,8 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+
+from hmmlm.ops.residual_norm import residual_norm
 
 
 class Residual(nn.Module):
@@ -15,9 +16,11 @@ class Residual(nn.Module):
         self.dropout = dropout
 
     def forward(self, embedding: Tensor) -> Tensor:
-        inner = functional.dropout(self.first(embedding).relu(), self.dropout, self.training)
-        normed: Tensor = self.norm(self.second(inner).relu() + inner)
-        return normed
+        first, second, norm = self.first, self.second, self.norm
+        return residual_norm(
+            embedding, first.weight, first.bias, second.weight, second.bias, norm.weight, norm.bias, eps=norm.eps,
+            dropout=self.dropout if self.training else 0.0,
+        )  # fmt: skip
 
 
 def initialise_linears_(module: nn.Module, kaiming: bool, generator: torch.Generator | None) -> None:
