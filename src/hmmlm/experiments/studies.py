@@ -141,8 +141,15 @@ def with_settings(run: Run) -> Any:
 def command(run: Run) -> str:
     """The same run from the command line."""
     settings = {**run.settings, "train.seed": run.seed}
-    flags = " ".join(f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in settings.items())
-    return f"hmmlm train --recipe {run.recipe} {flags}"
+    return f"hmmlm train --recipe {run.recipe} {' '.join(flag(*setting) for setting in settings.items())}"
+
+
+def flag(name: str, value: Any) -> str:
+    """A setting as the command line takes it; switches are --section.name and --section.no-name."""
+    *parents, leaf = name.replace("_", "-").split(".")
+    if isinstance(value, bool):
+        return "--" + ".".join([*parents, leaf if value else f"no-{leaf}"])
+    return f"--{'.'.join([*parents, leaf])} {shlex.quote(str(value))}"
 
 
 def commit() -> str:

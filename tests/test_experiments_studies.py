@@ -1,0 +1,70 @@
+"""Studies: every run is a valid configuration with a command that gives the same one; records and their tables."""
+
+import json
+import math
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hmmlm.cli.train import _parse
+from hmmlm.experiments import publish
+from hmmlm.experiments.catalogue import STUDIES, Run
+from hmmlm.experiments.results import gather
+from hmmlm.experiments.studies import add_record, command, perform, with_settings
+from hmmlm.learning.config import load_recipe
+
+
+@pytest.mark.parametrize("study", STUDIES)
+def test_every_run_is_valid_and_its_command_gives_the_same_settings(study: str) -> None:
+    for run in STUDIES[study]:
+        words = shlex.split(command(run))
+        assert words[:2] == ["hmmlm", "train"]
+        assert _parse(words[2:], load_recipe(run.recipe)).run == with_settings(run)
+
+
+def tiny(**settings: object) -> Run:
+    """A blocked model small enough for a test, on the corpus that every Python carries."""
+    named = {name.replace("__", "."): value for name, value in settings.items()}
+    return Run("embedded, blocked", "ptb-vl-hmm", {
+        "data": "embedded", "tokenizer.vocab_size": 1500, "tokenizer.split": "words", "model.states": 128,
+        "model.blocks": 16, "model.hidden": 32, "train.precision": "32-true", "train.device": "cpu",
+        "train.max_tokens": 40_000, "train.log_every": 5, **named})
+
+
+def test_a_blocked_model_learns_on_the_embedded_corpus(tmp_path: Path) -> None:
+    record = perform(tiny(), tmp_path)
+    metrics = record["metrics"]
+    run = next(tmp_path.iterdir())
+    unigram = gather(run).baselines["unigram"]["valid"]
+    assert metrics["valid_perplexity"] < 0.75 * unigram  # untrained networks are far above it
+    assert metrics["tokens"] >= 40_000 and metrics["step_ms"] > 0
+    assert record["command"].startswith("hmmlm train --recipe ptb-vl-hmm --data embedded")
+    history = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    assert all(math.isfinite(event["loss"]) for event in history)
+
+
+def test_records_replace_those_of_the_same_run_and_keep_others(tmp_path: Path) -> None:
+    file = tmp_path / "study.json"
+    record = {"row": "a", "seed": 0, "settings": {}, "metrics": {"valid_perplexity": 3.0}}
+    for changed in (record, {**record, "seed": 1}, {**record, "metrics": {"valid_perplexity": 2.0}}):
+        add_record(file, changed)
+    kept = {(r["row"], r["seed"]): r["metrics"]["valid_perplexity"] for r in json.loads(file.read_text())}
+    assert kept == {("a", 0): 2.0, ("a", 1): 3.0}
+
+
+def test_documentation_is_made_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("before\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
+    (tmp_path / "docs").mkdir()
+    for study in ("chiu2020-table1", "chiu2020-figure3"):
+        for number, run in enumerate(STUDIES[study]):
+            add_record(tmp_path / "results" / f"{study}.json", {
+                "row": run.row, "seed": 7, "settings": run.settings, "machine": "a machine",
+                "metrics": {"valid_perplexity": 123.45 + number, "test_perplexity": 111.1, "seconds": 90.0}})
+    publish.main()
+    readme, page = (tmp_path / "README.md").read_text(), (tmp_path / "docs" / "results.md").read_text()
+    assert "| PTB, VL-HMM 2^15 | 125 | 116 | 123.5 |" in readme or "| 123.4 |" in readme
+    assert "old" not in readme and readme.startswith("before") and readme.endswith("after\n")
+    assert "figures/chiu2020-figure3.png" in page and (tmp_path / "docs/figures/chiu2020-figure3.png").exists()
+    assert "a machine" in page
