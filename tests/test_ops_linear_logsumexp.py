@@ -85,9 +85,52 @@ def test_columns_of_minus_infinity_are_out(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_the_result_may_be_changed_in_place(impl: str) -> None:
+    u, w = (x.float() for x in inputs(3, 700, 4, False, seed=6))
+    changed = linear_logsumexp(u.requires_grad_(), w, impl=impl).mul_(2)
+    torch.testing.assert_close(changed, 2 * linear_logsumexp(u, w, impl="naive"))
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_no_rows(impl: str) -> None:
     _, grad_u, grad_w = run(impl, [torch.zeros(0, 3), torch.ones(4, 3)], torch.zeros(0))
     assert grad_u.shape == (0, 3) and (grad_w == 0).all()
+
+
+if INTERPRETING:
+    from hmmlm.ops.linear_logsumexp import triton as kernels
+
+    @pytest.mark.parametrize(
+        ("processors", "n", "m", "h", "with_bias", "whole_and_splits"),
+        [
+            (132, 70, 700, 5, True, [(0, 11), (0, 22), (11, 1)]),  # few rows: they are split along the columns
+            (132, 500, 40, 5, True, [(8, 1), (8, 1), (0, 16)]),  # few columns: only the gradient of w is split
+            (4, 300, 600, 9, True, [(4, 4), (4, 4), (8, 2)]),  # more blocks than processors: only the last are split
+            (4, 300, 600, 16, False, [(4, 4), (4, 4), (8, 2)]),
+        ],
+    )
+    def test_triton_splits(
+        monkeypatch: pytest.MonkeyPatch, processors: int, n: int, m: int, h: int, with_bias: bool,
+        whole_and_splits: list[tuple[int, int]],
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(kernels, "_processors", lambda _: processors)
+        tiles = ((n, m, 64, 64), (n, m, 64, 32), (m, n, 64, 32))  # forward, gradient of u, gradient of w
+        assert [kernels._schedule(*tile, torch.device("cpu"))[:2] for tile in tiles] == whole_and_splits
+        given = inputs(n, m, h, with_bias, seed=n)
+        if with_bias:
+            given[2][: m // 2] = -torch.inf  # whole splits without a column
+        assert_agrees("triton", given)
+
+    @pytest.mark.parametrize(
+        ("rows", "whole", "splits"), [(2048, 0, 8), (16384, 128, 1), (18432, 132, 11), (40960, 264, 2)]
+    )
+    def test_triton_schedules_fill_the_processors(rows: int, whole: int, splits: int) -> None:
+        assert kernels._schedule(rows, 16384, 128, 128, torch.device("cpu"))[:2] == (whole, splits)
+
+    def test_triton_partial_results_are_bounded() -> None:
+        for rows in range(1, 200 * 128, 1000):
+            schedule = kernels._schedule(rows, 10**6, 128, 64, torch.device("cpu"))
+            assert schedule.splits * schedule.split_rows <= 4 * 132 * 128
 
 
 if not INTERPRETING:

@@ -168,16 +168,85 @@ def _tile(dtype: torch.dtype, h: int, kernel: str) -> dict[str, int | str]:
 
 
 class _Schedule(NamedTuple):
-    """Which program does what. Results are [rows of whole blocks, then `splits` times the rows of split blocks]."""
+    """Which program does what; results are [rows of whole blocks, then `splits` times the rows of split blocks]."""
 
     n_whole: int  # blocks with a program each
     splits: int  # programs for every block after those
-    span: int  # of the other side, for each of these
-    split_rows: int
-    programs: int
-
-    @property
-    def n_results(self) -> int:
-        return self.n_whole_rows + self.splits * self.split_rows
+    span: int  # how much of the other side each of these goes along
+    split_rows: int  # rows in split blocks
 
 
+@cache
+def _processors(device: torch.device) -> int:
+    """132, an H200's, for Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@cache
+def _splits(blocks: int, tiles: int, processors: int) -> int:
+    """How many programs should share each of so few blocks that they do not fill the processors."""
+
+    def cost(splits: int) -> int:
+        rounds = triton.cdiv(blocks * splits, processors)
+        return rounds * (triton.cdiv(tiles, splits) + _START) + (_MERGE if splits > 1 else 0)
+
+    most = min(tiles, _MAX_ROUNDS * processors // max(1, blocks))
+    return min(range(1, most + 1), key=cost)
+
+
+def _schedule(n_own: int, n_other: int, block: int, across: int, device: torch.device) -> _Schedule:
+    blocks, tiles, processors = triton.cdiv(n_own, block), triton.cdiv(n_other, across), _processors(device)
+    splits = _splits(blocks % processors, tiles, processors)
+    n_whole = blocks if splits == 1 else blocks - blocks % processors
+    return _Schedule(n_whole, splits, triton.cdiv(tiles, splits) * across, max(0, n_own - n_whole * block))
+
+
+def forward(u: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """[N] in float32."""
+    n, h = u.shape
+    if not n:
+        return u.new_empty(0, dtype=torch.float32)
+    tile = _tile(u.dtype, h, "forward")
+    block, across = int(tile["BLOCK_ROWS"]), int(tile["BLOCK_COLUMNS"])
+    schedule = _schedule(n, w.shape[0], block, across, u.device)
+    n_whole, splits, _, split_rows = schedule
+    even = w.shape[0] % across == 0 and h == triton.next_power_of_2(h) and h >= 16
+    out = u.new_empty(n + (splits - 1) * split_rows, dtype=torch.float32)
+    _forward_kernel[(n_whole + splits * triton.cdiv(split_rows, block),)](
+        u, w, bias, out, n, w.shape[0], *schedule, H=h, HAS_BIAS=bias is not None, EVEN=even, **tile
+    )
+    if splits > 1:
+        _merge_kernel[(triton.cdiv(split_rows, 32),)](
+            out[n - split_rows :], split_rows, splits, BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_ROWS=32
+        )
+    return out.resize_(n)  # not a slice: autograd would let nobody change it in place
+
+
+def backward(
+    grad: Tensor, u: Tensor, w: Tensor, bias: Tensor | None, out: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of u, w and bias in float32."""
+    n, h = u.shape
+    if h * u.element_size() > _WHOLE_ROW or not n:
+        return portable.backward(grad, u, w, bias, out)
+    tile = _tile(u.dtype, h, "gradient")
+    block, across = int(tile["BLOCK_OWN"]), int(tile["BLOCK_OTHER"])
+
+    def gradient(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of u or w, and of the bias along with w."""
+        n_own, n_other = own.shape[0], other.shape[0]
+        schedule = _schedule(n_own, n_other, block, across, u.device)
+        n_whole, splits, _, split_rows = schedule
+        n_results = n_own + (splits - 1) * split_rows
+        result = own.new_empty(n_results, h, dtype=torch.float32)
+        grad_bias = None if bias is None or own is u else bias.new_empty(n_results)
+        _gradient_kernel[(n_whole + splits * triton.cdiv(split_rows, block),)](
+            own, other, bias, out, grad, result, grad_bias, n_own, n_other, *schedule, H=h, OWN_ROWS=own is u,
+            HAS_BIAS=bias is not None, EVEN=n_other % across == 0 and h == tile["BLOCK_H"], **tile,
+        )  # fmt: skip
+        for partial in (result, grad_bias):
+            if splits > 1 and partial is not None:
+                partial[n_own - split_rows : n_own] += partial[n_own:].unflatten(0, (-1, split_rows)).sum(0)
+        return result[:n_own], None if grad_bias is None else grad_bias[:n_own]
+
+    return gradient(u, w)[0], *gradient(w, u)
