@@ -79,18 +79,21 @@ class BlockedNeural(Parameterization):
     def parts(self, states: Tensor | None, carried: Tensor | None = None) -> tuple[Tensor, ...]:
         """u, w, log_normalizer, log_start [M·kept, …] and log_emission [V, kept] over `states` [M·kept] (or all).
 
-        u and log_normalizer have further rows for the states in `carried` [n], which are left but not entered.
+        With `carried` [n], states that are left but not entered, u and log_normalizer of those follow.
         """
         embedding = self.embed(states)
         kept = embedding.shape[0] // self.blocks.num_blocks
-        leaving = embedding if carried is None else torch.cat([embedding, self.embed(carried)])
-        u = self.networks["out"](leaving)
+        leaving, sizes = embedding, [len(embedding)]
+        if carried is not None:
+            leaving, sizes = torch.cat([embedding, self.embed(carried)]), [*sizes, len(carried)]
+        u, *u_carried = self.networks["out"](leaving).split(sizes)
         w = self.networks["in"](embedding) if self.form == "paper" else embedding
         beginning = w if self.form == "paper" else self.networks["start"](embedding)
         log_start = self.start(beginning).squeeze(1).float().log_softmax(0)
         emitting = self.networks["emit"](embedding).view(self.blocks.num_blocks, kept, -1)
         log_emission = blocked_emission(emitting, self.words.weight, self.words.bias, self.tiles)
-        return u, w, linear_logsumexp(u, w), log_start, log_emission
+        before = [part for rows in u_carried for part in (rows, linear_logsumexp(rows, w))]
+        return u, w, linear_logsumexp(u, w), log_start, log_emission, *before
 
     def forward(self) -> BlockedHMM:
         """All states, no dropout: what is evaluated, saved and queried.
@@ -114,13 +117,13 @@ class BlockedNeural(Parameterization):
         sample = sample_states(self.blocks, self.dropout)
         kept = global_states(self.blocks, sample)
         carried = None if initial is None else initial.states.flatten()
-        u, w, log_normalizer, log_start, log_emission = self.parts(kept, carried)
+        u, w, log_normalizer, log_start, log_emission, *left = self.parts(kept, carried)
         before = None
         if initial is not None:
             size = initial.states.shape
-            before = Initial(initial.probs, u[len(kept):].view(*size, -1), log_normalizer[len(kept):].view(size))
+            before = Initial(initial.probs, left[0].view(*size, -1), left[1].view(size))
         result = blocked_scan(
-            tokens, self.blocks.block_of_word, u[: len(kept)], w, log_normalizer[: len(kept)], log_start, log_emission,
+            tokens, self.blocks.block_of_word, u, w, log_normalizer, log_start, log_emission,
             initial=before, lengths=lengths, restart=restart,
         )
         states = last_states(tokens, lengths, self.blocks.block_of_word, kept.view(sample.shape))
