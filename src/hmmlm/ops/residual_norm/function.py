@@ -43,7 +43,7 @@ def residual_norm(
 
 
 class _ResidualNorm(torch.autograd.Function):
-    """Keeps the operands of the products and the second product; statistics of the norm are computed again."""
+    """Keeps the operands of the products and the second linear; statistics of the norm are computed again."""
 
     @staticmethod
     def forward(
@@ -53,27 +53,25 @@ class _ResidualNorm(torch.autograd.Function):
         from hmmlm.ops.residual_norm import triton  # optional dependency
 
         with torch.autocast(embedding.device.type, enabled=False):
-            e, w1, w2 = embedding.to(dtype).contiguous(), w1.to(dtype), w2.to(dtype)
-            inner = triton.relu_(e @ w1.T, b1)
-            product = inner @ w2.T
+            e, w1, b1, w2, b2 = (x.to(dtype).contiguous() for x in (embedding, w1, b1, w2, b2))
+            inner = torch.addmm(b1, e, w1.T).relu_()
+            before = torch.addmm(b2, inner, w2.T)
             ctx.eps = eps
-            ctx.save_for_backward(e, w1, w2, b2, gamma, inner, product)
-            return triton.norm(product, b2, inner, gamma, beta, eps)
+            ctx.save_for_backward(e, w1, w2, gamma, inner, before)
+            return triton.norm(before, inner, gamma, beta, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from hmmlm.ops.residual_norm import triton
 
-        e, w1, w2, b2, gamma, inner, product = ctx.saved_tensors
+        e, w1, w2, gamma, inner, before = ctx.saved_tensors
         with torch.autocast(e.device.type, enabled=False):
-            grad_sum, grad_product, sums = triton.norm_backward(
-                grads[0].contiguous(), product, b2, inner, gamma, ctx.eps
-            )
+            grad_sum, grad_second, sums = triton.norm_backward(grads[0].contiguous(), before, inner, gamma, ctx.eps)
             grad_b2, grad_gamma, grad_beta = sums.unbind()
-            grad_inner = grad_sum.addmm_(grad_product, w2)  # what the sum passes on, and what comes through w2
+            grad_inner = grad_sum.addmm_(grad_second, w2)  # what the sum passes on, and what comes through w2
             grad_first, grad_b1 = triton.relu_backward_(grad_inner, inner)
-            grad_w1, grad_w2 = matmul(grad_first.T, e), matmul(grad_product.T, inner)
+            grad_w1, grad_w2 = matmul(grad_first.T, e), matmul(grad_second.T, inner)
             return None, None, matmul(grad_first, w1), grad_w1, grad_b1, grad_w2, grad_b2, grad_gamma, grad_beta
 
 

@@ -17,42 +17,26 @@ _WARPS = 4
 
 
 @triton.jit
-def _relu(x):
-    return tl.where(x <= 0, 0.0, x)  # as the framework's, NaN stays NaN
-
-
-@triton.jit
-def _normalized(product, bias, inner, in_row, EPS: tl.constexpr, H: tl.constexpr):
-    """What is before the norm's scale and shift [rows, h], 1/σ [rows, 1], and where the second ReLU is open."""
-    before = product + bias
-    total = tl.where(in_row, _relu(before) + inner, 0.0)
+def _normalized(before, inner, in_row, EPS: tl.constexpr, H: tl.constexpr):
+    """What is before the norm's scale and shift [rows, h], and 1/σ [rows, 1]."""
+    total = tl.where(before <= 0, 0.0, before) + inner  # as the framework's ReLU, NaN stays NaN
     centred = tl.where(in_row, total - (tl.sum(total, 1) / H)[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 1) / H + EPS)[:, None]
-    return centred * scale, scale, before
-
-
-@triton.jit
-def _relu_kernel(x, bias, n, H: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr):
-    rows, columns = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_H)
-    at = x + rows[:, None].to(tl.int64) * H + columns[None, :]
-    inside = (rows < n)[:, None] & (columns < H)[None, :]
-    b = tl.load(bias + columns, mask=columns < H, other=0.0)[None, :]
-    tl.store(at, _relu(tl.load(at, mask=inside, other=0.0).to(tl.float32) + b), mask=inside)
+    return centred * scale, scale
 
 
 @triton.jit
 def _norm_kernel(
-    product, bias, inner, gamma, beta, out, n,
+    before, inner, gamma, beta, out, n,
     EPS: tl.constexpr, H: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     rows, columns = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_H)
     at = rows[:, None].to(tl.int64) * H + columns[None, :]
     in_row = (columns < H)[None, :]
     inside = (rows < n)[:, None] & in_row
-    x = tl.load(product + at, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(inner + at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(bias + columns, mask=columns < H, other=0.0)[None, :]
-    normalized, _, _ = _normalized(x, b, d, in_row, EPS, H)
+    normalized, _ = _normalized(x, d, in_row, EPS, H)
     scale = tl.load(gamma + columns, mask=columns < H, other=0.0)[None, :]
     shift = tl.load(beta + columns, mask=columns < H, other=0.0)[None, :]
     tl.store(out + at, normalized * scale + shift, mask=inside)
@@ -60,12 +44,11 @@ def _norm_kernel(
 
 @triton.jit
 def _norm_backward_kernel(
-    grad, product, bias, inner, gamma, grad_sum, grad_product, sums, n,
+    grad, before, inner, gamma, grad_sum, grad_before, sums, n,
     EPS: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK_H)
     in_row = (columns < H)[None, :]
-    b = tl.load(bias + columns, mask=columns < H, other=0.0)[None, :]
     scale = tl.load(gamma + columns, mask=columns < H, other=0.0)[None, :]
     grad_bias = tl.zeros([BLOCK_ROWS, BLOCK_H], tl.float32)
     grad_gamma = tl.zeros([BLOCK_ROWS, BLOCK_H], tl.float32)
@@ -75,18 +58,18 @@ def _norm_backward_kernel(
         at = rows[:, None].to(tl.int64) * H + columns[None, :]
         inside = (rows < n)[:, None] & in_row
         g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(product + at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
         d = tl.load(inner + at, mask=inside, other=0.0).to(tl.float32)
-        normalized, over_sigma, before = _normalized(x, b, d, in_row, EPS, H)
+        normalized, over_sigma = _normalized(x, d, in_row, EPS, H)
         grad_gamma += g * normalized
         grad_beta += g
         g *= scale
         along = (tl.sum(g * normalized, 1) / H)[:, None]
         g = (g - (tl.sum(g, 1) / H)[:, None] - normalized * along) * over_sigma
-        through = tl.where(inside & (before > 0), g, 0.0)
+        through = tl.where(x > 0, g, 0.0)
         grad_bias += through
         tl.store(grad_sum + at, g, mask=inside)
-        tl.store(grad_product + at, through, mask=inside)
+        tl.store(grad_before + at, through, mask=inside)
     mine = sums + tl.program_id(0) * 3 * H + columns
     tl.store(mine, tl.sum(grad_bias, 0), mask=columns < H)
     tl.store(mine + H, tl.sum(grad_gamma, 0), mask=columns < H)
@@ -115,41 +98,33 @@ def _block(h: int) -> dict[str, int]:
     return {"H": h, "BLOCK_H": block_h, "BLOCK_ROWS": min(_ROWS, max(1, _CELLS // block_h)), "num_warps": _WARPS}
 
 
-def relu_(x: Tensor, bias: Tensor) -> Tensor:
-    """x [n, h] ← ReLU(x + bias)."""
-    block = _block(x.shape[1])
-    if len(x):
-        _relu_kernel[(triton.cdiv(len(x), block["BLOCK_ROWS"]),)](x, bias, len(x), **block)
-    return x
-
-
-def norm(product: Tensor, bias: Tensor, inner: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-    """LN(ReLU(product + bias) + inner)·gamma + beta [n, h] in float32."""
-    n, h = product.shape
-    out, block = torch.empty_like(product, dtype=torch.float32), _block(h)
+def norm(before: Tensor, inner: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
+    """LN(ReLU(before) + inner)·gamma + beta [n, h] in float32."""
+    n, h = before.shape
+    out, block = torch.empty_like(before, dtype=torch.float32), _block(h)
     if n:
         grid = (triton.cdiv(n, block["BLOCK_ROWS"]),)
-        _norm_kernel[grid](product, bias, inner, gamma, beta, out, n, EPS=eps, **block)
+        _norm_kernel[grid](before, inner, gamma, beta, out, n, EPS=eps, **block)
     return out
 
 
 def norm_backward(
-    grad: Tensor, product: Tensor, bias: Tensor, inner: Tensor, gamma: Tensor, eps: float
+    grad: Tensor, before: Tensor, inner: Tensor, gamma: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the normalised sum and of `product` [n, h] in its dtype; of bias, gamma and beta [3, h]."""
-    n, h = product.shape
-    grad_sum, grad_product = torch.empty_like(product), torch.empty_like(product)
+    """Gradients of the normalised sum and of `before` [n, h] in its dtype; of before's bias, gamma and beta [3, h]."""
+    n, h = before.shape
+    grad_sum, grad_before = torch.empty_like(before), torch.empty_like(before)
     programs = triton.cdiv(n, _ROWS)
-    sums = bias.new_empty(programs, 3, h)
+    sums = gamma.new_empty(programs, 3, h)
     if n:
         _norm_backward_kernel[(programs,)](
-            grad, product, bias, inner, gamma, grad_sum, grad_product, sums, n, EPS=eps, ROWS=_ROWS, **_block(h)
+            grad, before, inner, gamma, grad_sum, grad_before, sums, n, EPS=eps, ROWS=_ROWS, **_block(h)
         )
-    return grad_sum, grad_product, sums.sum(0)
+    return grad_sum, grad_before, sums.sum(0)
 
 
 def relu_backward_(grad: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """grad [n, h] ← the gradient of what was before value = ReLU(· + bias), and that of bias [h] in float32."""
+    """grad [n, h] ← the gradient of what was before value = ReLU(·), and its sum over rows [h] in float32."""
     n, h = grad.shape
     programs = triton.cdiv(n, _ROWS)
     sums = grad.new_empty(programs, h, dtype=torch.float32)
