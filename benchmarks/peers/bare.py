@@ -1,0 +1,37 @@
+"""Nothing but the matrix products that the computation cannot do without: the physical limit.
+
+Forward: a chain of T − 1 products [B, Z] × [Z, Z]. Gradient and EM: that, the same backwards, and one product
+[Z, B (T − 1)] × [B (T − 1), Z] for the expected transition counts. Viterbi has no products.
+"""
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers import Task, Tasks
+from benchmarks.problem import Problem
+
+VERSION = torch.__version__
+DTYPE = "float32"
+
+
+def tasks(problem: Problem) -> Tasks:
+    transition = torch.from_numpy(problem.transition).float()
+    (batch, steps), states = problem.tokens.shape, transition.shape[0]
+    alpha, beta = torch.full((steps, batch, states), 1 / states), torch.ones(steps, batch, states)
+
+    def forward() -> Tensor:
+        for t in range(1, steps):
+            torch.mm(alpha[t - 1], transition, out=alpha[t])
+        return alpha
+
+    def both() -> Tensor:
+        forward()
+        for t in range(steps - 1, 0, -1):
+            torch.mm(beta[t], transition.t(), out=beta[t - 1])
+        return alpha[:-1].view(-1, states).t() @ beta[1:].view(-1, states)
+
+    return {
+        "forward": lambda: Task(forward),
+        "gradient": lambda: Task(both),
+        "em": lambda: Task(both),
+    }

@@ -1,0 +1,38 @@
+"""hmmlm itself."""
+
+import torch
+from torch import Tensor
+
+import hmmlm
+from benchmarks.peers import Task, Tasks
+from benchmarks.problem import Problem
+from hmmlm.learning.baum_welch import maximise
+
+VERSION = hmmlm.__version__
+DTYPE = "float32"
+
+
+def tasks(problem: Problem) -> Tasks:
+    tokens = torch.from_numpy(problem.tokens)
+    logs = [torch.from_numpy(p).log().float() for p in (problem.start, problem.transition, problem.emission)]
+    fixed = hmmlm.HMM(*logs)
+    leaves = [log.clone().requires_grad_() for log in logs]
+    learned = hmmlm.HMM(*leaves)
+
+    def gradient() -> Tensor:
+        for leaf in leaves:
+            leaf.grad = None
+        learned.log_likelihood(tokens).sum().backward()
+        assert leaves[1].grad is not None
+        return leaves[1].grad
+
+    def em() -> hmmlm.HMM:
+        counts = fixed.expected_counts(tokens)
+        return maximise(counts.start, counts.transition, counts.emission, fixed)
+
+    return {
+        "forward": lambda: Task(lambda: fixed.log_likelihood(tokens), lambda out: out.numpy()),
+        "gradient": lambda: Task(gradient, lambda out: out.numpy()),
+        "viterbi": lambda: Task(lambda: fixed.viterbi(tokens), lambda out: out[0].numpy()),
+        "em": lambda: Task(em, lambda new: new.log_transition.exp().numpy()),
+    }
