@@ -19,7 +19,8 @@ cache), or downloaded to it and checked.
 examples:
   hmmlm data ptb --out data/ptb --tokenizer.split whitespace
   hmmlm data wikitext-2 --data-folder ~/corpora --out data/wikitext-2
-  hmmlm data my.txt --out data/mine --tokenizer.kind bpe"""
+  hmmlm data my.txt --out data/mine --tokenizer.kind bpe
+  hmmlm data ptb --out data/ptb --tokenizer.split whitespace --clusters 128"""
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Arguments:
     """Folder for the token files (data/) and the tokenizer (tokenizer/)."""
     data_folder: Path | None = None
     """Where corpora given by name lie, or are downloaded to."""
+    clusters: int = 0
+    """Also cluster the words of the training text into so many Brown clusters, for --model.clusters; 0: none."""
+    exchange_passes: int = 0
+    """Passes of moving single words to better clusters afterwards."""
     tokenizer: TokenizerConfig = TokenizerConfig()  # noqa: RUF009 (frozen)
 
 
@@ -39,13 +44,21 @@ def run(argv: list[str]) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from hmmlm.data.corpora import load_text
     from hmmlm.experiments.results import unknown_share
     from hmmlm.learning.config import RunConfig
-    from hmmlm.learning.prepare import prepare
+    from hmmlm.learning.prepare import cluster_words, prepare
     from hmmlm.learning.progress import terminal_progress
+    from hmmlm.structure.paths import write_paths
 
     config = RunConfig(data=arguments.corpus, data_folder=arguments.data_folder, tokenizer=arguments.tokenizer)
-    prepared = prepare(config, arguments.out, terminal_progress())
+    splits = load_text(arguments.corpus, folder=arguments.data_folder, download=True)
+    prepared = prepare(config, splits, arguments.out, terminal_progress())
+    if arguments.clusters:
+        words = [prepared.tokenizer.token(i) for i in range(prepared.tokenizer.vocab_size)]
+        clustering = cluster_words(prepared.tokens["train"], arguments.clusters, arguments.exchange_passes)
+        write_paths(arguments.out / "clusters.paths", clustering, words)
+        print(f"{len(clustering.paths)} clusters: {arguments.out / 'clusters.paths'}")
     table = Table("split", "tokens", "documents", "unknown words", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"

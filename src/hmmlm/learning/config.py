@@ -90,20 +90,23 @@ class ModelConfig(Section):
     """scalar: one logit a probability; neural: networks on state embeddings (Chiu & Rush)."""
     scale: NonNegativeFloat = 1.0
     """Standard deviation of the initial logits (scalar)."""
-    structure: Literal["none", "brown"] = "none"
-    """none: every state may emit every word; brown: each state the words of one Brown cluster."""
+    structure: Literal["none", "brown", "uniform"] = "none"
+    """none: every state may emit every word; brown: each state the words of one Brown cluster; uniform: each word is
+    emitted by states drawn at random for it (neural)."""
     blocks: PositiveInt = 128
     """Clusters of words, each with states / blocks states (brown)."""
     clusters: Path | None = None
     """A `paths` file of the classic clustering tool to use; None: the training text is clustered here (brown)."""
     exchange_passes: NonNegativeInt = 0
     """Passes of moving single words to better clusters after clustering (brown)."""
+    states_per_word: PositiveInt = 128
+    """States that may emit a word (uniform)."""
     hidden: PositiveInt = 256
     """Size of embeddings and networks (neural)."""
     form: Literal["code", "paper"] = "code"
     """code: networks as released, the incoming side is the bare embedding; paper: as printed (neural)."""
     dropout: Fraction = 0.5
-    """State dropout: the share of each block's states left out of a batch (neural, or brown)."""
+    """State dropout: the share of states, in each block alike, left out of a batch (neural, or brown)."""
     factored: bool = False
     """Half of each state embedding is shared by its block (neural)."""
     network_dropout: Fraction = 0.0
@@ -113,6 +116,13 @@ class ModelConfig(Section):
     def _structure_fits(self) -> ModelConfig:
         if self.structure == "brown" and self.states % self.blocks:
             raise ValueError(f"states ({self.states}) must be a multiple of blocks ({self.blocks})")
+        if self.structure == "uniform":
+            if self.parameterization != "neural":
+                raise ValueError("structure = 'uniform' is for parameterization = 'neural' only")
+            if self.factored:
+                raise ValueError("factored = true needs blocks, which structure = 'uniform' has not: set it to false")
+            if self.states_per_word > self.states:
+                raise ValueError(f"states_per_word ({self.states_per_word}) must be at most states ({self.states})")
         return self
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,16 +13,16 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from hmmlm.data.corpora import SPLITS, Documents, encode_documents, load_text
+from hmmlm.data.corpora import SPLITS, Documents, encode_documents
 from hmmlm.data.files import read_bytes, write_bytes
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizer import HuggingFaceTokenizer, Tokenizer, WordTokenizer, load_tokenizer
 from hmmlm.errors import InputError
 from hmmlm.learning.config import ModelConfig, RunConfig, TokenizerConfig
 from hmmlm.learning.progress import Progress
-from hmmlm.parameterization import BlockedNeural, BlockedScalar, Parameterization, Scalar
-from hmmlm.structure.blocks import Blocks
-from hmmlm.structure.brown import brown_clusters
+from hmmlm.parameterization import BlockedNeural, BlockedScalar, Parameterization, Scalar, UniformNeural
+from hmmlm.structure.blocks import Blocks, UniformSubsets
+from hmmlm.structure.brown import BrownClustering, brown_clusters
 from hmmlm.structure.paths import read_paths
 
 CLUSTERS = "clusters.json"
@@ -41,10 +41,9 @@ class Prepared:
     """Block of each word, if the model's emissions are blocked."""
 
 
-def prepare(config: RunConfig, run: Path, progress: Progress) -> Prepared:
+def prepare(config: RunConfig, splits: Mapping[str, Documents], run: Path, progress: Progress) -> Prepared:
     """Train or load the tokenizer, then encode every split, into run/tokenizer and run/data."""
     progress.note(f"reading {config.data}")
-    splits = load_text(config.data, folder=config.data_folder, download=True)
     with progress.phase("tokenizer", unit="lines") as phase:
         lines = (line for document in splits["train"] for line in document)
         tokenizer = make_tokenizer(config.tokenizer, _counted(lines, phase.advance))
@@ -78,10 +77,7 @@ def make_clusters(config: ModelConfig, tokenizer: Tokenizer, train: TokenFile, p
         clustering = read_paths(config.clusters, words)
     else:
         progress.note(f"clustering {tokenizer.vocab_size:,} words into {config.blocks}")
-        clustering = brown_clusters(
-            np.asarray(train.tokens, dtype=np.int64), tokenizer.vocab_size, config.blocks,
-            documents=train.documents[:-1], exchange_passes=config.exchange_passes,
-        )  # fmt: skip
+        clustering = cluster_words(train, config.blocks, config.exchange_passes)
     found = len(clustering.paths)
     if found != config.blocks:
         source = config.clusters or "the training text"
@@ -89,9 +85,22 @@ def make_clusters(config: ModelConfig, tokenizer: Tokenizer, train: TokenFile, p
     return [int(cluster) for cluster in clustering.with_unseen_placed()]
 
 
+def cluster_words(train: TokenFile, clusters: int, exchange_passes: int = 0) -> BrownClustering:
+    """Brown clusters of a token file's words."""
+    return brown_clusters(
+        np.asarray(train.tokens, dtype=np.int64), train.vocab_size, clusters, documents=train.documents[:-1],
+        exchange_passes=exchange_passes,
+    )
+
+
 def make_parameterization(config: ModelConfig, data: Prepared, seed: int) -> Parameterization:
     """New parameters, drawn on the CPU, alike on every device."""
     words, generator = data.tokenizer.vocab_size, torch.Generator().manual_seed(seed)
+    if config.structure == "uniform":
+        return UniformNeural(
+            UniformSubsets.sample(words, config.states, config.states_per_word, seed=seed), hidden=config.hidden,
+            form=config.form, dropout=config.dropout, network_dropout=config.network_dropout, generator=generator,
+        )  # fmt: skip
     if config.parameterization == "scalar" and data.clusters is None:
         return Scalar(config.states, words, config.scale, generator)
     clusters = torch.tensor([0] * words if data.clusters is None else data.clusters)

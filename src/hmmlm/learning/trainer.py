@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hmmlm.data.corpora import load_text
 from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
 from hmmlm.learning.checkpoint import read_json
@@ -54,8 +55,10 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
     has_checkpoint = (out / "last").exists()
     if has_checkpoint and not resume:
         raise InputError(f"{out} already holds a run: continue it with --resume {out}, or choose another folder")
+    splits = None if has_checkpoint else load_text(config.data, folder=config.data_folder, download=True)
+    # Only now, when there is something to train on, does the run's folder come to be.
     write_bytes(out / "config.json", (json.dumps(config_to_dict(config), indent=1) + "\n").encode())
-    data = reopen(out) if has_checkpoint else prepare(config, out, progress)
+    data = reopen(out) if splits is None else prepare(config, splits, out, progress)
     trainer = Trainer(config, out, data, progress)
     if has_checkpoint:
         trainer.load()
