@@ -1,10 +1,11 @@
 """Block-diagonal emissions: log p(word | state) for the words of each state's block and no others.
 
-`naive` makes the whole state × word matrix and masks it; `torch` touches only the cells inside blocks.
+`impl`: "naive" makes the whole state × word matrix and masks it; "torch" multiplies tiles of words with the states of
+their block; "triton" (CUDA) does the same in one kernel forward and two backward, without copies of the states and
+without scores in memory. "auto" picks the fastest that fits.
 """
 
-# This file must not import the library torch: the name belongs to the module torch.py beside it.
-from hmmlm.ops.blocked_emission.naive import blocked_emission as naive_blocked_emission
-from hmmlm.ops.blocked_emission.torch import Tiles, blocked_emission, make_tiles
+from hmmlm.ops.blocked_emission.function import Impl, blocked_emission
+from hmmlm.ops.blocked_emission.tiles import Tiles, make_tiles
 
-__all__ = ["Tiles", "blocked_emission", "make_tiles", "naive_blocked_emission"]
+__all__ = ["Impl", "Tiles", "blocked_emission", "make_tiles"]

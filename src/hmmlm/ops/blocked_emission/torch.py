@@ -1,73 +1,49 @@
-"""Only the cells inside blocks, as batched products over tiles of words that share a block.
+"""Portable: batched products over tiles of words, sums in two stages, over a tile and over the tiles of a block.
 
-Block widths are very uneven (1 to 561 words of PTB): padding every block to the widest would do seven times the work.
-Tiles of a few words waste almost nothing, and the normaliser is summed in two stages, over a tile and over the tiles
-of a block.
+The tiles of a block lie one after another, so that sums over them are sums over segments: in a fixed order, and
+without adding to the same place from several threads at once.
 """
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hmmlm.errors import InputError
-
-TILE = 32  # words a tile
-
-
-class Tiles(NamedTuple):
-    """Words laid out in tiles of one block each, [N, TILE]."""
-
-    word: Tensor  # [N * TILE] the word in each slot; 0 where empty
-    empty: Tensor  # [N, TILE] bool
-    block: Tensor  # [N] block of each tile
-    slot_of_word: Tensor  # [V]
-    tiles_of_block: Tensor  # [M, most tiles a block] tile numbers; N where there are fewer
-    block_of_word: Tensor  # [V]
-
-    def to(self, device: torch.device | str) -> "Tiles":
-        return Tiles(*(field.to(device) for field in self))
+from hmmlm.ops.blocked_emission.tiles import Tiles
+from hmmlm.ops.linear_logsumexp.precision import matmul
 
 
-def make_tiles(block_of_word: Tensor, num_blocks: int) -> Tiles:
-    """Lay the words out; done once for a structure."""
-    block_of_word = block_of_word.cpu()
-    widths = torch.bincount(block_of_word, minlength=num_blocks)
-    if int(widths.min()) == 0:
-        raise InputError(f"block {int(widths.argmin())} has no word: every block must emit something")
-    tiles = -(-widths // TILE)
-    first = torch.cumsum(tiles, 0) - tiles
-    order = torch.argsort(block_of_word, stable=True)
-    within = torch.arange(len(order)) - (torch.cumsum(widths, 0) - widths)[block_of_word[order]]
-    slot = first[block_of_word[order]] * TILE + within
-    total = int(tiles.sum())
-    word, empty = torch.zeros(total * TILE, dtype=torch.long), torch.ones(total * TILE, dtype=torch.bool)
-    word[slot], empty[slot] = order, False
-    slot_of_word = torch.empty_like(order)
-    slot_of_word[order] = slot
-    number = torch.arange(int(tiles.max()))
-    tiles_of_block = torch.where(number < tiles[:, None], first[:, None] + number, total)
-    block = torch.repeat_interleave(torch.arange(num_blocks), tiles)
-    return Tiles(word, empty.view(total, TILE), block, slot_of_word, tiles_of_block, block_of_word)
+def forward(hidden: Tensor, words: Tensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
+    """[V, k], in the wide dtype."""
+    count, size = tiles.empty.shape
+    states = hidden.index_select(0, tiles.block)  # [N, k, h]
+    scores = matmul(_slots(words, tiles), states.transpose(1, 2))  # [N, TILE, k]
+    if bias is not None:
+        scores += bias.index_select(0, tiles.word).view(count, size, 1)
+    scores.masked_fill_(tiles.empty[..., None], -torch.inf)
+    largest = _over_blocks(scores.amax(1), "max", tiles)  # [M, k]
+    shifted = scores - largest.index_select(0, tiles.block)[:, None]
+    normalizer = _over_blocks(shifted.exp().sum(1), "sum", tiles).log()
+    by_word = shifted.view(count * size, -1).index_select(0, tiles.slot_of_word)
+    return by_word - normalizer.index_select(0, tiles.block_of_word)
 
 
-def blocked_emission(hidden: Tensor, words: Tensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
-    """hidden [M, k, h], words [V, h], bias [V] → log p(word | state i of its block) [V, k], in float32 or better.
+def backward(grad: Tensor, hidden: Tensor, words: Tensor, out: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden, words and bias in the wide dtype."""
+    empty = tiles.empty[..., None]
+    total = _over_blocks(_slots(grad, tiles).masked_fill(empty, 0.0).sum(1), "sum", tiles)  # [M, k]
+    grad_scores = grad - out.exp() * total.index_select(0, tiles.block_of_word)  # [V, k]
+    in_tiles = _slots(grad_scores.to(hidden.dtype), tiles).masked_fill(empty, 0.0)
+    states = hidden.index_select(0, tiles.block)
+    grad_hidden = _over_blocks(matmul(in_tiles.transpose(1, 2), _slots(words, tiles)), "sum", tiles)
+    grad_words = matmul(in_tiles, states).flatten(0, 1).index_select(0, tiles.slot_of_word)
+    return grad_hidden, grad_words, grad_scores.sum(1)
 
-    The products are not done in low precision: they are small, and a rounded score is a wrong probability.
-    """
-    with torch.autocast(hidden.device.type, enabled=False):
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        hidden, words = hidden.to(dtype), words.to(dtype)
-        count, size = tiles.empty.shape
-        rows = words.index_select(0, tiles.word).view(count, size, -1)
-        states = hidden.index_select(0, tiles.block)  # [N, k, h]
-        scores = rows @ states.transpose(1, 2)  # [N, TILE, k]
-        if bias is not None:
-            scores = scores + bias.to(dtype).index_select(0, tiles.word).view(count, size, 1)
-        scores = scores.masked_fill(tiles.empty[..., None], float("-inf"))
-        partial = torch.cat([scores.logsumexp(1), scores.new_full((1, scores.shape[2]), float("-inf"))])
-        normalizer = partial.index_select(0, tiles.tiles_of_block.flatten()).view(*tiles.tiles_of_block.shape, -1)
-        normalizer = normalizer.logsumexp(1)  # [M, k]
-        by_word = scores.reshape(count * size, -1).index_select(0, tiles.slot_of_word)
-        return by_word - normalizer.index_select(0, tiles.block_of_word)
+
+def _slots(by_word: Tensor, tiles: Tiles) -> Tensor:
+    """[V, n] → [N, TILE, n]; what is in empty slots is to be ignored."""
+    return by_word.index_select(0, tiles.word).view(*tiles.empty.shape, -1)
+
+
+def _over_blocks(by_tile: Tensor, reduce: str, tiles: Tiles) -> Tensor:
+    """[N, ...] → [M, ...]."""
+    # unsafe: the bounds are ours, and checking them would wait for the device
+    return torch.segment_reduce(by_tile, reduce, offsets=tiles.first, axis=0, unsafe=True)

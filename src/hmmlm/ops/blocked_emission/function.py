@@ -1,0 +1,77 @@
+"""The public function, its choice of implementation and its closed-form gradient."""
+
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hmmlm.errors import InputError
+from hmmlm.ops.blocked_emission import naive
+from hmmlm.ops.blocked_emission import torch as portable
+from hmmlm.ops.blocked_emission.tiles import Tiles
+from hmmlm.ops.linear_logsumexp.precision import resolve, wide
+
+Impl = Literal["auto", "naive", "torch", "triton"]
+
+
+def blocked_emission(
+    hidden: Tensor, words: Tensor, bias: Tensor | None, tiles: Tiles, *, impl: Impl = "auto"
+) -> Tensor:
+    """hidden [M, k, h], words [V, h], bias [V] → log p(word | state i of its block) [V, k].
+
+    Differentiable in all three. Operands of products are rounded to autocast's dtype where there is one; sums and the
+    result are float32, or float64 for float64. Scores and their normaliser come from the same rounded operands:
+    whatever the precision, the words of a state sum to one. impl="naive" leaves precision to the framework.
+    """
+    blocks, vocab_size = len(tiles.first) - 1, len(tiles.slot_of_word)
+    if hidden.dim() != 3 or hidden.shape[0] != blocks or words.shape != (vocab_size, hidden.shape[2]):
+        found = f"hidden {list(hidden.shape)} and words {list(words.shape)}"
+        raise InputError(f"blocked_emission: {found} must be [{blocks}, k, h] and [{vocab_size}, h]")
+    if bias is not None and bias.shape != (vocab_size,):
+        raise InputError(f"blocked_emission: bias {list(bias.shape)} must be [{vocab_size}], one a word")
+    if impl == "naive":
+        return naive.blocked_emission(hidden, words, bias, tiles.block_of_word)
+    dtype = resolve(hidden, None)
+    result: Tensor = _BlockedEmission.apply(_kernels(impl, hidden, dtype), dtype, tiles, hidden, words, bias)
+    return result
+
+
+class _BlockedEmission(torch.autograd.Function):
+    """Operands are rounded here, not before, so that gradients leave in the wide dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernels: ModuleType, dtype: torch.dtype, tiles: Tiles, hidden: Tensor, words: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        factors = hidden.to(dtype).contiguous(), words.to(dtype).contiguous()
+        offset = None if bias is None else bias.to(wide(dtype)).contiguous()
+        out: Tensor = kernels.forward(*factors, offset, tiles)
+        ctx.kernels, ctx.tiles = kernels, tiles
+        ctx.dtypes = [x if x is None else x.dtype for x in (hidden, words, bias)]
+        ctx.save_for_backward(*factors, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.kernels.backward(grads[0].contiguous(), *ctx.saved_tensors, ctx.tiles)
+        return None, None, None, *(None if d is None else g.to(d) for g, d in zip(gradients, ctx.dtypes, strict=True))
+
+
+def _kernels(impl: Impl, hidden: Tensor, dtype: torch.dtype) -> ModuleType:
+    fits = dtype != torch.float64 and hidden.shape[2] * dtype.itemsize <= 1024
+    if impl == "auto":
+        impl = "triton" if hidden.is_cuda and fits and find_spec("triton") else "torch"
+    if impl == "torch":
+        return portable
+    if impl != "triton":
+        raise InputError(f"blocked_emission: impl {impl!r} is unknown: use auto, naive, torch or triton")
+    if not fits:
+        raise InputError("blocked_emission: the triton kernels have no float64 and no rows over 1024 bytes: use torch")
+    from hmmlm.ops.blocked_emission import triton  # optional dependency
+
+    return triton
