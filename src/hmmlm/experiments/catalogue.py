@@ -37,6 +37,11 @@ def _constraint(states: int, blocks: int, paper: float) -> Run:
     return Run(f"PTB, Brown, {states} states, {blocks} blocks", "ptb-vl-hmm", settings, paper=_valid(paper))
 
 
+def _uniform(states: int, paper: float) -> Run:
+    settings: dict[str, Any] = {"model.states": states, "model.structure": "uniform"}
+    return Run(f"PTB, uniform, {states} states", "ptb-vl-hmm", settings, paper=_valid(paper))
+
+
 def _blocks(blocks: int, factored: bool) -> Run:
     kind = "factored" if factored else "independent"
     settings = {"model.states": 16384, "model.blocks": blocks, "model.factored": factored}
@@ -63,6 +68,7 @@ STUDIES: dict[str, list[Run]] = {
         Run("PTB, no constraint, 1024 states", "ptb-vl-hmm",
             {"model.states": 1024, "model.structure": "none"}, paper=_valid(180)),
         _constraint(1024, 4, 182), _constraint(1024, 8, 194), _constraint(8192, 64, 142),
+        _uniform(8192, 150), _uniform(16384, 146),
     ],
     "chiu2020-table4": [
         _ablation("VL-HMM (2^14)", "ptb-vl-hmm-14", 115, 134),

@@ -81,15 +81,25 @@ class BatchConfig(Section):
     """The same in evaluation (stream only)."""
 
 
+DENSE_FIELDS = {
+    ("linear", "mlp", "transformer"): (
+        "split", "factor_start", "factor_transition", "factor_emission", "init", "capacity"
+    ),
+    ("mlp", "transformer"): ("mono", "layers"), ("mlp",): ("skip", "relu", "norm"), ("transformer",): ("heads",),
+}  # fmt: skip
+"""Which parameterizations a field of the model is for; with others it must keep its default."""
+
+
 class ModelConfig(Section):
     """The hidden Markov model and how its parameters are made."""
 
     states: PositiveInt = 256
     """Number of hidden states."""
-    parameterization: Literal["scalar", "neural"] = "scalar"
-    """scalar: one logit a probability; neural: networks on state embeddings (Chiu & Rush)."""
+    parameterization: Literal["scalar", "neural", "linear", "mlp", "transformer"] = "scalar"
+    """scalar: one logit a probability; neural: networks on state embeddings (Chiu & Rush); linear, mlp, transformer:
+    low-rank factors, from tables or networks (Lee & Berg-Kirkpatrick; dense)."""
     scale: NonNegativeFloat = 1.0
-    """Standard deviation of the initial logits (scalar)."""
+    """Standard deviation of the initial logits (scalar, and what is not factored in dense)."""
     structure: Literal["none", "brown", "uniform"] = "none"
     """none: every state may emit every word; brown: each state the words of one Brown cluster; uniform: each word is
     emitted by states drawn at random for it (neural)."""
@@ -102,7 +112,7 @@ class ModelConfig(Section):
     states_per_word: PositiveInt = 128
     """States that may emit a word (uniform)."""
     hidden: PositiveInt = 256
-    """Size of embeddings and networks (neural)."""
+    """Size of embeddings and networks (neural, dense)."""
     form: Literal["code", "paper"] = "code"
     """code: networks as released, the incoming side is the bare embedding; paper: as printed (neural)."""
     dropout: Fraction = 0.5
@@ -111,6 +121,31 @@ class ModelConfig(Section):
     """Half of each state embedding is shared by its block (neural)."""
     network_dropout: Fraction = 0.0
     """Dropout inside the networks (neural)."""
+    split: bool = True
+    """A table of state embeddings for each role, not one for all; with linear: ablation B, not A (dense)."""
+    factor_start: bool = True
+    """The start logits are a product of factors, not free (dense)."""
+    factor_transition: bool = True
+    """The same for the transition logits (dense)."""
+    factor_emission: bool = True
+    """The same for the emission logits (dense)."""
+    init: Literal["unit", "normal"] = "unit"
+    """unit: factors drawn so that logits have variance 1; normal: tables from N(0, 1), as released (dense)."""
+    capacity: PositiveInt | None = None
+    """Parameters in all, nearly: `hidden`, and the depth of transformers, follow from it (dense)."""
+    mono: bool = False
+    """One network for all roles instead of one for each (mlp, transformer)."""
+    layers: PositiveInt | None = None
+    """Linear layers, or blocks, of each network; None: 2, and more for transformers of a `capacity` above 2^22 (mlp,
+    transformer)."""
+    skip: Literal["none", "activation", "layer"] = "activation"
+    """Added to the result of layers after the first: nothing, the input of the ReLU, or that of the layer (mlp)."""
+    relu: bool = True
+    """A ReLU after every linear layer (mlp)."""
+    norm: bool = True
+    """A LayerNorm after every layer but the first, or after the only one (mlp)."""
+    heads: PositiveInt | None = None
+    """Attention heads; None: of at least 64 dimensions each (transformer)."""
 
     @model_validator(mode="after")
     def _structure_fits(self) -> ModelConfig:
@@ -123,6 +158,29 @@ class ModelConfig(Section):
                 raise ValueError("factored = true needs blocks, which structure = 'uniform' has not: set it to false")
             if self.states_per_word > self.states:
                 raise ValueError(f"states_per_word ({self.states_per_word}) must be at most states ({self.states})")
+        return self
+
+    @model_validator(mode="after")
+    def _dense_fits(self) -> ModelConfig:
+        for kinds, names in DENSE_FIELDS.items():
+            for name in names if self.parameterization not in kinds else ():
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(
+                        f"{name} is for parameterization {' or '.join(map(repr, kinds))}, and it is "
+                        f"{self.parameterization!r}: leave {name} out"
+                    )
+        if self.parameterization not in ("linear", "mlp", "transformer"):
+            return self
+        if self.structure != "none":
+            raise ValueError(f"parameterization = {self.parameterization!r} is dense: set structure to 'none'")
+        if self.capacity is not None and self.hidden != type(self).model_fields["hidden"].default:
+            raise ValueError(f"hidden follows from capacity: give one of the two, not {self.hidden} and {self.capacity}")
+        if self.heads is not None and self.capacity is None and self.hidden % self.heads:
+            raise ValueError(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
+        if self.parameterization == "mlp":
+            from hmmlm.parameterization import MlpForm  # here, because it brings torch along
+
+            MlpForm(self.layers or 2, self.skip, self.relu, self.norm)  # says what does not go together
         return self
 
 
