@@ -174,7 +174,7 @@ class ModelConfig(Section):
         if self.structure != "none":
             raise ValueError(f"parameterization = {self.parameterization!r} is dense: set structure to 'none'")
         if self.capacity is not None and self.hidden != type(self).model_fields["hidden"].default:
-            raise ValueError(f"hidden follows from capacity: give one of the two, not {self.hidden} and {self.capacity}")
+            raise ValueError(f"hidden follows from capacity: leave out hidden = {self.hidden}, or capacity")
         if self.heads is not None and self.capacity is None and self.hidden % self.heads:
             raise ValueError(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
         if self.parameterization == "mlp":

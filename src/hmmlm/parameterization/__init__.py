@@ -10,5 +10,6 @@ from hmmlm.parameterization.scalar import Scalar
 from hmmlm.parameterization.uniform import UniformNeural
 
 __all__ = [
-    "CHIU_RUSH_2020", "CHIU_RUSH_2025", "BlockedNeural", "BlockedScalar", "Factored", "MlpForm", "Parameterization", "Scalar", "UniformNeural", "fit_width", "make_dense",
+    "CHIU_RUSH_2020", "CHIU_RUSH_2025", "BlockedNeural", "BlockedScalar", "Factored", "MlpForm", "Parameterization",
+    "Scalar", "UniformNeural", "fit_width", "make_dense",
 ]

@@ -1,0 +1,124 @@
+"""The networks of Lee & Berg-Kirkpatrick 2025 on state embeddings: multilayer perceptrons and transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hmmlm.errors import InputError
+
+Skip = Literal["none", "activation", "layer"]
+HEAD = 64  # smallest size of an attention head, where the number of heads is not given
+
+
+@dataclass(frozen=True)
+class MlpForm:
+    """One point of the grid of Lee & Berg-Kirkpatrick 2025, Table 3."""
+
+    layers: int = 2
+    """Linear layers, of the width of the embeddings, with biases."""
+    skip: Skip = "activation"
+    """What is added to the result of every layer but the first: nothing, the input of its ReLU, or its own input."""
+    relu: bool = True
+    """A ReLU after every linear layer."""
+    norm: bool = True
+    """A LayerNorm after every layer but the first (after the only one, where there is one)."""
+
+    def __post_init__(self) -> None:
+        if self.skip != "none" and self.layers == 1:
+            raise InputError(f"skip = {self.skip!r} joins the second layer, and layers is 1: set skip to 'none'")
+        if self.skip == "activation" and not self.relu:
+            raise InputError("skip = 'activation' leads around the ReLU, and relu is false: set skip to 'none'")
+
+
+CHIU_RUSH_2020 = MlpForm(skip="layer")
+"""LN(ReLU(D W2) + D), D = ReLU(E W1): as in 2020."""
+CHIU_RUSH_2025 = MlpForm(skip="activation")
+"""LN(ReLU(D W2) + D W2), D = ReLU(E W1): what the study of 2025 calls "Chiu and Rush"."""
+
+
+class Mlp(nn.Module):
+    """[..., h] → [..., h]."""
+
+    def __init__(self, hidden: int, form: MlpForm) -> None:
+        super().__init__()
+        self.form = form
+        self.linears = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(form.layers))
+        normed = max(1, form.layers - 1) if form.norm else 0
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(normed))
+
+    @property
+    def gain(self) -> nn.Parameter | None:
+        """What the results are proportional to, if they are normalised last."""
+        return self.norms[-1].weight if len(self.norms) else None  # type: ignore[return-value]
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        form, before = self.form, embedding
+        first_normed = form.layers - len(self.norms)
+        for i, linear in enumerate(self.linears):
+            inner = linear(before)
+            after = inner.relu() if form.relu else inner
+            if i and form.skip != "none":
+                after = after + (inner if form.skip == "activation" else before)
+            before = self.norms[i - first_normed](after) if form.norm and i >= first_normed else after
+        return before
+
+
+class Block(nn.Module):
+    """Attention among the states, then a perceptron of four times the width; each is added to its input (pre-LN)."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
+        self.queries_keys_values = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.attended = nn.Linear(hidden, hidden, bias=False)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden, bias=False), nn.Linear(4 * hidden, hidden, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        three = self.queries_keys_values(self.norms[0](states)).unflatten(-1, (3, self.heads, -1))
+        queries, keys, values = three.movedim(-3, 0).transpose(-3, -2)  # [..., heads, n, h / heads] each
+        mixed = functional.scaled_dot_product_attention(queries, keys, values)
+        states = states + self.attended(mixed.transpose(-3, -2).flatten(-2))
+        result: Tensor = states + self.down(functional.gelu(self.up(self.norms[1](states))))
+        return result
+
+
+class Transformer(nn.Module):
+    """[..., n, h] → [..., n, h] over the n states as one sequence.
+
+    Nothing tells positions apart but the embeddings themselves: a permutation of the states permutes the results.
+    """
+
+    def __init__(self, hidden: int, layers: int = 2, heads: int | None = None) -> None:
+        super().__init__()
+        heads = heads or default_heads(hidden)
+        if hidden % heads:
+            raise InputError(f"a transformer of width {hidden} cannot have {heads} heads: the width must be a multiple")
+        self.blocks = nn.Sequential(*(Block(hidden, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(hidden)
+
+    @property
+    def gain(self) -> nn.Parameter:
+        return self.norm.weight
+
+    @torch.no_grad()
+    def shrink_residuals_(self) -> None:
+        """Divide what the blocks add at first by √(2 layers), so that depth does not drown the embeddings."""
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            for linear in (block.attended, block.down):
+                linear.weight /= (2 * len(self.blocks)) ** 0.5
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        result: Tensor = self.norm(self.blocks(embedding))
+        return result
+
+
+def default_heads(hidden: int) -> int:
+    """As many heads as divide the width and have at least 64 dimensions each; one below 128."""
+    return next((heads for heads in range(hidden // HEAD, 1, -1) if hidden % heads == 0), 1)
