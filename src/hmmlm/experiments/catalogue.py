@@ -54,6 +54,32 @@ def _beyond(what: str, **settings: Any) -> Run:
     return Run(f"PTB, 2^14, {what}", "ptb-vl-hmm-14", {"train.epochs": 8, **named})
 
 
+SEEDS = (42, 52, 62)  # of Lee & Berg-Kirkpatrick, Table 5; the first of every row comes before the second of any
+
+
+def _seeded(*rows: tuple[str, str, float]) -> list[Run]:
+    """Row, recipe and the paper's mean perplexity, at 512 states."""
+    return [
+        Run(row, recipe, seed=seed, paper={"test_perplexity": mean}) for seed in SEEDS for row, recipe, mean in rows
+    ]
+
+
+def _lee_states(states: int, row: str, recipe: str) -> Run:
+    return Run(f"{states} states, {row}", recipe, {"model.states": states}, SEEDS[0])
+
+
+def _capacity(states: int, power: int, architecture: str) -> Run:
+    """A point of Figures 2, 11 and 12; rates of transformers were not tried before."""
+    kind, template = architecture.split("-")
+    settings: dict[str, Any] = {"model.states": states, "model.capacity": 2**power, "model.mono": template == "ι"}
+    if kind == "TRF":
+        settings |= {"model.parameterization": "transformer", "optimizer.rate": 0.001}
+    return Run(f"{states} states, {architecture}, 2^{power} parameters", "lee-figure2", settings, SEEDS[0])
+
+
+POWERS = range(16, 29, 2)
+ARCHITECTURES = ("MLP-ψ", "MLP-ι", "TRF-ψ", "TRF-ι")
+
 STUDIES: dict[str, list[Run]] = {
     "chiu2020-table1": [
         Run("PTB, VL-HMM 2^15", "ptb-vl-hmm", paper={"valid_perplexity": 125.0, "test_perplexity": 116.0}),
@@ -98,4 +124,35 @@ STUDIES: dict[str, list[Run]] = {
         _beyond("state dropout 0.75", model__dropout=0.75),
     ],
     "chiu2020-largest": [Run("PTB, 2^18 states, one epoch", "ptb-vl-hmm-18")],
+    "lee2025-table1": _seeded(
+        ("Ablation A (single H)", "lee-table1-ablation-a", 711), ("Ablation B (split H)", "lee-table1-ablation-b", 348),
+        ("HMM, scalar", "lee-table1-scalar", 540), ("Chiu and Rush", "lee-table1-mlp", 357),
+    ),
+    "lee2025-tuned": [
+        _lee_states(states, *row) for states in (512, 4096) for row in (
+            ("scalar, no decay", "lee-scalar-tuned"), ("ablation B", "lee-table1-ablation-b"),
+            ("Chiu and Rush", "lee-table1-mlp"), ("scalar, Baum-Welch", "lee-baum-welch"),
+        )
+    ],
+    "lee2025-table2": _seeded(
+        ("nothing factored", "lee-table2-none", 607), ("a factored", "lee-table2-a", 814),
+        ("a, π factored", "lee-table2-a-start", 865), ("b factored", "lee-table2-b", 345),
+        ("a, b factored", "lee-table2-a-b", 338), ("a, b, π factored", "lee-table2-a-b-start", 337),
+    ),
+    "lee2025-table3": _seeded(
+        ("1 layer, ReLU", "lee-table3-relu", 329.5), ("split H, 1 layer, ReLU", "lee-table3-split-relu", 336.6),
+        ("2 layers, skip, ReLU", "lee-table3-skip-relu", 336.7),
+        ("split H, 2 layers, LayerNorm", "lee-table3-split-norm", 341.2),
+        ("split H, 2 layers, skip, ReLU", "lee-table3-split-skip-relu", 342.6),
+        ("split H, monolithic, 2 layers, skip, ReLU", "lee-table3-split-mono-skip-relu", 343.5),
+        ("1 layer", "lee-table3-linear", 344.4),
+    ),
+    "lee2025-figure1": [
+        _lee_states(2**power, *row) for power in range(7, 13) for row in (
+            ("scalar", "lee-table1-scalar"), ("scalar, no decay", "lee-scalar-tuned"), ("ablation B", "lee-figure1"),
+        )
+    ],
+    "lee2025-figure2": [_capacity(512, power, kind) for power in POWERS for kind in ARCHITECTURES],
+    "lee2025-figure11": [_capacity(256, power, kind) for power in POWERS for kind in ARCHITECTURES],
+    "lee2025-figure12": [_capacity(1024, power, "MLP-ψ") for power in POWERS],
 }
