@@ -63,10 +63,11 @@ class _PairScores(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, words, lists = ctx.saved_tensors
         grad_hidden, grad_words = torch.empty_like(hidden), torch.zeros_like(words)
-        for piece, own, rows in _gathered(hidden, words, lists):
-            grad_hidden[piece] = torch.bmm(grad[piece][:, None], rows)[:, 0]
-            pairs = torch.mul(grad[piece][:, :, None], own[:, None], out=rows)
-            grad_words.index_add_(0, lists[piece].flatten(), pairs.flatten(0, 1))
+        with torch.autocast(grad.device.type, enabled=False):
+            for piece, own, rows in _gathered(hidden, words, lists):
+                grad_hidden[piece] = torch.bmm(grad[piece][:, None], rows)[:, 0]
+                pairs = torch.mul(grad[piece][:, :, None], own[:, None], out=rows)
+                grad_words.index_add_(0, lists[piece].flatten(), pairs.flatten(0, 1))
         return grad_hidden, grad_words, None
 
 
