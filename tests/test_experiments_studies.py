@@ -29,7 +29,7 @@ def tiny(**settings: object) -> Run:
     return Run("embedded, blocked", "ptb-vl-hmm", {
         "data": "embedded", "tokenizer.vocab_size": 1500, "tokenizer.split": "words", "model.states": 128,
         "model.blocks": 16, "model.hidden": 32, "train.precision": "32-true", "train.device": "cpu",
-        "train.max_tokens": 40_000, "train.log_every": 5, **named})
+        "optimizer.rate": 0.02, "train.max_tokens": 40_000, "train.log_every": 5, **named})
 
 
 def test_a_blocked_model_learns_on_the_embedded_corpus(tmp_path: Path) -> None:

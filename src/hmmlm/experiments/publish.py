@@ -23,6 +23,11 @@ TITLES = {
     "chiu2020-largest": "The largest state space trained on one GPU",
     "chiu2020-beyond": "Beyond the paper: what else was tried",
 }
+# Baselines beside the runs of a study; their figures come from results/ as well.
+PRINTED_BASELINES = {
+    "PTB, KN 5-gram": {"test_perplexity": 141.2},
+    "WikiText-2, KN 5-gram": {"valid_perplexity": 248.7, "test_perplexity": 234.3},
+}
 README_STUDIES = ("chiu2020-table1", "chiu2020-table4")
 COLUMNS = (
     ("valid", "valid_perplexity", "{:.1f}"), ("test", "test_perplexity", "{:.1f}"),
@@ -59,28 +64,28 @@ def main() -> None:
 
 def table(name: str, records: Iterable[dict[str, Any]], only: tuple[str, ...] | None = None) -> list[str]:
     """A Markdown table of a study: the paper's figures beside ours, row by row, every seed."""
-    papers = {run.row: run.paper for run in STUDIES.get(name, [])}
-    order = {run.row: number for number, run in enumerate(STUDIES.get(name, []))}
+    runs = {run.row: run for run in STUDIES.get(name, [])}
+    papers = {**PRINTED_BASELINES, **{row: run.paper for row, run in runs.items()}}
+    order = {row: number for number, row in enumerate(runs)}
     records = sorted(records, key=lambda record: (order.get(record["row"], 99), record["seed"]))
     columns = [column for column in COLUMNS if only is None or column[0] in only]
-    compared = [c for c in columns if any(c[1] in paper for paper in papers.values())]
+    compared = [c for c in columns if any(c[1] in papers.get(record["row"], {}) for record in records)]
     header = ["", *(f"paper {title}" for title, _, _ in compared), *(title for title, _, _ in columns), "seed"]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for record in records:
         paper, metrics = papers.get(record["row"], {}), dict(record["metrics"])
         if "seconds" in metrics:
             metrics["seconds"] /= 60
-        cells = [record["row"] + note(record)]
+        cells = [record["row"] + note(record, runs[record["row"]].settings if record["row"] in runs else {})]
         cells += [f"{paper[key]:g}" if key in paper else "" for _, key, _ in compared]
         cells += [shape.format(metrics[key]) if key in metrics else "" for _, key, shape in columns]
         lines.append("| " + " | ".join([*cells, str(record["seed"])]) + " |")
     return lines
 
 
-def note(record: dict[str, Any]) -> str:
-    """Settings that the row's name does not tell."""
-    known = {"model.states", "model.blocks", "model.factored", "model.structure", "model.clusters"}
-    told = {name: value for name, value in record["settings"].items() if name not in known}
+def note(record: dict[str, Any], planned: dict[str, Any]) -> str:
+    """Settings in which a run differs from what its row stands for."""
+    told = {name: value for name, value in record["settings"].items() if planned.get(name) != value}
     return " (" + ", ".join(f"{name.split('.')[-1]} {value}" for name, value in told.items()) + ")" if told else ""
 
 
