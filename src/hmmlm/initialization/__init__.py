@@ -1,0 +1,1 @@
+"""Where learning starts: teachers, their embeddings, clusters of those as labels (LVD), and pretrained networks."""
