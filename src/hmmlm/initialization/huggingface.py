@@ -1,0 +1,168 @@
+"""Teachers of Hugging Face: causal and masked language models, from a folder, a GGUF file or the hub."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmmlm.errors import InputError
+from hmmlm.initialization.offsets import FastTokenizer
+from hmmlm.initialization.transformer_lm import layer_index
+
+INSTALL = 'pip install "hmmlm[teacher]"'
+_WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json")
+_NO_STATES = ("pooler", "lm_head", "cls.", "embed_out", "position_ids")
+"""Parts of a network that its hidden states do not pass through."""
+
+
+class HuggingFaceTeacher:
+    """A network of transformers as a `Teacher`; `model` is the whole of it, its head included where it has one."""
+
+    def __init__(self, name: str, model: Any, tokenizer: FastTokenizer, device: torch.device) -> None:
+        self.name, self.device, self.tokenizer = name, device, tokenizer
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        self.model.config.use_cache = False
+        config = self.model.config.get_text_config()
+        self.hidden_size, self.layers = int(config.hidden_size), int(config.num_hidden_layers)
+        self.context = int(getattr(config, "max_position_embeddings", None) or 1 << 31)  # recurrent ones have no limit
+        self.vocab_size = self.model.get_input_embeddings().weight.shape[0]
+        if len(tokenizer.pieces) > self.vocab_size:
+            raise InputError(
+                f"the tokenizer of the teacher {name} has {len(tokenizer.pieces)} tokens and its network "
+                f"{self.vocab_size}: they do not belong together"
+            )
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor, layer: int = -1) -> Tensor:
+        layer = layer_index(layer, self.layers)
+        known = tokens >= 0
+        mask = None if bool(known.all()) else known.long().to(self.device)  # without one, attention is faster
+        last = layer == self.layers
+        result = self.model.base_model(
+            input_ids=tokens.clamp(min=0).to(self.device), attention_mask=mask, output_hidden_states=not last
+        )
+        states: Tensor = result.last_hidden_state if last else result.hidden_states[layer]
+        return states
+
+    def head(self) -> Tensor:
+        head = self.model.get_output_embeddings() or self.model.get_input_embeddings()
+        weight: Tensor = head.weight
+        return weight
+
+
+def open_huggingface(
+    name: str, *, random: bool, gguf_file: str | None, device: torch.device, seed: int
+) -> HuggingFaceTeacher:
+    """See `open_teacher`. What is wrong with the files is said before anything large is read."""
+    source, gguf_file = _find(name, gguf_file, random)
+    transformers = _import_transformers(gguf_file)
+    arguments = {} if gguf_file is None else {"gguf_file": gguf_file}
+    with _quiet(transformers):
+        config = _read(name, transformers.AutoConfig, source, **arguments)
+        if config.is_encoder_decoder:
+            raise InputError(f"the teacher {name} is an encoder-decoder: use a causal or a masked language model")
+        tokenizer = _tokenizer(name, _read(name, transformers.AutoTokenizer, source, **arguments))
+        kind = _class(transformers, config, gguf_file)
+        if random:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = kind.from_config(config, dtype=torch.float32)
+        else:
+            model, info = _read(
+                name, kind, source, dtype=torch.float32, output_loading_info=True, **arguments
+            )  # fmt: skip
+            missing = sorted(key for key in info["missing_keys"] if not any(part in key for part in _NO_STATES))
+            if missing:
+                raise InputError(f"the teacher {name} lacks {len(missing)} of its weights, such as {missing[0]}")
+    return HuggingFaceTeacher(name, model, tokenizer, device)
+
+
+def _find(name: str, gguf_file: str | None, random: bool) -> tuple[str, str | None]:
+    """The folder or hub name, and the GGUF file in it if it is one; checks what can be seen without transformers."""
+    path = Path(name)
+    if gguf_file is None and path.suffix == ".gguf" and (path.is_file() or not path.parent.is_dir()):
+        name, gguf_file = str(path.parent), path.name
+        path = path.parent
+    if not path.is_dir():
+        if path.is_absolute() or name.startswith(".") or name.count("/") > 1 or path.exists():
+            raise InputError(f"no teacher at {name}: it should be a folder, a .gguf file or a name on the hub")
+        return name, gguf_file
+    if gguf_file is not None:
+        if not (path / gguf_file).is_file():
+            raise InputError(f"no file {gguf_file} in the teacher folder {path}")
+        return name, gguf_file
+    ggufs = sorted(path.glob("*.gguf"))
+    if not (path / "config.json").exists():
+        hint = f"give the file, {ggufs[0]}" if ggufs else "it should hold config.json, weights and a tokenizer"
+        raise InputError(f"the teacher folder {path} has no config.json: {hint}")
+    if not random and not any(next(path.glob(pattern), None) for pattern in _WEIGHTS):
+        raise InputError(
+            f"the teacher folder {path} has no weights (*.safetensors or *.bin): complete the download, "
+            "or use a random teacher of its shape"
+        )
+    if not any((path / file).exists() for file in _TOKENIZERS):
+        raise InputError(f"the teacher folder {path} has no tokenizer ({', '.join(_TOKENIZERS)}): put it there")
+    return name, None
+
+
+def _import_transformers(gguf_file: str | None) -> Any:
+    for package in ("transformers", *(["gguf"] if gguf_file else [])):
+        if importlib.util.find_spec(package) is None:
+            raise InputError(f"this teacher needs the package {package}, which is not installed: {INSTALL}")
+    import transformers
+
+    return transformers
+
+
+class _quiet:
+    """Without the progress bars and advice of transformers, which would break into ours."""
+
+    def __init__(self, transformers: Any) -> None:
+        self.logging = transformers.utils.logging
+
+    def __enter__(self) -> None:
+        self.level, self.bars = self.logging.get_verbosity(), self.logging.is_progress_bar_enabled()
+        self.logging.set_verbosity_error()
+        self.logging.disable_progress_bar()
+
+    def __exit__(self, *raised: object) -> None:
+        self.logging.set_verbosity(self.level)
+        if self.bars:
+            self.logging.enable_progress_bar()
+
+
+def _read(name: str, kind: Any, source: str, **arguments: Any) -> Any:
+    """`kind.from_pretrained`, whose many errors about bad or missing files become ours."""
+    try:
+        return kind.from_pretrained(source, **arguments)
+    except Exception as error:  # of transformers, huggingface_hub, safetensors, tokenizers, gguf: no common class
+        if isinstance(error, MemoryError) or "out of memory" in str(error):
+            raise
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise InputError(f"the teacher {name} cannot be loaded: {reason}") from error
+
+
+def _tokenizer(name: str, tokenizer: Any) -> FastTokenizer:
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        raise InputError(f"the tokenizer of the teacher {name} has no fast version (tokenizer.json): save it as one")
+    before, after = tokenizer.bos_token_id, None
+    if before is None:
+        before, after = tokenizer.cls_token_id, tokenizer.sep_token_id
+    return FastTokenizer(fast, before=before, after=after, unk_id=tokenizer.unk_token_id)
+
+
+def _class(transformers: Any, config: Any, gguf_file: str | None) -> Any:
+    """The class with the head that the weights come with; the bare network where they have none."""
+    architecture = next(iter(config.architectures or ()), "")
+    if gguf_file or architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        return transformers.AutoModelForCausalLM
+    if architecture.endswith(("ForMaskedLM", "ForPreTraining")):
+        return transformers.AutoModelForMaskedLM
+    return transformers.AutoModel
