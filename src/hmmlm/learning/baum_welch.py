@@ -32,12 +32,17 @@ def maximise(
 
 def _maximise_rows(counts: Tensor, log_probs: Tensor, pseudocount: float, step: float) -> Tensor:
     """Log-probabilities [..., N] from counts [..., N]."""
-    counts = counts + pseudocount
+    if pseudocount:
+        counts = counts + pseudocount
     total = counts.sum(-1, keepdim=True)
     new = counts / total
     if step < 1:
         new = torch.lerp(log_probs.exp(), new, step)
-    return torch.where(total > 0, new.log(), log_probs)
+    # Zeros (and numbers so small that they are as good as zero) are slow to take logarithms of, and there are many.
+    tiny = torch.finfo(counts.dtype).tiny
+    new = new.clamp_min(tiny).log_().masked_fill_(new < tiny, float("-inf"))
+    empty = total <= 0
+    return torch.where(empty, log_probs, new) if bool(empty.any()) else new
 
 
 class RunningCounts:

@@ -40,13 +40,12 @@ def accumulate(chain: scaled.Chain, result: scaled.Forward, seed: Tensor, shape:
 
     Also β at the token before position 0, [B, Z]: the gradient with respect to `initial`.
     """
-    ragged = chain.active[-1] < chain.active[0]
-    weights = torch.zeros_like(result.alpha) if ragged else torch.empty_like(result.alpha)
+    assert result.alpha is not None and result.predicted is not None
+    weights = scaled.backward(chain, result, seed)
+    states, dtype = chain.start.shape[0], chain.transition.dtype
+    posterior = result.predicted * weights
     by_word = torch.zeros_like(chain.emission)
-    for t, beta, weight in scaled.backward(chain, result, seed):
-        rows = chain.active[t]
-        by_word.index_add_(0, chain.words[t, :rows], result.alpha[t, :rows] * beta)
-        weights[t, :rows] = weight
+    by_word.index_add_(0, chain.words.reshape(-1), posterior.view(-1, states))
     if chain.vocabulary.shape[0] == shape[1] + 1:  # every word has a row, "missing" is row 0
         emission = by_word[1:].t().contiguous()
     else:
@@ -60,7 +59,6 @@ def accumulate(chain: scaled.Chain, result: scaled.Forward, seed: Tensor, shape:
     if chain.restart is not None:
         start = start + (weights * chain.restart[..., None]).sum((0, 1))
         weights.masked_fill_(chain.restart[..., None], 0.0)
-    states, dtype = chain.start.shape[0], chain.transition.dtype
     before, after = result.alpha[:-1].reshape(-1, states).to(dtype), weights[1:].reshape(-1, states).to(dtype)
     transition = (before.t() @ after).to(seed.dtype)
     if chain.initial is not None:

@@ -47,6 +47,7 @@ def filter_states(parameters: Parameters, evidence: Evidence, impl: Impl = "auto
     if impl == "naive":
         return naive.log_likelihood(parameters, evidence), exactly(parameters, evidence)
     chain, result, doubt = run(parameters, evidence)
+    assert result.alpha is not None
     log_filtered = chain.unsort(result.alpha, 1).transpose(0, 1).log()
     log_likelihood = chain.unsort(result.log_likelihood)
     return (
@@ -61,9 +62,8 @@ def posterior(parameters: Parameters, evidence: Evidence, impl: Impl = "auto") -
     if impl == "naive":
         return naive.posterior(parameters, evidence)
     chain, result, doubt = run(parameters, evidence)
-    marginal = torch.zeros_like(result.alpha)
-    for t, beta, _ in scaled.backward(chain, result, possible(result)):
-        torch.mul(result.alpha[t, : chain.active[t]], beta, out=marginal[t, : chain.active[t]])
+    assert result.predicted is not None
+    marginal = scaled.backward(chain, result, possible(result)).mul_(result.predicted)
     marginal = chain.unsort(marginal, 1).transpose(0, 1).contiguous()
     return rescue(marginal, naive.posterior, parameters, evidence, doubt)
 
@@ -106,25 +106,19 @@ def entropy(parameters: Parameters, evidence: Evidence, impl: Impl = "auto") -> 
     if impl == "naive":
         return naive.entropy(parameters, evidence)
     chain, result, doubt = run(parameters, evidence)
-    transition = chain.transition
-    transition_log = torch.xlogy(transition, transition)
-    marginal_next, total = None, torch.zeros_like(result.log_likelihood)
-    for t, beta, _ in scaled.backward(chain, result, possible(result)):
-        rows, ahead = chain.active[t], chain.active[t + 1] if t + 1 < len(chain.active) else 0
-        alpha = result.alpha[t, :rows]
-        marginal = alpha * beta
-        total[ahead:rows] -= torch.xlogy(marginal[ahead:], marginal[ahead:]).sum(1)
-        if marginal_next is not None:
-            past = alpha[:ahead]
-            past_log = torch.xlogy(past, past)
-            norm = (past @ transition).clamp_min(torch.finfo(past.dtype).tiny)
-            conditional = norm.log() - (past_log @ transition + past @ transition_log) / norm
-            if chain.restart is not None:  # the past is then independent of what follows
-                independent = chain.restart[t + 1, :ahead, None]
-                conditional = torch.where(independent, -past_log.sum(1, keepdim=True), conditional)
-            total[:ahead] += (conditional.clamp_min(0) * marginal_next).sum(1)
-        marginal_next = marginal
-    return rescue(chain.unsort(total), naive.entropy, parameters, evidence, doubt)
+    assert result.alpha is not None and result.predicted is not None
+    transition, tiny = chain.transition, torch.finfo(chain.start.dtype).tiny
+    marginal = scaled.backward(chain, result, possible(result)).mul_(result.predicted)
+    past, norm = result.alpha[:-1], result.predicted[1:].clamp_min(tiny)
+    past_log = torch.xlogy(past, past)
+    conditional = norm.log() - (past_log @ transition + past @ torch.xlogy(transition, transition)) / norm
+    if chain.restart is not None:  # the past is then independent of what follows
+        conditional = torch.where(chain.restart[1:, :, None], -past_log.sum(2, keepdim=True), conditional)
+    total = (conditional.clamp_min(0) * marginal[1:]).sum((0, 2))
+    last = chain.unsort(marginal, 1).transpose(0, 1)
+    last = torch.take_along_dim(last, evidence.last()[:, None, None], 1).squeeze(1)
+    total = chain.unsort(total) - torch.xlogy(last, last).sum(1)
+    return rescue(total, naive.entropy, parameters, evidence, doubt)
 
 
 @torch.no_grad()
@@ -140,6 +134,7 @@ def surroundings(parameters: Parameters, evidence: Evidence, impl: Impl = "auto"
     if impl == "naive":
         return exactly(parameters, evidence)
     chain, result, doubt = run(parameters, evidence)
+    assert result.alpha is not None and result.predicted is not None
     floor, tiny = scaled.FLOOR[chain.start.dtype], torch.finfo(chain.start.dtype).tiny
     around, least = torch.zeros_like(result.alpha), torch.ones_like(result.log_likelihood)
     ahead, ending = torch.empty_like(result.alpha[0, :0]), torch.ones_like(result.alpha[0])
@@ -147,7 +142,7 @@ def surroundings(parameters: Parameters, evidence: Evidence, impl: Impl = "auto"
     # These are scaled by their largest value instead, over the states that the past allows.
     for t in range(len(chain.active) - 1, -1, -1):
         rows = chain.active[t]
-        predicted = scaled.predict(chain, t, result.alpha[t - 1] if t else None, rows)
+        predicted = result.predicted[t, :rows]
         beta = torch.cat([ahead, ending[: rows - ahead.shape[0]]])
         beta = torch.where(predicted < floor, 0.0, beta)
         weight = predicted * beta

@@ -5,7 +5,7 @@ overflows. What can still go wrong is that paths which matter later are flushed 
 for which that cannot be excluded, and the callers in `__init__.py` do those again in log space.
 """
 
-from collections.abc import Iterator
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,11 +13,14 @@ from torch import Tensor
 
 from hmmlm.ops.scan.naive import NEG_INF, Evidence, Parameters
 
-# Filtered probabilities below this are treated as lost. It keeps the backward messages finite: α_t(z) β_t(z) is a
-# posterior, so β_t(z) ≤ 1 / FLOOR wherever α_t(z) is kept.
+# Probabilities below this are treated as lost. It keeps the backward messages finite: α_t(z) β_t(z) is a posterior, so
+# β_t(z) ≤ 1 / FLOOR wherever α_t(z) is kept.
 FLOOR = {torch.float32: 1e-36, torch.float64: 1e-300}
 # Relative mass that may be lost without the sequence being done again.
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+GROUP = 4  # steps between two normalisations
+LEAST = {torch.float32: 1e-12, torch.float64: 1e-100}  # mass of a group of steps below which they are done singly
+SPAN_CELLS = 2**22  # largest [steps, B, Z] piece when nothing is kept
 
 
 class Chain(NamedTuple):
@@ -40,10 +43,14 @@ class Chain(NamedTuple):
 
 
 class Forward(NamedTuple):
-    alpha: Tensor  # [T, B, Z] filtered distributions (zero where inactive); [1, B, Z], the last ones, if not kept
-    scale: Tensor  # [T, B] p(x_t | x_1..t-1) / peak of x_t; one where inactive
+    """Filtering; [T, B, …] is zero (scale: one) where a sequence has ended."""
+
+    alpha: Tensor | None  # [T, B, Z] p(z_t | x_1..t), if kept
+    predicted: Tensor | None  # [T, B, Z] p(z_t | x_1..t−1), if kept
+    scale: Tensor  # [T, B] p(x_t | x_1..t−1) / peak of x_t
     log_likelihood: Tensor  # [B]
     final: Tensor  # [B, Z]
+    floor: float  # what was below this share of a step's mass may have been lost
 
 
 def product_dtype(parameter: Tensor) -> torch.dtype:
@@ -51,6 +58,14 @@ def product_dtype(parameter: Tensor) -> torch.dtype:
     if parameter.dtype == torch.float32 and torch.is_autocast_enabled(parameter.device.type):
         return torch.get_autocast_dtype(parameter.device.type)
     return parameter.dtype
+
+
+def exp(scores: Tensor) -> Tensor:
+    """exp, with results below FLOOR as zeros: on CPUs those take a hundred times as long, here and in products."""
+    lowest = math.log(FLOOR[scores.dtype])
+    if scores.is_cuda or bool(scores.amin() >= lowest):
+        return scores.exp()
+    return scores.clamp_min(lowest).exp_().masked_fill_(scores < lowest, 0.0)
 
 
 def prepare(parameters: Parameters, evidence: Evidence, products: torch.dtype) -> Chain:
@@ -73,10 +88,10 @@ def prepare(parameters: Parameters, evidence: Evidence, products: torch.dtype) -
     rows = torch.where((vocabulary < 0)[:, None], 0.0, rows)
     log_peak = rows.amax(1)
     log_peak = torch.where(log_peak == NEG_INF, 0.0, log_peak)
-    emission = (rows - log_peak[:, None]).exp_().contiguous()
+    emission = exp(rows - log_peak[:, None]).contiguous()
     restart = None if restart is None else restart.t().contiguous()
     return Chain(
-        log_start.exp(), log_transition.exp().to(products), emission, log_peak,
+        exp(log_start), exp(log_transition).to(products), emission, log_peak,
         words.t().contiguous(), vocabulary, active, order, initial, restart,
     )
 
@@ -86,84 +101,135 @@ def move(probs: Tensor, transition: Tensor) -> Tensor:
     return (probs.to(transition.dtype) @ transition).to(probs.dtype)
 
 
-def predict(chain: Chain, t: int, previous: Tensor | None, rows: int) -> Tensor:
-    """p(z_t | x_1..t-1) [rows, Z]."""
-    if previous is None:
-        return chain.start.expand(rows, -1)
-    moved = move(previous[:rows], chain.transition)
-    return moved if chain.restart is None else torch.where(chain.restart[t, :rows, None], chain.start, moved)
+def forward(chain: Chain, keep: bool = True) -> Forward:
+    """Filter: one product and one multiplication a step, everything else in bulk.
 
-
-def forward(chain: Chain, keep: bool = True, floor: float = 0.0) -> Forward:
-    """Filter. With `floor`, everything positive is raised to at least that: an upper bound on the likelihood."""
-    steps, batch = chain.words.shape
-    states, dtype = chain.start.shape[0], chain.start.dtype
-    ragged = chain.active[-1] < batch
-    alpha = chain.start.new_zeros(steps, batch, states) if keep and ragged else chain.start.new_empty(
-        steps if keep else 1, batch, states)
-    scale = chain.start.new_ones(steps, batch)
-    tiny = torch.finfo(dtype).tiny
-    final = chain.start.new_empty(batch, states) if ragged else None
-    previous = chain.initial
-    for t, rows in enumerate(chain.active):
-        predicted = predict(chain, t, previous, rows)
-        if floor:
-            predicted = raised(predicted, floor)
-        here = alpha[t if keep else 0, :rows]
-        torch.mul(predicted, chain.emission.index_select(0, chain.words[t, :rows]), out=here)
-        total = here.sum(1)
-        scale[t, :rows] = total
-        here.div_(total.clamp_min(tiny)[:, None])
-        if floor:
-            here.copy_(raised(here, floor))
-        ending = chain.active[t + 1] if t + 1 < steps else 0
-        if final is not None and ending < rows:
-            final[ending:rows] = here[ending:]
-        previous = here
-    assert previous is not None
-    peaks = chain.log_peak[chain.words]
-    if ragged:
-        inside = torch.arange(batch, device=peaks.device) < torch.tensor(chain.active, device=peaks.device)[:, None]
-        peaks = torch.where(inside, peaks, 0.0)
-    log_likelihood = (scale.log() + peaks).sum(0, dtype=torch.float64).to(dtype)
-    return Forward(alpha, scale, log_likelihood, previous.clone() if final is None else final)
-
-
-def raised(values: Tensor, floor: float) -> Tensor:
-    return torch.where(values > 0, values.clamp_min(floor), 0.0)
-
-
-def backward(chain: Chain, result: Forward, seed: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """From the last step to the first: (t, β_t [n, Z], w_t [n, Z]), both times seed [B].
-
-    β_t(z) = p(x_t+1.. | z_t = z) / p(x_t+1.. | x_1..t), so that Σ_z α_t(z) β_t(z) = 1, and
-    w_t(z) = p(x_t | z) β_t(z) / p(x_t | x_1..t-1): the expected count of a transition i → j into step t is
-    α_t-1(i) A(i, j) w_t(j), that of a start in z is π(z) w_t(z).
+    Steps are normalised in groups, which spares small models most of their overhead. Where the mass of a group comes
+    near underflow, all is done again with groups of one.
     """
-    steps, _ = chain.words.shape
-    reverse, floor, tiny = chain.transition.t(), FLOOR[chain.start.dtype], torch.finfo(chain.start.dtype).tiny
-    weight: Tensor | None = None
-    for t in range(steps - 1, -1, -1):
+    result, least = _filter(chain, keep, GROUP)
+    if chain.start.is_cuda and torch.cuda.is_current_stream_capturing():
+        return result
+    return result if bool(least >= LEAST[chain.start.dtype]) else _filter(chain, keep, 1)[0]
+
+
+def _filter(chain: Chain, keep: bool, group: int) -> tuple[Forward, Tensor]:
+    """The filter with groups of `group` steps, and the least mass any step had before it was normalised."""
+    steps, batch = chain.words.shape
+    like, states, tiny = chain.start, chain.start.shape[0], torch.finfo(chain.start.dtype).tiny
+    span = steps if keep else max(1, min(steps, SPAN_CELLS // (batch * states)))
+    scale, final = like.new_ones(steps, batch), like.new_empty(batch, states)
+    inside = _inside(chain)
+    alpha, predicted, mass = like.new_empty(0), like.new_empty(0), like.new_ones(1, batch)
+    least = like.new_ones(())
+    previous = chain.initial
+    for first in range(0, steps, span):
+        end = min(first + span, steps)
+        before = mass[-1:]
+        emission = chain.emission.index_select(0, chain.words[first:end].reshape(-1)).view(-1, batch, states)
+        make = like.new_empty if inside is None else like.new_zeros
+        alpha, predicted = make(emission.shape), make(emission.shape)
+        rows_of = zip(chain.active[first:end], alpha.unbind(), predicted.unbind(), emission.unbind(), strict=True)
+        for t, (rows, here, guess, scores) in enumerate(rows_of, first):
+            if rows < batch:
+                here, guess, scores = here[:rows], guess[:rows], scores[:rows]
+            if previous is None:
+                guess.copy_(chain.start.expand(rows, -1))
+            else:
+                previous = previous if rows == previous.shape[0] else previous[:rows]
+                if t % group == 0 and t > 0:
+                    previous = previous / previous.sum(1, keepdim=True).clamp_min_(tiny)
+                if previous.dtype == chain.transition.dtype:
+                    torch.mm(previous, chain.transition, out=guess)
+                else:
+                    guess.copy_(move(previous, chain.transition))
+                if chain.restart is not None:
+                    guess.copy_(torch.where(chain.restart[t, :rows, None], chain.start, guess))
+            torch.mul(guess, scores, out=here)
+            previous = here
+        # Masses relative to the last normalised step become p(x_t | x_1..t−1), and distributions distributions.
+        mass = alpha.sum(2)
+        if inside is not None:
+            mass = torch.where(inside[first:end], mass, 1.0)
+        least = torch.minimum(least, mass.amin())
+        fresh = (torch.arange(first, end, device=mass.device) % group == 0)[:, None]
+        if chain.restart is not None:
+            fresh = fresh | chain.restart[first:end]
+        base = torch.where(fresh, 1.0, torch.cat([before, mass[:-1]]).clamp_min(tiny))
+        torch.div(mass, base, out=scale[first:end])
+        if inside is not None:
+            scale[first:end].masked_fill_(~inside[first:end], 1.0)
+        alpha.div_(mass.clamp_min(tiny)[..., None])
+        if keep:
+            predicted.div_(base[..., None])
+        _finish(chain, alpha, first, final)
+        previous, mass = (alpha[-1, : chain.active[end - 1]], torch.ones_like(mass))
+    peaks = chain.log_peak[chain.words]
+    if inside is not None:
+        peaks = torch.where(inside, peaks, 0.0)
+    log_likelihood = (scale.log() + peaks).sum(0, dtype=torch.float64).to(like.dtype)
+    floor = FLOOR[like.dtype] / (LEAST[like.dtype] if group > 1 else 1.0)
+    kept = (alpha, predicted) if keep else (None, None)
+    return Forward(kept[0], kept[1], scale, log_likelihood, final, floor), least
+
+
+def _inside(chain: Chain) -> Tensor | None:
+    """[T, B] True where a sequence has not ended; None if all are full."""
+    batch = chain.words.shape[1]
+    if chain.active[-1] == batch:
+        return None
+    active = torch.tensor(chain.active, device=chain.words.device)
+    return torch.arange(batch, device=chain.words.device) < active[:, None]
+
+
+def _finish(chain: Chain, alpha: Tensor, first: int, final: Tensor) -> None:
+    """Put the filtered distributions of sequences that end within alpha [span, B, Z] into `final`."""
+    steps = chain.words.shape[0]
+    for t in range(first, first + alpha.shape[0]):
+        ahead = chain.active[t + 1] if t + 1 < steps else 0
+        if ahead < chain.active[t]:
+            final[ahead : chain.active[t]] = alpha[t - first, ahead : chain.active[t]]
+
+
+def backward(chain: Chain, result: Forward, seed: Tensor) -> Tensor:
+    """w [T, B, Z], times seed [B] (rows in the chain's order): what a transition into a state at step t leads to.
+
+    w_t(z) = p(x_t.. | z_t = z) / p(x_t.. | x_1..t−1), so the posterior is p(z_t | x) = predicted_t(z) w_t(z), the
+    expected count of a transition i → j into step t is α_t−1(i) A(i, j) w_t(j), and that of a start in z π(z) w_t(z).
+    States whose filtered probability is below FLOOR are taken out: their messages could overflow and matter to nobody.
+    """
+    assert result.alpha is not None
+    (steps, batch), states = chain.words.shape, chain.start.shape[0]
+    tiny = torch.finfo(seed.dtype).tiny
+    factor = chain.emission.index_select(0, chain.words.reshape(-1)).view(steps, batch, states)
+    factor.div_(result.scale.clamp_min(tiny)[..., None])
+    factor.masked_fill_(result.alpha < FLOOR[seed.dtype], 0.0)
+    reverse = chain.transition.t()
+    message = torch.empty_like(factor[0])
+    for t, here in reversed(list(enumerate(factor.unbind()))):
         rows, ahead = chain.active[t], chain.active[t + 1] if t + 1 < steps else 0
-        beta = seed[:rows, None].expand(-1, chain.start.shape[0])
-        if weight is None:
-            beta = beta.clone()
-        else:
-            moved = move(weight, reverse)
+        if ahead < rows:
+            here[ahead:rows].mul_(seed[ahead:rows, None])
+        if ahead:
+            following = factor[t + 1] if ahead == batch else factor[t + 1, :ahead]
+            arrived = message if ahead == batch else message[:ahead]
+            if following.dtype == reverse.dtype:
+                torch.mm(following, reverse, out=arrived)
+            else:
+                arrived = move(following, reverse)
             if chain.restart is not None:
-                moved = torch.where(chain.restart[t + 1, :ahead, None], beta[:ahead], moved)
-            beta = moved if ahead == rows else torch.cat([moved, beta[ahead:]])
-        beta.masked_fill_(result.alpha[t, :rows] < floor, 0.0)
-        weight = chain.emission.index_select(0, chain.words[t, :rows]).mul_(beta)
-        weight.div_(result.scale[t, :rows].clamp_min(tiny)[:, None])
-        yield t, beta, weight
+                arrived = torch.where(chain.restart[t + 1, :ahead, None], seed[:ahead, None], arrived)
+            (here if ahead == batch else here[:ahead]).mul_(arrived)
+        if rows < batch:
+            here[rows:] = 0.0
+    return factor
 
 
 def doubtful(parameters: Parameters, chain: Chain, result: Forward) -> Tensor:
     """[B] (sorted rows) True where mass flushed to zero might matter, so that only log space can tell.
 
     First a cheap argument. If no column of the transition matrix varies by more than a factor ρ, then after one step
-    whatever was flushed is at most Z·FLOOR·ρ of every state's mass, and stays so; nothing to fear while each step's
+    whatever was flushed is at most Z·floor·ρ of every state's mass, and stays so; nothing to fear while each step's
     scale is well above that. Where this says nothing (zeros or peaks in the matrix), run the filter again with
     everything possible raised to a floor: if that upper bound agrees with the result, nothing was lost.
     """
@@ -171,17 +237,17 @@ def doubtful(parameters: Parameters, chain: Chain, result: Forward) -> Tensor:
     log_transition = parameters.log_transition
     # A column of zeros (NaN here) is a state that nothing leads to: it can lose nothing.
     log_ratio = (log_transition.amax(0) - log_transition.amin(0)).nan_to_num(nan=0.0, posinf=float("inf")).amax()
-    margin = torch.log(chain.start.new_tensor(FLOOR[dtype] * states / TOLERANCE[dtype])) + log_ratio
+    margin = math.log(result.floor * states / TOLERANCE[dtype]) + log_ratio
     suspect = result.scale.amin(0).log() < margin
     if not bool(suspect.any()):
         return suspect
     if chain.transition.dtype != dtype:  # the rounding of low precision would hide what is looked for
-        chain = chain._replace(transition=log_transition.exp())
+        chain = chain._replace(transition=exp(log_transition))
         result = forward(chain, keep=False)
-    upper = forward(raised_chain(parameters, chain), keep=False, floor=FLOOR[dtype] ** 0.5)
+    upper = upper_log_likelihood(raised_chain(parameters, chain), FLOOR[dtype] ** 0.5)
     slack = TOLERANCE[dtype] * 10 + torch.finfo(dtype).eps * 4 * chain.words.shape[0]
-    both_impossible = upper.log_likelihood == NEG_INF
-    agrees = (upper.log_likelihood - result.log_likelihood).abs() <= slack
+    both_impossible = upper == NEG_INF
+    agrees = (upper - result.log_likelihood).abs() <= slack
     return suspect & ~agrees & ~both_impossible
 
 
@@ -195,3 +261,27 @@ def raised_chain(parameters: Parameters, chain: Chain) -> Chain:
         transition=torch.where(parameters.log_transition > NEG_INF, chain.transition.clamp_min(floor), 0.0),
         emission=torch.where(possible, chain.emission.clamp_min(floor), 0.0),
     )
+
+
+def upper_log_likelihood(chain: Chain, floor: float) -> Tensor:
+    """[B] the log-likelihood if, at every step, everything possible were at least `floor`."""
+    batch = chain.words.shape[1]
+    tiny = torch.finfo(chain.start.dtype).tiny
+    total = torch.zeros(batch, dtype=torch.float64, device=chain.start.device)
+    previous = chain.initial
+    for t, rows in enumerate(chain.active):
+        guess = chain.start.expand(rows, -1)
+        if previous is not None:
+            guess = move(previous[:rows], chain.transition)
+            if chain.restart is not None:
+                guess = torch.where(chain.restart[t, :rows, None], chain.start, guess)
+        words = chain.words[t, :rows]
+        here = raised(guess, floor) * chain.emission.index_select(0, words)
+        mass = here.sum(1)
+        total[:rows] += mass.log() + chain.log_peak[words]
+        previous = raised(here / mass.clamp_min(tiny)[:, None], floor)
+    return total.to(chain.start.dtype)
+
+
+def raised(values: Tensor, floor: float) -> Tensor:
+    return torch.where(values > 0, values.clamp_min(floor), 0.0)
