@@ -27,11 +27,12 @@ def run(
     parameters: Parameters, evidence: Evidence, products: torch.dtype | None = None, keep: bool = True
 ) -> tuple[scaled.Chain, scaled.Forward, Tensor]:
     """The scaled filter, and the (original) indices of the sequences it cannot be trusted with."""
-    chain = scaled.prepare(parameters, evidence, products or parameters.log_start.dtype)
-    result = scaled.forward(chain, keep)
-    if chain.start.is_cuda and torch.cuda.is_current_stream_capturing():
-        return chain, result, torch.empty(0, dtype=torch.long, device=chain.start.device)
-    doubt = scaled.doubtful(parameters, chain, result)
+    with torch.autocast(evidence.tokens.device.type, enabled=False):  # the precision of products is decided by now
+        chain = scaled.prepare(parameters, evidence, products or parameters.log_start.dtype)
+        result = scaled.forward(chain, keep)
+        if chain.start.is_cuda and torch.cuda.is_current_stream_capturing():
+            return chain, result, torch.empty(0, dtype=torch.long, device=chain.start.device)
+        doubt = scaled.doubtful(parameters, chain, result)
     return chain, result, chain.unsort(doubt).nonzero().squeeze(1)
 
 
@@ -123,6 +124,4 @@ class _Scan(torch.autograd.Function):
 
 
 def differentiable_scan(parameters: Parameters, evidence: Evidence) -> Scan:
-    products = scaled.product_dtype(parameters.log_start)
-    with torch.autocast(evidence.tokens.device.type, enabled=False):  # the precision of products is decided above
-        return Scan(*_Scan.apply(*parameters, *evidence, products))
+    return Scan(*_Scan.apply(*parameters, *evidence, scaled.product_dtype(parameters.log_start)))

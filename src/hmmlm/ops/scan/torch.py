@@ -206,6 +206,7 @@ def backward(chain: Chain, result: Forward, seed: Tensor) -> Tensor:
     factor.masked_fill_(result.alpha < FLOOR[seed.dtype], 0.0)
     reverse = chain.transition.t()
     message = torch.empty_like(factor[0])
+    same = reverse.dtype == factor.dtype and not torch.is_autocast_enabled(factor.device.type)
     for t, here in reversed(list(enumerate(factor.unbind()))):
         rows, ahead = chain.active[t], chain.active[t + 1] if t + 1 < steps else 0
         if ahead < rows:
@@ -213,7 +214,7 @@ def backward(chain: Chain, result: Forward, seed: Tensor) -> Tensor:
         if ahead:
             following = factor[t + 1] if ahead == batch else factor[t + 1, :ahead]
             arrived = message if ahead == batch else message[:ahead]
-            if following.dtype == reverse.dtype:
+            if same:
                 torch.mm(following, reverse, out=arrived)
             else:
                 arrived = move(following, reverse)
