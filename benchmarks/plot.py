@@ -31,6 +31,7 @@ def draw(rows: list[tables.Row], path: Path) -> None:
     figure, grid = plt.subplots(2, 2, figsize=(11, 8.2), sharex=True, layout="constrained")
     for axes, operation in zip(grid.flat, OPERATIONS, strict=True):
         panel(axes, [row for row in rows if row["operation"] == operation])
+        axes.xaxis.set_major_locator(FixedLocator(sorted({int(row["states"]) for row in rows})))
         axes.set_title(tables.TITLES[operation], loc="left", fontsize=11, fontweight="bold")
     for axes in grid[1]:
         axes.set_xlabel("states")
@@ -47,7 +48,6 @@ def draw(rows: list[tables.Row], path: Path) -> None:
 
 
 def panel(axes: Axes, rows: list[tables.Row]) -> None:
-    sizes = sorted({int(row["states"]) for row in rows})
     for system, (color, marker, line) in STYLES.items():
         mine = [row for row in rows if row["system"] == system]
         done = [(int(row["states"]), float(row["median_s"])) for row in mine if row["status"] == "ok"]
@@ -62,7 +62,6 @@ def panel(axes: Axes, rows: list[tables.Row]) -> None:
                           markersize=11, linestyle="none")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(sizes))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tables.seconds(value)))

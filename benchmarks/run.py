@@ -146,12 +146,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=tables.OFFICIAL,
                         help="CSV, the plot beside it; the default one also goes into docs/benchmarks.md")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cap", type=float, default=30.0, help="seconds after which one run is given up")
+    parser.add_argument("--cap", type=float, default=20.0, help="seconds after which one run is given up")
     parser.add_argument("--memory", type=float, default=12.0, help="GiB that each system may take")
     arguments = parser.parse_args()
 
     share_cores(arguments.threads)
-    about = machine() | {"threads": arguments.threads}
+    about = machine() | {"threads": arguments.threads, "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "")}
+    if about["system_load"] > 0.5:
+        print(f"The machine is busy (load {about['system_load']}): systems built on OpenMP will seem far too slow.")
     workers = {system: Worker(system, int(arguments.memory * 2**30)) for system in arguments.only}
     cells: list[Cell] = []
     began = time.monotonic()

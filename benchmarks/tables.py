@@ -77,7 +77,10 @@ def cell(row: Row | None, ours: Row | None) -> str:
     median = float(row["median_s"])
     if row["system"] == "hmmlm":
         return f"**{seconds(median)}**"
-    return seconds(median) + (f" ({median / float(ours['median_s']):.3g}×)" if ours and ours["status"] == "ok" else "")
+    if not ours or ours["status"] != "ok":
+        return seconds(median)
+    times = median / float(ours["median_s"])
+    return f"{seconds(median)} ({times:,.0f}×)" if times >= 100 else f"{seconds(median)} ({times:.2g}×)"
 
 
 def ratio(times: Times, target: Target, column: str) -> tuple[float, int] | None:

@@ -109,6 +109,7 @@ class Worker:
             # Allocators that find no memory abort; the kernel kills.
             raise Failed("out of memory" if code in (-6, -9, -11) else f"process ended with code {code}") from None
         if kind == "failed":
+            self.stop()  # threads of a computation that failed may still be at work
             raise Failed(answer)
         return answer
 
