@@ -72,6 +72,7 @@ def prepare(parameters: Parameters, evidence: Evidence, products: torch.dtype) -
     log_start, log_transition, log_emission = parameters
     tokens, lengths, initial, restart = evidence
     order, (batch, steps) = None, tokens.shape
+    initial = None if initial is None else initial.to(log_start.dtype)
     active = [batch] * steps
     if lengths is not None:
         order = torch.argsort(lengths, descending=True, stable=True)
