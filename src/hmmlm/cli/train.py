@@ -26,7 +26,9 @@ examples:
   hmmlm train --data my.txt --model.states 512 --train.epochs 20 --out runs/mine
   hmmlm train --resume runs/mine
   hmmlm train --resume runs/mine --train.epochs 40
-  hmmlm train --config my-recipe.toml --train.seed 1"""
+  hmmlm train --config my-recipe.toml --train.seed 1
+  hmmlm train --data my.txt --init lvd --teacher PATH
+    (short for --initialization.kind lvd --initialization.teacher PATH)"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,12 @@ def _resume(argv: list[str], folder: Path) -> int:
     return _train(_parse(argv, saved_config(folder)).run, folder, resume=True)
 
 
+SHORT = {"--init": "--initialization.kind", "--teacher": "--initialization.teacher"}
+
+
 def _parse(argv: list[str], start: RunConfig) -> Arguments:
+    for short, name in SHORT.items():
+        argv = [name + given[len(short) :] if given.partition("=")[0] == short else given for given in argv]
     recipes = textwrap.fill(f"Settings start from a recipe; there are: {', '.join(recipe_names())}.", 79)
     return parse(Arguments, argv, "train", DESCRIPTION.format(recipes=recipes), Arguments(run=start))
 

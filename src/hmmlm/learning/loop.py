@@ -20,10 +20,12 @@ from lightning_fabric import Fabric
 from hmmlm.data.batches import Batch, ChunkBatches, StreamBatches
 from hmmlm.errors import InputError
 from hmmlm.hmm import AnyHMM, Carry
+from hmmlm.initialization.teacher import Teacher
 from hmmlm.learning.checkpoint import STATE, load_tensors, read_state, save_folder, write_state
 from hmmlm.learning.config import RunConfig, config_to_dict
 from hmmlm.learning.evaluate import Evaluation, State, carried, count_tokens, evaluate, to_device
 from hmmlm.learning.history import History
+from hmmlm.learning.initialize import Distillation, distilled_tokens
 from hmmlm.learning.interrupt import Stopped, StopRequest
 from hmmlm.learning.prepare import Prepared, make_parameterization
 from hmmlm.learning.progress import Progress
@@ -48,12 +50,18 @@ class Position:
     seconds: float = 0.0
     checked: int = 0
     """Step of the last validation check; 0: none yet."""
+    initialized: bool = False
+    """Whether there are clusters, and a start from counts if it is to be one."""
+    joint_tokens: int = 0
+    """Tokens at which learning turns from P(O, S) to P(O); settled when the run begins."""
 
 
 class Trainer:
     """A run in the folder `out`, from its beginning; `load` continues from `out/last`."""
 
-    def __init__(self, config: RunConfig, out: Path, data: Prepared, progress: Progress) -> None:
+    def __init__(
+        self, config: RunConfig, out: Path, data: Prepared, progress: Progress, teacher: Teacher | None = None
+    ) -> None:
         self.config, self.out, self.data, self.progress = config, out, data, progress
         self.fabric = Fabric(accelerator=_accelerator(config), devices=1, precision=config.train.precision)
         torch.manual_seed(config.train.seed)
@@ -64,6 +72,9 @@ class Trainer:
         self.train_batches = make_batches(config, data, "train")
         self.valid_batches = make_batches(config, data, "valid")
         self.position, self.saved = Position(), Position(step=-1)
+        self.distillation: Distillation | None = None
+        if config.initialization.kind != "none":
+            self.distillation = Distillation(config, out, data, self.parameterization, teacher)
         self.final: State = None  # the filtered distribution that the next window starts from
         # log-likelihoods of the steps since the loss was last logged, and their tokens
         self.window = torch.zeros(config.train.log_every, dtype=torch.float64, device=self.fabric.device)
@@ -82,6 +93,11 @@ class Trainer:
         return self.position.tokens >= self.total_tokens
 
     @property
+    def distilling(self) -> bool:
+        """Whether the next step learns from P(O, S)."""
+        return self.position.tokens < self.position.joint_tokens
+
+    @property
     def check_is_due(self) -> bool:
         """Checks are evenly spaced in an epoch, the last at its end; and there is one at the end of the run."""
         steps, checks = self.train_batches.steps_per_epoch, self.config.train.checks_per_epoch
@@ -98,20 +114,31 @@ class Trainer:
 
     def run(self, request: StopRequest) -> bool:
         """Train to the end (True), or until asked to stop (False); either way everything is saved."""
-        with (
-            History(self.out, self.position.step, self.config.train.tensorboard) as self.history,
-            self.progress.phase("train", self.total_tokens, done=self.position.tokens) as self.phase,
-        ):
-            self.clock = Clock(self.position.seconds)
+        with History(self.out, self.position.step, self.config.train.tensorboard) as self.history:
             try:
-                self.between_steps(request)
-                while not self.done:
-                    self.run_epoch(request)
+                self.initialize(request)
+                with self.progress.phase("train", self.total_tokens, done=self.position.tokens) as self.phase:
+                    self.clock = Clock(self.position.seconds)
+                    self.between_steps(request)
+                    while not self.done:
+                        self.run_epoch(request)
             except Stopped:
                 self.save()
                 return False
             self.save_model("final", self.hmm())
         return True
+
+    def initialize(self, request: StopRequest) -> None:
+        """What a teacher is needed for before the next step, if anything; a new run is saved after it."""
+        position = self.position
+        if self.distillation is None or (position.initialized and not self.distilling):
+            return
+        self.distillation.prepare(self.progress, request.raise_if_asked, fresh=self.saved.step < 0)
+        if not position.initialized:
+            if self.config.initialization.kind == "counts":
+                self.distillation.assign_counts(self.progress, request.raise_if_asked)
+            position.initialized, position.joint_tokens = True, distilled_tokens(self.config, self.total_tokens)
+            self.save()
 
     def run_epoch(self, request: StopRequest) -> None:
         for batch in self.train_batches.epoch(self.position.epoch, self.position.index):
@@ -123,10 +150,14 @@ class Trainer:
     def step(self, batch: Batch) -> None:
         """Learn from one batch."""
         position, tokens = self.position, count_tokens(batch)
-        step = self.next_step(tokens)
+        step, labels = self.next_step(tokens), None
+        if self.distillation is not None and self.distilling:
+            labels = self.distillation.labels(batch, position.epoch, position.index).to(self.fabric.device)
+        else:
+            self.distillation = None  # and with it the teacher's memory
         batch = to_device(batch, self.fabric.device)
-        result = self.updater.step(batch, carried(batch, self.final), tokens, step)
-        self.final = result.final
+        result = self.updater.step(batch, carried(batch, self.final), tokens, step, labels)
+        self.final, self.joint = result.final, labels is not None
         self.window[len(self.window_tokens)] = result.log_likelihood.sum(dtype=torch.float64)
         self.window_tokens.append(tokens)
         self.rate = self.updater.peak * step.factor
@@ -156,6 +187,7 @@ class Trainer:
         self.history.write(
             "train", self.position.step, epoch=self.position.epoch, tokens=self.position.tokens, loss=loss,
             rate=self.rate, seconds=round(self.position.seconds, 3), tokens_per_second=round(self.clock.speed(tokens)),
+            **({"objective": "joint"} if self.joint else {}),
         )  # fmt: skip
         self.phase.advance(0, loss=f"{loss:.3f}")
 

@@ -1,7 +1,8 @@
 """Training a run from its configuration, or going on with one that was stopped.
 
-A run is a folder: config.json, tokenizer/, data/ (token files), history.jsonl, tensorboard/, and links into
-checkpoints/: last (to resume from), best (by validation) and final (language models, for `hmmlm.load`).
+A run is a folder: config.json, tokenizer/, data/ (token files), history.jsonl, tensorboard/, with a teacher
+clusters.safetensors, and links into checkpoints/: last (to resume from), best (by validation) and final (language
+models, for `hmmlm.load`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hmmlm.errors import InputError
 from hmmlm.learning.checkpoint import read_json
 from hmmlm.learning.config import RunConfig, config_from_dict, config_to_dict
 from hmmlm.learning.evaluate import perplexity
+from hmmlm.learning.initialize import open_configured
 from hmmlm.learning.interrupt import stop_on_signals
 from hmmlm.learning.loop import Trainer, TrainingError
 from hmmlm.learning.prepare import prepare, reopen
@@ -55,11 +57,12 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
     has_checkpoint = (out / "last").exists()
     if has_checkpoint and not resume:
         raise InputError(f"{out} already holds a run: continue it with --resume {out}, or choose another folder")
+    teacher = None if has_checkpoint else open_configured(config)
     splits = None if has_checkpoint else load_text(config.data, folder=config.data_folder, download=True)
     # Only now, when there is something to train on, does the run's folder come to be.
     write_bytes(out / "config.json", (json.dumps(config_to_dict(config), indent=1) + "\n").encode())
     data = reopen(out) if splits is None else prepare(config, splits, out, progress)
-    trainer = Trainer(config, out, data, progress)
+    trainer = Trainer(config, out, data, progress, teacher)
     if has_checkpoint:
         trainer.load()
     try:

@@ -11,7 +11,9 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from hmmlm.data.batches import Batch
-from hmmlm.hmm import HMM, Carry
+from hmmlm.hmm import HMM, AnyHMM, BlockedHMM, Carry
+from hmmlm.hmm.blocked import BlockedScan, last_states
+from hmmlm.initialization.lvd import joint_log_likelihood
 from hmmlm.learning.baum_welch import RunningCounts, batches_per_update, maximise
 from hmmlm.learning.checkpoint import load_tensors
 from hmmlm.learning.config import OptimizerConfig
@@ -37,8 +39,11 @@ class Updater(Protocol):
     peak: float
     """Rate (or α) that the schedule's factor multiplies."""
 
-    def step(self, batch: Batch, initial: State, tokens: int, step: Step) -> Any:
-        """Learn from a batch that starts from `initial`; the scan is that of the parameters before the update."""
+    def step(self, batch: Batch, initial: State, tokens: int, step: Step, labels: Tensor | None = None) -> Any:
+        """Learn from a batch that starts from `initial`; the scan is that of the parameters before the update.
+
+        With `labels` [B,T], states, it is learnt from P(O, S): both are its log-likelihood and where the labels end.
+        """
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps, beside `scalars`."""
@@ -50,14 +55,38 @@ class Updater(Protocol):
 
 
 class Likelihood(nn.Module):
-    """θ → distributional parameters → log-likelihood [B] and filtered distribution [B,Z] of a batch."""
+    """θ → distributional parameters → log-likelihood [B] and filtered distribution [B,Z] of a batch.
+
+    With `labels` the likelihood is the joint one of tokens and states, of the whole model: states are not dropped.
+    """
 
     def __init__(self, parameterization: Parameterization) -> None:
         super().__init__()
         self.parameterization = parameterization
 
-    def forward(self, batch: Batch, initial: State) -> Any:
+    def forward(self, batch: Batch, initial: State, labels: Tensor | None = None) -> Any:
+        if labels is not None:
+            return joint_scan(self.parameterization(), batch, initial, labels)
         return self.parameterization.scan(batch.tokens, batch.lengths, initial, batch.restart)
+
+
+def joint_scan(hmm: AnyHMM, batch: Batch, initial: State, labels: Tensor) -> Scan | BlockedScan:
+    """log P(O, S) [B] of a batch, and the last labels as filtered distributions, which the next window starts from."""
+    before = None
+    if isinstance(initial, Carry):
+        before = initial.states.gather(1, initial.probs.argmax(1, keepdim=True))[:, 0]
+    elif initial is not None:
+        before = initial.argmax(1)
+    log_likelihood = joint_log_likelihood(hmm, batch.tokens, labels, batch.restart, before)
+    last = labels[:, -1:] if batch.lengths is None else labels.gather(1, batch.lengths[:, None] - 1)
+    if isinstance(hmm, BlockedHMM):
+        states = last_states(batch.tokens, batch.lengths, hmm.factors.block_of_word, _by_block(hmm))
+        return BlockedScan(log_likelihood, Carry((states == last).to(hmm.dtype), states))
+    return Scan(log_likelihood, torch.zeros(len(last), hmm.states, device=last.device).scatter_(1, last, 1.0))
+
+
+def _by_block(hmm: BlockedHMM) -> Tensor:
+    return torch.arange(hmm.states, device=hmm.device).view(-1, hmm.factors.states_per_block)
 
 
 class AdamW:
@@ -80,22 +109,23 @@ class AdamW:
         self.objective, self.optimizer = fabric.setup(Likelihood(parameterization), self.inner)
         self.graphed = GraphedStep(self.learn) if on_gpu else None
 
-    def step(self, batch: Batch, initial: State, tokens: int, step: Step) -> Any:
+    def step(self, batch: Batch, initial: State, tokens: int, step: Step, labels: Tensor | None = None) -> Any:
         rate = self.peak * step.factor
         if self.graphed is None:
             self.inner.param_groups[0]["lr"] = rate
         else:
             self.rate.fill_(rate)
-            result = self.graphed(batch, initial)
+            # a step with labels is not recorded: there are few, and the teacher takes far longer
+            result = self.graphed(batch, initial) if labels is None else None
             if result is not None:
                 return result
-        return self.learn(batch, initial)
+        return self.learn(batch, initial, labels)
 
-    def learn(self, batch: Batch, initial: State) -> Any:
+    def learn(self, batch: Batch, initial: State, labels: Tensor | None = None) -> Any:
         """Everything a step does on the device."""
         # Tokens are counted where the batch is, without waiting: padding is −1.
         tokens = (batch.tokens >= 0).sum()
-        result = self.objective(batch, initial)
+        result = self.objective(batch, initial, labels)
         self.fabric.backward(-result.log_likelihood.sum() / tokens)
         if self.clip:
             # without the check for finite norms, which would wait for the device: the trainer checks the loss
@@ -135,13 +165,17 @@ class BaumWelch:
             parameterization.states, parameterization.vocab_size, self.config.momentum, fabric.device
         )
 
-    def step(self, batch: Batch, initial: State, tokens: int, step: Step) -> Scan:
+    def step(self, batch: Batch, initial: State, tokens: int, step: Step, labels: Tensor | None = None) -> Scan:
         with torch.no_grad():
             hmm = self.parameterization()
         assert isinstance(hmm, HMM) and not isinstance(initial, Carry)  # only a dense HMM can be assigned
         parameters = [p.requires_grad_() for p in hmm.parameters]
-        with self.fabric.autocast():
-            result = hmm.scan(batch.tokens, batch.lengths, initial, batch.restart)
+        result: Any
+        if labels is not None:
+            result = joint_scan(hmm, batch, initial, labels)
+        else:
+            with self.fabric.autocast():
+                result = hmm.scan(batch.tokens, batch.lengths, initial, batch.restart)
         # the gradient with respect to log-probabilities is the expected counts; this way the scan is done once
         counts = torch.autograd.grad(result.log_likelihood.sum(), parameters)
         with torch.no_grad():

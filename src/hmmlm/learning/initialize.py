@@ -1,0 +1,201 @@
+"""The first phases of a run with a teacher: its embeddings are clustered, then label the first batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hmmlm.data.batches import Batch, ChunkBatches, StreamBatches
+from hmmlm.data.tokenfile import TokenFile
+from hmmlm.errors import InputError
+from hmmlm.initialization.clustering import Clusters, fit_clusters
+from hmmlm.initialization.embeddings import student_embeddings
+from hmmlm.initialization.lvd import Embed, EmbeddedText, Labeller, hmm_from_labels, write_labels
+from hmmlm.initialization.teacher import Teacher, open_teacher
+from hmmlm.learning.config import RunConfig
+from hmmlm.learning.prepare import Prepared
+from hmmlm.learning.progress import Progress
+from hmmlm.parameterization import BlockedNeural, BlockedScalar, Parameterization
+
+CLUSTERS = "clusters.safetensors"
+LABELS = "labels"
+DEFAULT_TOKENS, LARGEST_SHARE = 5_000_000, 0.1
+"""Of the P(O, S) phase, where the configuration does not say."""
+
+
+def open_configured(config: RunConfig) -> Teacher | None:
+    """The teacher a configuration names, if it does: what is wrong with it is said before any work."""
+    start = config.initialization
+    if start.teacher is None:
+        return None
+    return open_teacher(
+        start.teacher, random=start.random_teacher, gguf_file=start.gguf_file, device=config.train.device,
+        seed=config.train.seed,
+    )
+
+
+def distilled_tokens(config: RunConfig, total_tokens: int) -> int:
+    """Tokens of the P(O, S) phase in a run of `total_tokens`."""
+    start = config.initialization
+    if start.kind != "lvd":
+        return 0
+    return start.tokens or min(DEFAULT_TOKENS, int(LARGEST_SHARE * total_tokens))
+
+
+class Distillation:
+    """Clusters and labels of a run. Everything but the teacher lies in the run's folder, for a run that resumes."""
+
+    def __init__(
+        self, config: RunConfig, out: Path, data: Prepared, parameterization: Parameterization,
+        teacher: Teacher | None = None,
+    ) -> None:
+        self.config, self.out, self.data = config, out, data
+        self.start, self.parameterization = config.initialization, parameterization
+        self.teacher = teacher
+        self.groups, self.block_of_word = 1, None
+        if isinstance(parameterization, BlockedNeural | BlockedScalar):
+            self.groups, self.block_of_word = parameterization.blocks.num_blocks, parameterization.blocks.block_of_word
+        self.label: Labeller | None = None
+        self.cached: TokenFile | None = None
+        self.reading: tuple[int, int, Iterator[Batch]] | None = None
+        states, there = config.model.states, len(data.tokens["train"])
+        if there < states:
+            raise InputError(f"the training text has {there:,} tokens, fewer than the {states:,} states to find in it")
+
+    @torch.no_grad()
+    def prepare(self, progress: Progress, stop: Callable[[], None], fresh: bool) -> None:
+        """Make or read the clusters and, if they are cached, the labels; `stop` is called often, and may raise.
+
+        `fresh`: the run has no checkpoint, and what an earlier start left in its folder is not for it.
+        """
+        if fresh:
+            for path in (self.out / CLUSTERS, (self.out / "data" / LABELS).with_suffix(".json")):
+                path.unlink(missing_ok=True)
+        self.teacher = self.teacher or open_configured(self.config)
+        assert self.teacher is not None  # the configuration was validated
+        embed = partial(
+            student_embeddings, self.teacher, self.data.tokenizer, align=self.start.align, layer=self.start.layer
+        )
+        path = self.out / CLUSTERS
+        if not path.exists():
+            source = self.start.clusters
+            clusters = self.make_clusters(embed, progress, stop) if source is None else Clusters.load(source)
+            self.check(clusters, source or path)
+            clusters.save(path)
+        clusters = Clusters.load(path)
+        self.check(clusters, path)
+        self.label = Labeller(embed, clusters.to(self.teacher.device), self.block_of_word)
+        if self.start.labels == "cached":
+            self.cached = self.cached_labels(progress, stop)
+
+    def make_clusters(self, embed: Embed, progress: Progress, stop: Callable[[], None]) -> Clusters:
+        """k-means over the embeddings of chunks drawn at random from the training text."""
+        kmeans, states = self.start.kmeans, self.config.model.states
+        used = min(kmeans.tokens, len(self.data.tokens["train"]))
+        pieces = EmbeddedText(partial(self.texts, used), embed, self.block_of_word, int(kmeans.memory_gb * 1e9))
+        progress.note(f"clustering the teacher's embeddings of {used:,} tokens into {states:,} states")
+        with progress.phase("embedding and clustering", used * (kmeans.passes + 1)) as phase:
+
+            def on_piece(name: str, count: int) -> None:
+                phase.advance(count, now=name)
+                stop()
+
+            clusters = fit_clusters(
+                pieces, states // self.groups, groups=self.groups, pca=kmeans.pca, start=kmeans.start,
+                start_points=kmeans.start_points, update=kmeans.update, passes=kmeans.passes,
+                seed=self.config.train.seed, on_piece=on_piece,
+            )  # fmt: skip
+        empty = int((clusters.sizes == 0).sum())
+        progress.note(
+            f"clustered {clusters.points:,} embeddings: mean squared distance {clusters.inertia:.4g}, "
+            f"{clusters.sizes.min():,} to {clusters.sizes.max():,} a state, {empty:,} states without any"
+        )
+        return clusters
+
+    def texts(self, limit: int) -> Iterator[Tensor]:
+        """Chunks [B,T] of the training text in a random order, `limit` tokens in all."""
+        batches = self.config.batches
+        chunks = ChunkBatches(
+            self.data.tokens["train"], batches.batch_size, batches.length, shuffle=True, drop_last=False,
+            seed=self.config.train.seed,
+        )  # fmt: skip
+        for batch in chunks.epoch(0):
+            known = batch.tokens >= 0
+            kept = known & (known.flatten().cumsum(0).view_as(known) <= limit)
+            limit -= int(kept.sum())
+            yield batch.tokens.masked_fill(~kept, -1)
+            if limit <= 0:
+                return
+
+    def check(self, clusters: Clusters, where: Path) -> None:
+        """An error where clusters are not those of this model and teacher."""
+        assert self.teacher is not None
+        blocks, each = clusters.centroids.shape[:2]
+        own = self.config.model.states // self.groups
+        if (blocks, each) != (self.groups, own):
+            raise InputError(
+                f"{where} has {blocks} × {each} clusters (blocks × states), this model {self.groups} × {own}"
+            )
+        if len(clusters.mean) != self.teacher.hidden_size:
+            raise InputError(
+                f"{where} is of embeddings of {len(clusters.mean)} dimensions, the teacher {self.start.teacher} has "
+                f"{self.teacher.hidden_size}: use the teacher that the clusters were made with"
+            )
+
+    def cached_labels(self, progress: Progress, stop: Callable[[], None]) -> TokenFile:
+        """Labels of the whole training text, from the run's folder or written there."""
+        path, tokens, batches = self.out / "data" / LABELS, self.data.tokens["train"], self.config.batches
+        assert self.label is not None
+        if path.with_suffix(".json").exists():
+            return TokenFile.open(path)
+        label = self.label
+        with progress.phase("labels", len(tokens)) as phase:
+
+            def counted(text: Tensor) -> Tensor:
+                stop()
+                phase.advance(int((text >= 0).sum()))
+                return label(text)
+
+            return write_labels(path, tokens, counted, self.config.model.states, batches.batch_size, batches.length)
+
+    def labels(self, batch: Batch, epoch: int, index: int) -> Tensor:
+        """States [B,T] for a batch on the CPU, number `index` of its epoch."""
+        assert self.label is not None
+        if self.cached is None:
+            return self.label(batch.tokens)
+        if self.reading is None or self.reading[:2] != (epoch, index):
+            self.reading = (epoch, index, label_batches(self.config, self.cached).epoch(epoch, index))
+        self.reading = (epoch, index + 1, self.reading[2])
+        return next(self.reading[2]).tokens
+
+    def assign_counts(self, progress: Progress, stop: Callable[[], None]) -> None:
+        """The closed-form start: the maximum of P(O, S) over some of the training text, that clustered by default."""
+        label, tokens = self.label, self.start.tokens or self.start.kmeans.tokens
+        assert label is not None
+
+        def labelled() -> Iterator[tuple[Tensor, Tensor]]:
+            with progress.phase("counting", tokens) as phase:
+                for text in self.texts(tokens):
+                    yield text, label(text)
+                    phase.advance(int((text >= 0).sum()))
+                    stop()
+
+        model = self.parameterization
+        hmm = hmm_from_labels(labelled(), model.states, model.vocab_size, self.start.pseudocount)
+        model.assign(hmm)
+
+
+def label_batches(config: RunConfig, labels: TokenFile) -> StreamBatches | ChunkBatches:
+    """Labels in the batches that the training text comes in."""
+    batches, seed = config.batches, config.train.seed
+    if batches.kind == "chunks":
+        return ChunkBatches(
+            labels, batches.batch_size, batches.length, shuffle=batches.shuffle, drop_last=False, seed=seed
+        )
+    return StreamBatches(  # no label stands for <eos>
+        labels, batches.batch_size, batches.length, shuffle=batches.shuffle, reset_at_eos=False, eos_id=0, seed=seed
+    )
