@@ -64,8 +64,11 @@ class TransformerLM(nn.Module):
 
     def states(self, tokens: Tensor, layer: int) -> Tensor:
         """tokens [B,T] → contextual embeddings [B,T,H]: layer 0 the token embeddings, the last one normalised."""
-        x = self.embedding(tokens)
-        rotation = _rotation(tokens.shape[1], self.shape.hidden // self.shape.heads, x)
+        return self.read(self.embedding(tokens), layer)
+
+    def read(self, x: Tensor, layer: int) -> Tensor:
+        """The same from vectors [B,T,H] in the place of token embeddings."""
+        rotation = _rotation(x.shape[1], self.shape.hidden // self.shape.heads, x)
         for block in self.blocks[:layer]:
             x = block(x, rotation)
         return self.norm(x) if layer == len(self.blocks) else x
