@@ -14,6 +14,7 @@ COMMANDS = {
     "eval": "perplexity of a model",
     "sample": "text from a model",
     "inspect": "the states of a model: their words, what follows them, the states of a sentence",
+    "teacher": "train a transformer on the same text, to start a model from",
     "data": "prepare token files; get PTB or WikiText-2",
 }
 HELP = """usage: hmmlm COMMAND [OPTIONS]

@@ -112,7 +112,7 @@ def _find(name: str, gguf_file: str | None, random: bool) -> tuple[str, str | No
 
 
 def _import_transformers(gguf_file: str | None) -> Any:
-    for package in ("transformers", *(["gguf"] if gguf_file else [])):
+    for package in ("transformers", *(["gguf", "accelerate"] if gguf_file else [])):
         if importlib.util.find_spec(package) is None:
             raise InputError(f"this teacher needs the package {package}, which is not installed: {INSTALL}")
     import transformers

@@ -46,7 +46,7 @@ def open_teacher(
     With `random`, one of the same shape with parameters drawn from `seed`, for which only the configuration and the
     tokenizer have to be there.
     """
-    where = _device(device)
+    where = teacher_device(device)
     path = Path(path_or_name)
     if gguf_file is None and is_teacher(path):
         return load_teacher(path, random=random, device=where, seed=seed)
@@ -55,7 +55,8 @@ def open_teacher(
     return open_huggingface(path_or_name, random=random, gguf_file=gguf_file, device=where, seed=seed)
 
 
-def _device(name: str) -> torch.device:
+def teacher_device(name: str) -> torch.device:
+    """Where a teacher is trained or read: auto, cpu or cuda."""
     if name not in ("auto", "cpu", "cuda"):
         raise InputError(f"unknown device {name!r} for a teacher: use 'auto', 'cpu' or 'cuda'")
     if name == "cuda" and not torch.cuda.is_available():

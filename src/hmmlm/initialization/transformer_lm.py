@@ -61,6 +61,8 @@ class TransformerLM(nn.Module):
                 # what is added to the residual stream 2·layers times starts smaller
                 scale = (2 * shape.layers) ** -0.5 if name.endswith("_out.weight") else 1.0
                 nn.init.normal_(parameter, std=0.02 * scale, generator=generator)
+            elif name.endswith("bias"):  # drawn by the framework from another generator
+                nn.init.zeros_(parameter)
 
     def states(self, tokens: Tensor, layer: int) -> Tensor:
         """tokens [B,T] → contextual embeddings [B,T,H]: layer 0 the token embeddings, the last one normalised."""

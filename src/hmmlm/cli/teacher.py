@@ -1,0 +1,70 @@
+"""`hmmlm teacher`: trains a small transformer that an HMM can be started from."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from hmmlm.cli.parse import parse
+from hmmlm.errors import InputError
+from hmmlm.learning.teacher import TeacherConfig, saved_teacher_config, train_teacher
+
+DESCRIPTION = """Train a small decoder-only transformer on a corpus: a teacher, from whose
+contextual embeddings a hidden Markov model can be initialised.
+
+Give the HMM the same tokenizer and token files, by --data of the run or of
+`hmmlm data`, so that their tokens line up one to one. Ctrl-C saves and stops.
+
+examples:
+  hmmlm teacher --data my.txt --tokenizer.kind bpe --out teachers/mine
+  hmmlm teacher --data runs/mine --model.layers 6 --train.epochs 5
+  hmmlm teacher --resume teachers/mine"""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    run: Annotated[TeacherConfig, tyro.conf.arg(name="")]
+    out: Path | None = None
+    """Folder of the run, to be given as --teacher; None: teachers/, then the name of the data and the time."""
+    resume: Path | None = None
+    """Go on with the run in this folder, with its settings."""
+
+
+def run(argv: list[str]) -> int:
+    resume = _resumed(argv)
+    start = TeacherConfig() if resume is None else saved_teacher_config(resume)
+    arguments = parse(Arguments, argv, "teacher", DESCRIPTION, Arguments(start))
+    if resume is not None and arguments.out is not None:
+        raise InputError("--resume has the folder of its run: leave out --out")
+    out = resume or arguments.out or _new_folder(arguments.run.data)
+
+    from hmmlm.cli.main import INTERRUPTED
+    from hmmlm.learning.progress import terminal_progress
+
+    print(f"run folder: {out}", flush=True)
+    result = train_teacher(arguments.run, out, resume=resume is not None, progress=terminal_progress())
+    if not result.finished:
+        print(f"stopped at step {result.steps:,}, saved; continue with: hmmlm teacher --resume {out}")
+        return INTERRUPTED
+    print(f"valid perplexity {result.best_perplexity:,.1f} after {result.steps:,} steps, {result.seconds:,.0f} s")
+    print(f"the teacher is in {out / 'best'}")
+    return 0
+
+
+def _resumed(argv: list[str]) -> Path | None:
+    """The run to go on with, before the rest can be parsed: its settings are where the others start from."""
+    for i, argument in enumerate(argv):
+        name, equals, value = argument.partition("=")
+        if name == "--resume":
+            if not equals and i + 1 == len(argv):
+                raise InputError("--resume needs a value; see hmmlm teacher --help")
+            return Path(value if equals else argv[i + 1])
+    return None
+
+
+def _new_folder(data: str) -> Path:
+    return Path("teachers") / f"{Path(data).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
