@@ -189,6 +189,19 @@ def test_student_tokens_inside_one_teacher_token(bpe: HuggingFaceTokenizer) -> N
     assert predict[:inside] == [0] * inside and predict[inside] == 1
 
 
+def test_a_rare_long_chunk_is_read_in_pieces() -> None:
+    letters = "abcdefgh"
+    teacher = EchoTeacher(FastTokenizer(word_level([*letters, "."]), before=1, after=2, unk_id=0), context=5)
+    student = WordTokenizer(["<unk>", "<eos>", "a b c", "d", "e f g h"])
+    tokens = torch.tensor([[2, 3, 4], [3, 3, -1], [3, -1, -1]])  # 8, 2 and 1 tokens of the teacher, which reads 3
+    read = student_embeddings(teacher, student, tokens, align="read")
+    name = {word: i for i, word in enumerate(letters, 3)}
+    assert read[..., 0].tolist() == [[name["c"], name["d"], name["h"]], [name["d"], name["d"], 0], [name["d"], 0, 0]]
+    assert read[0, :, 1].tolist() == [3, 1, 2]  # positions in the pieces abc, def, gh
+    predict = student_embeddings(teacher, student, tokens, align="predict")
+    assert predict[0, :, 0].tolist() == [1, name["c"], name["d"]]
+
+
 def test_an_own_teacher_reads_line_ends_as_eos(bpe: HuggingFaceTokenizer, tmp_path: Path) -> None:
     bpe.save(tmp_path)
     fast = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -239,7 +252,7 @@ def test_text_that_the_teacher_does_not_know() -> None:
 
 def test_bad_arguments(bpe: HuggingFaceTokenizer) -> None:
     teacher, tokens = EchoTeacher(PlainTokenizer(bpe), context=4), torch.tensor([[5, 6, 7, 8]])
-    with pytest.raises(InputError, match=r"at most 4 tokens .* chunk of 4 .* is 5 of its own"):
+    with pytest.raises(InputError, match=r"at most 3 tokens .* chunk of 4 .* usually 4 of its own"):
         student_embeddings(teacher, bpe, tokens, align="read")
     with pytest.raises(InputError, match=r"no layer 4: .* 1 to 3"):
         student_embeddings(teacher, bpe, tokens, align="read", layer=4)

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.data.tokenizer import Tokenizer
 from hmmlm.errors import InputError
@@ -42,21 +43,25 @@ def student_embeddings(
 
 
 def _gather(teacher: Teacher, given: list[np.ndarray], places: Tensor, known: Tensor, layer: int) -> Tensor:
-    """States [B,T,H] at `places` [B,T] of the rows `given`; place −1 is the beginning of text."""
+    """States [B,T,H] at `places` [B,T] of the rows `given`; place −1 is the beginning of text.
+
+    The odd row that is longer than the teacher can read is read in pieces: a rare long word must not end a long run.
+    """
     before, after = teacher.tokenizer.before, teacher.tokenizer.after
     lead = [] if before is None else [before]
     trail = [] if after is None else [after]
-    rows = [np.concatenate([lead, row, trail]) for row in given]
-    width = max(map(len, rows))
-    if width > teacher.context:
+    room = teacher.context - len(lead) - len(trail)
+    usual = int(np.median([len(row) for row in given]))
+    if usual > room:
         raise InputError(
-            f"the teacher {teacher.name} reads at most {teacher.context} tokens at once, and a chunk of "
-            f"{known.shape[1]} of the student's tokens is {width} of its own: use shorter chunks (batches.length)"
+            f"the teacher {teacher.name} reads at most {room} tokens at once, and a chunk of {known.shape[1]} of the "
+            f"student's tokens is usually {usual} of its own: use shorter chunks (batches.length)"
         )
-    padded = torch.full((len(rows), max(width, 1)), -1, dtype=torch.long)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = torch.from_numpy(row.astype(np.int64))
-    states = teacher.embed(padded, layer)
-    index = (places + len(lead)).clamp(min=0).to(states.device)
-    found = states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
+    pieces = [[row[i : i + room] for i in range(0, max(1, len(row)), room)] for row in given]
+    first = torch.tensor([0, *map(len, pieces)]).cumsum(0)[:-1, None]  # [B,1]: where the pieces of a row begin
+    rows = [torch.tensor([*lead, *piece.tolist(), *trail]) for row in pieces for piece in row]
+    states = teacher.embed(pad_sequence(rows, batch_first=True, padding_value=-1).long(), layer)
+    within = (places - places.clamp(min=0) // room * room + len(lead)).clamp(min=0)
+    piece = first + places.clamp(min=0) // room
+    found = states[piece.to(states.device), within.to(states.device)]
     return found.masked_fill(~known.to(states.device)[..., None], 0.0)
