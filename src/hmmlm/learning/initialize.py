@@ -16,10 +16,11 @@ from hmmlm.initialization.clustering import Clusters, fit_clusters
 from hmmlm.initialization.embeddings import student_embeddings
 from hmmlm.initialization.lvd import Embed, EmbeddedText, Labeller, hmm_from_labels, write_labels
 from hmmlm.initialization.teacher import Teacher, open_teacher
+from hmmlm.initialization.transfer import check_width, from_pretrained, set_states, set_words
 from hmmlm.learning.config import RunConfig
-from hmmlm.learning.prepare import Prepared
+from hmmlm.learning.prepare import Prepared, make_parameterization
 from hmmlm.learning.progress import Progress
-from hmmlm.parameterization import BlockedNeural, BlockedScalar, Parameterization
+from hmmlm.parameterization import BlockedNeural, BlockedScalar, Factored, Parameterization
 
 CLUSTERS = "clusters.safetensors"
 LABELS = "labels"
@@ -28,14 +29,29 @@ DEFAULT_TOKENS, LARGEST_SHARE = 5_000_000, 0.1
 
 
 def open_configured(config: RunConfig) -> Teacher | None:
-    """The teacher a configuration names, if it does: what is wrong with it is said before any work."""
+    """The teacher that labels, if there is to be one: what is wrong with it is said before any work."""
     start = config.initialization
-    if start.teacher is None:
-        return None
-    return open_teacher(
-        start.teacher, random=start.random_teacher, gguf_file=start.gguf_file, device=config.train.device,
-        seed=config.train.seed,
-    )
+    return None if start.kind == "none" else _open(config, start.random_teacher, config.train.device)
+
+
+def _open(config: RunConfig, random: bool, device: str) -> Teacher:
+    start = config.initialization
+    assert start.teacher is not None  # the configuration was validated
+    with torch.random.fork_rng(devices=[]):  # a run that resumes opens it at another moment, and must draw the same
+        return open_teacher(
+            start.teacher, random=random, gguf_file=start.gguf_file, device=device, seed=config.train.seed
+        )
+
+
+def make_initial(config: RunConfig, data: Prepared) -> Parameterization:
+    """New parameters, the teacher's network among them where the configuration says so."""
+    network, seed = config.initialization.network, config.train.seed
+    if network == "own":
+        return make_parameterization(config.model, data, seed)
+    # apart from the one that labels: this one is trained, and may have random weights where that has not
+    teacher = _open(config, network == "random", "cpu")
+    generator = torch.Generator().manual_seed(seed)
+    return from_pretrained(teacher, config.model.states, data.tokenizer.vocab_size, generator)
 
 
 def distilled_tokens(config: RunConfig, total_tokens: int) -> int:
@@ -65,6 +81,9 @@ class Distillation:
         states, there = config.model.states, len(data.tokens["train"])
         if there < states:
             raise InputError(f"the training text has {there:,} tokens, fewer than the {states:,} states to find in it")
+        if teacher is not None and (self.start.centroids or self.start.head):
+            assert isinstance(parameterization, Factored)  # the configuration was validated
+            check_width(parameterization, self.start.kmeans.pca or teacher.hidden_size, "a centroid")
 
     @torch.no_grad()
     def prepare(self, progress: Progress, stop: Callable[[], None], fresh: bool) -> None:
@@ -172,6 +191,17 @@ class Distillation:
         self.reading = (epoch, index + 1, self.reading[2])
         return next(self.reading[2]).tokens
 
+    def set_embeddings(self) -> None:
+        """Centroids and head into the parameters, as configured."""
+        model, label = self.parameterization, self.label
+        assert label is not None and self.teacher is not None
+        if self.start.centroids:
+            assert isinstance(model, Factored)
+            set_states(model, label.clusters)
+        if self.start.head:
+            assert isinstance(model, Factored)
+            set_words(model, self.teacher, self.data.tokenizer, label.clusters)
+
     def assign_counts(self, progress: Progress, stop: Callable[[], None]) -> None:
         """The closed-form start: the maximum of P(O, S) over some of the training text, that clustered by default."""
         label, tokens = self.label, self.start.tokens or self.start.kmeans.tokens
@@ -187,6 +217,14 @@ class Distillation:
         model = self.parameterization
         hmm = hmm_from_labels(labelled(), model.states, model.vocab_size, self.start.pseudocount)
         model.assign(hmm)
+
+
+def set_frozen(config: RunConfig, model: Parameterization, frozen: bool) -> None:
+    """Exclude what centroids and head set from learning, or take it in."""
+    if isinstance(model, Factored):
+        tables = [*model.embeddings] if config.initialization.centroids else []
+        for parameter in [*tables, model.emission] if config.initialization.head else tables:
+            parameter.requires_grad_(not frozen)
 
 
 def label_batches(config: RunConfig, labels: TokenFile) -> StreamBatches | ChunkBatches:

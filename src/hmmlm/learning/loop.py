@@ -25,9 +25,9 @@ from hmmlm.learning.checkpoint import STATE, load_tensors, read_state, save_fold
 from hmmlm.learning.config import RunConfig, config_to_dict
 from hmmlm.learning.evaluate import Evaluation, State, carried, count_tokens, evaluate, to_device
 from hmmlm.learning.history import History
-from hmmlm.learning.initialize import Distillation, distilled_tokens
+from hmmlm.learning.initialize import Distillation, distilled_tokens, make_initial, set_frozen
 from hmmlm.learning.interrupt import Stopped, StopRequest
-from hmmlm.learning.prepare import Prepared, make_parameterization
+from hmmlm.learning.prepare import Prepared
 from hmmlm.learning.progress import Progress
 from hmmlm.learning.schedule import Plateau, rate_factor
 from hmmlm.learning.updaters import Step, make_updater
@@ -65,7 +65,8 @@ class Trainer:
         self.config, self.out, self.data, self.progress = config, out, data, progress
         self.fabric = Fabric(accelerator=_accelerator(config), devices=1, precision=config.train.precision)
         torch.manual_seed(config.train.seed)
-        self.parameterization = make_parameterization(config.model, data, config.train.seed)
+        torch.set_flush_denormal(True)  # CPUs take a hundred times as long for numbers below 1e-38
+        self.parameterization = make_initial(config, data)
         self.updater = make_updater(self.fabric, self.parameterization, config.optimizer)
         self.rate = self.updater.peak
         self.plateau = Plateau(config.schedule)
@@ -75,6 +76,7 @@ class Trainer:
         self.distillation: Distillation | None = None
         if config.initialization.kind != "none":
             self.distillation = Distillation(config, out, data, self.parameterization, teacher)
+        self.frozen = False  # whether what a teacher set is not learnt yet
         self.final: State = None  # the filtered distribution that the next window starts from
         # log-likelihoods of the steps since the loss was last logged, and their tokens
         self.window = torch.zeros(config.train.log_every, dtype=torch.float64, device=self.fabric.device)
@@ -137,6 +139,7 @@ class Trainer:
         if not position.initialized:
             if self.config.initialization.kind == "counts":
                 self.distillation.assign_counts(self.progress, request.raise_if_asked)
+            self.distillation.set_embeddings()
             position.initialized, position.joint_tokens = True, distilled_tokens(self.config, self.total_tokens)
             self.save()
 
@@ -151,6 +154,7 @@ class Trainer:
         """Learn from one batch."""
         position, tokens = self.position, count_tokens(batch)
         step, labels = self.next_step(tokens), None
+        self.freeze()
         if self.distillation is not None and self.distilling:
             labels = self.distillation.labels(batch, position.epoch, position.index).to(self.fabric.device)
         else:
@@ -163,6 +167,14 @@ class Trainer:
         self.rate = self.updater.peak * step.factor
         position.step, position.index, position.tokens = position.step + 1, position.index + 1, position.tokens + tokens
         self.phase.advance(tokens)
+
+    def freeze(self) -> None:
+        """What a teacher set is not learnt for the first tokens, if so configured."""
+        frozen = self.position.tokens < self.config.initialization.frozen_tokens
+        if frozen != self.frozen:
+            set_frozen(self.config, self.parameterization, frozen)
+            self.updater.forget()
+            self.frozen = frozen
 
     def between_steps(self, request: StopRequest) -> None:
         """Whatever is due at this step, in an order that a resumed run repeats."""
@@ -303,6 +315,7 @@ class Trainer:
                     f"the tokenizer has {own.vocab_size} ({own.fingerprint()}): put the run's own tokenizer back"
                 )
             self.position = Position(**state["position"])
+            self.freeze()
             self.plateau.load(state["plateau"])
             self.updater.load(folder, tensors, "optimizer.", state["optimizer"])
             self.window_tokens = [int(n) for n in state["window_tokens"]]

@@ -285,7 +285,7 @@ class KMeansConfig(Section):
 
 
 class InitializationConfig(Section):
-    """Where learning starts: latent variable distillation (LVD) from a teacher."""
+    """Where learning starts: latent variable distillation (LVD) from a teacher, and pieces of it as parameters."""
 
     kind: Literal["none", "lvd", "counts"] = "none"
     """lvd: maximise P(O, S) with clusters of the teacher's embeddings as states S for `tokens`, then P(O); counts:
@@ -309,14 +309,28 @@ class InitializationConfig(Section):
     """Clusters to use, clusters.safetensors of an earlier run with the same teacher; None: made here."""
     pseudocount: PositiveFloat = 0.01
     """Added to every count (counts)."""
+    network: Literal["own", "pretrained", "random"] = "own"
+    """The network of a transformer parameterization: its own; or the teacher's, with its weights or random ones
+    (transformer, mono, not split; `hidden`, `layers` and `heads` are the teacher's)."""
+    centroids: bool = False
+    """State embeddings start as the centroids (lvd; linear, mlp, transformer)."""
+    head: bool = False
+    """Word vectors start as the teacher's language-model head (lvd; linear, mlp, transformer)."""
+    frozen_tokens: NonNegativeInt = 0
+    """Training tokens for which what `centroids` and `head` set stays as it is."""
     kmeans: KMeansConfig = KMeansConfig()
 
     @model_validator(mode="after")
     def _teacher_given(self) -> InitializationConfig:
-        if self.kind != "none" and self.teacher is None:
-            raise ValueError(f"kind = {self.kind!r} needs a teacher: a folder or a hub name")
-        if self.kind == "none" and self.teacher is not None:
+        if self.teacher is None and (self.kind != "none" or self.network != "own"):
+            name = "kind" if self.kind != "none" else "network"
+            raise ValueError(f"{name} = {getattr(self, name)!r} needs a teacher: a folder or a hub name")
+        if self.teacher is not None and self.kind == "none" and self.network == "own":
             raise ValueError(f"teacher = {self.teacher!r} is not used with kind = 'none': set kind to 'lvd'")
+        if (self.centroids or self.head) and self.kind != "lvd":
+            raise ValueError("centroids and head are of clusters: set kind to 'lvd'")
+        if self.frozen_tokens and not (self.centroids or self.head):
+            raise ValueError("frozen_tokens is for what centroids and head set, and neither is true")
         return self
 
 
@@ -355,6 +369,17 @@ class RunConfig(Section):
                 "initialization.kind = 'counts' needs model.parameterization = 'scalar' and model.structure = 'none': "
                 "use 'lvd'"
             )
+        if start.network != "own" and (model.parameterization != "transformer" or not model.mono or model.split):
+            raise ValueError(
+                f"initialization.network = {start.network!r} needs model.parameterization = 'transformer', "
+                "model.mono = true and model.split = false"
+            )
+        if (start.centroids or start.head) and model.parameterization not in ("linear", "mlp", "transformer"):
+            raise ValueError(
+                "initialization.centroids and .head need model.parameterization = 'linear', 'mlp' or 'transformer'"
+            )
+        if start.head and not model.factor_emission:
+            raise ValueError("initialization.head needs model.factor_emission = true")
         if start.kind != "none" and start.kmeans.tokens < model.states:
             raise ValueError(
                 f"initialization.kmeans.tokens ({start.kmeans.tokens}) must be at least model.states ({model.states})"

@@ -45,6 +45,9 @@ class Updater(Protocol):
         With `labels` [B,T], states, it is learnt from P(O, S): both are its log-likelihood and where the labels end.
         """
 
+    def forget(self) -> None:
+        """Whatever was recorded of earlier steps: which parameters are learnt has changed."""
+
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps, beside `scalars`."""
 
@@ -95,7 +98,8 @@ class AdamW:
     def __init__(self, fabric: Fabric, parameterization: Parameterization, config: OptimizerConfig) -> None:
         self.fabric, self.parameterization = fabric, parameterization
         self.peak, self.clip = config.rate, config.clip
-        on_gpu = fabric.device.type == "cuda"
+        self.on_gpu = on_gpu = fabric.device.type == "cuda"
+        self.graphable = on_gpu and all(getattr(module, "graphable", True) for module in parameterization.modules())
         parameterization.to(fabric.device)
         # A tensor, because a CUDA graph would freeze a number.
         self.rate = torch.tensor(config.rate, device=fabric.device)
@@ -107,16 +111,20 @@ class AdamW:
             capturable=on_gpu,
         )  # fmt: skip
         self.objective, self.optimizer = fabric.setup(Likelihood(parameterization), self.inner)
-        self.graphed = GraphedStep(self.learn) if on_gpu else None
+        self.forget()
+
+    def forget(self) -> None:
+        self.graphed = GraphedStep(self.learn) if self.graphable else None
 
     def step(self, batch: Batch, initial: State, tokens: int, step: Step, labels: Tensor | None = None) -> Any:
         rate = self.peak * step.factor
-        if self.graphed is None:
-            self.inner.param_groups[0]["lr"] = rate
-        else:
+        if self.on_gpu:
             self.rate.fill_(rate)
-            # a step with labels is not recorded: there are few, and the teacher takes far longer
-            result = self.graphed(batch, initial) if labels is None else None
+        else:
+            self.inner.param_groups[0]["lr"] = rate
+        # a step with labels is not recorded: there are few, and the teacher takes far longer
+        if self.graphed is not None and labels is None:
+            result = self.graphed(batch, initial)
             if result is not None:
                 return result
         return self.learn(batch, initial, labels)
@@ -141,13 +149,16 @@ class AdamW:
         return {f"{name}.{key}": t for name, p in self._named() for key, t in self.inner.state[p].items()}
 
     def scalars(self) -> dict[str, Any]:
-        return {}
+        """Parameters that no step has changed yet: those that are frozen have no state either."""
+        return {"unseen": [name for name, p in self._named() if not self.inner.state[p]]}
 
     def load(self, where: Path, tensors: Mapping[str, Tensor], prefix: str, scalars: Mapping[str, Any]) -> None:
         if not any(name.startswith(prefix) for name in tensors):
             return  # saved before the first step
         state: dict[int, dict[str, Tensor]] = {}
         for i, (name, parameter) in enumerate(self._named()):
+            if name in scalars.get("unseen", ()):
+                continue
             state[i] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter, device="cpu")}
             state[i]["exp_avg_sq"] = torch.zeros_like(state[i]["exp_avg"])
             load_tensors(where, tensors, f"{prefix}{name}.", state[i])
@@ -193,6 +204,9 @@ class BaumWelch:
             config.accumulate, config.growth, config.full_batch, step.epoch, step.steps_per_epoch
         )
         return done % size == 0 or done == step.steps_per_epoch
+
+    def forget(self) -> None:
+        pass  # nothing is recorded
 
     def tensors(self) -> dict[str, Tensor]:
         return dict(self.counts.tensors())

@@ -1,0 +1,118 @@
+"""Transfer: a pretrained network as the network of a parameterization, and pieces of a teacher as its embeddings.
+
+Lee & Berg-Kirkpatrick 2025, section 5 (the transformer reparameterization started from a language model) and appendix
+B (centroids as state embeddings and the language-model head as word vectors, which they find to hurt).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hmmlm.data.tokenizer import Tokenizer
+from hmmlm.errors import InputError
+from hmmlm.initialization.alignment import same_tokens
+from hmmlm.initialization.clustering import Clusters
+from hmmlm.initialization.teacher import Teacher
+from hmmlm.initialization.transformer_lm import TransformerLM
+from hmmlm.parameterization import Factored
+
+
+class PretrainedStack(nn.Module):
+    """[..., n, h] → [..., n, h]: the blocks of a language model, which read n vectors as if they were n tokens.
+
+    Everything is as it was trained: causal, with positions, normalised at the end. Dropout stays off.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.graphable = isinstance(model, TransformerLM)  # in a CUDA graph; others may wait for the device
+        if not isinstance(model, TransformerLM):
+            model = model.base_model
+            model.set_input_embeddings(nn.Identity())  # read by nobody now, and large
+        else:
+            model.embedding = nn.Identity()  # type: ignore[assignment]
+        self.model = model.float().requires_grad_(True)
+        self.train()
+
+    def train(self, mode: bool = True) -> PretrainedStack:
+        super().train(False)
+        return self
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        rows = vectors.reshape(-1, *vectors.shape[-2:])
+        if isinstance(self.model, TransformerLM):
+            result = self.model.read(rows, len(self.model.blocks))
+        else:
+            result = self.model(inputs_embeds=rows, use_cache=False).last_hidden_state
+        return result.view_as(vectors)
+
+
+def from_pretrained(
+    teacher: Teacher, states: int, vocab_size: int, generator: torch.Generator | None = None
+) -> Factored:
+    """A transformer parameterization whose one network, on one table, is the teacher's, which is used up.
+
+    State embeddings are drawn with the mean and spread of the teacher's token embeddings, which its network knows how
+    to read; the rest is as in a `Factored` with initial = "unit".
+    """
+    if states > teacher.context:
+        raise InputError(
+            f"the network of {teacher.name} reads at most {teacher.context} vectors at once, and there are {states} "
+            "states: use fewer states or another teacher"
+        )
+    assert hasattr(teacher, "model")
+    model = teacher.model
+    table = (model.embedding if isinstance(model, TransformerLM) else model.get_input_embeddings()).weight.float().cpu()
+    mean, spread = table.mean(0), table.std(0)
+    stack = PretrainedStack(model.cpu())
+    weights = {name: tensor.clone() for name, tensor in stack.state_dict().items()}
+    made = Factored(
+        states, vocab_size, teacher.hidden_size, make_network=lambda: stack, split=False, mono=True,  # type: ignore[arg-type, return-value]
+        initial="normal", generator=generator,
+    )  # fmt: skip
+    stack.load_state_dict(weights)  # which were drawn again on the way
+    unit = teacher.hidden_size**-0.25
+    with torch.no_grad():
+        made.embeddings[0].mul_(spread).add_(mean)
+        made.start.mul_(unit)
+        made.emission.mul_(unit)
+        size = torch.stack([h.square().mean() for h in made.features()]).mean().sqrt()
+        for head in made.heads.parameters():  # which are ours, unlike the network
+            head.mul_(unit / size)
+    return made
+
+
+def check_width(model: Factored, width: int, what: str) -> None:
+    """An error where vectors of this width are not those of the model."""
+    hidden = model.embeddings[0].shape[1]
+    if hidden != width:
+        raise InputError(
+            f"{what} has {width} dimensions and model.hidden is {hidden}: set model.hidden to {width}, or "
+            f"initialization.kmeans.pca to {hidden}"
+        )
+
+
+@torch.no_grad()
+def set_states(model: Factored, clusters: Clusters) -> None:
+    """The centroids as state embeddings, in every table."""
+    centroids = clusters.centroids.flatten(0, 1)
+    if clusters.components is None:
+        centroids = centroids + clusters.mean
+    check_width(model, centroids.shape[1], "a centroid")
+    for table in model.embeddings:
+        table.copy_(centroids)
+
+
+@torch.no_grad()
+def set_words(model: Factored, teacher: Teacher, tokenizer: Tokenizer, clusters: Clusters) -> None:
+    """The teacher's language-model head as word vectors, on the principal axes of the centroids if they have some."""
+    if not same_tokens(teacher.tokenizer, tokenizer):  # type: ignore[arg-type] # protocols say nothing of hashing
+        raise InputError(f"the head of {teacher.name} is for other tokens than the model's: use its tokenizer")
+    head = teacher.head()[: model.vocab_size].float().to(clusters.mean.device)
+    if clusters.components is not None:
+        head = head @ clusters.components
+    check_width(model, head.shape[1], "the teacher's head")
+    model.emission.copy_(head)

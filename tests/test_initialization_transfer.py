@@ -1,0 +1,173 @@
+"""Transfer: a pretrained network inside a parameterization, and centroids and head as its embeddings."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learning_runs import tiny_config, write_text
+from test_learning_resume import Interrupting, assert_same_run
+
+from hmmlm.data.tokenizer import WordTokenizer, load_tokenizer
+from hmmlm.errors import InputError
+from hmmlm.initialization.clustering import Piece, fit_clusters
+from hmmlm.initialization.teacher import open_teacher
+from hmmlm.initialization.transfer import PretrainedStack, from_pretrained, set_states, set_words
+from hmmlm.initialization.transformer_lm import TransformerLM, TransformerShape, save_teacher
+from hmmlm.learning.checkpoint import read_state
+from hmmlm.learning.trainer import train
+from hmmlm.parameterization import make_dense
+
+WORDS = ["<unk>", "<eos>", *"abcd"]
+
+
+def save(folder: Path, words: list[str] | None = None, context: int = 16) -> Path:
+    """A small language model with random weights, which will do for a pretrained one."""
+    tokenizer = WordTokenizer(words or WORDS)
+    shape = TransformerShape(tokenizer.vocab_size, 8, 2, 2, context)
+    folder.mkdir(parents=True, exist_ok=True)
+    model = TransformerLM(shape, torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        model.norm.bias.add_(0.3)
+    save_teacher(folder, model, tokenizer)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(tmp_path / "teacher")
+
+
+def test_the_stack_reads_vectors_as_the_model_reads_tokens(folder: Path) -> None:
+    teacher = open_teacher(str(folder), device="cpu")
+    tokens = torch.randint(6, (2, 5), generator=torch.Generator().manual_seed(0))
+    expected = teacher.embed(tokens)
+    vectors = teacher.model.embedding(tokens)  # type: ignore[attr-defined]
+    stack = PretrainedStack(teacher.model)  # type: ignore[attr-defined]
+    torch.testing.assert_close(stack(vectors), expected)
+    torch.testing.assert_close(stack(vectors[0]), expected[0])
+    assert not any("embedding" in name for name, _ in stack.named_parameters())
+    assert all(p.requires_grad for p in stack.parameters()) and not stack.train().training
+
+
+if importlib.util.find_spec("transformers") is not None:
+
+    def test_a_network_of_transformers_reads_vectors_too() -> None:
+        import transformers
+
+        config = transformers.LlamaConfig(
+            vocab_size=9, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+        tokens = torch.tensor([[1, 5, 3]])
+        expected = model.base_model(tokens).last_hidden_state.detach()
+        vectors = model.get_input_embeddings()(tokens)
+        stack = PretrainedStack(model)
+        torch.testing.assert_close(stack(vectors), expected)
+        assert not stack.graphable and not any("embed" in name for name, _ in stack.named_parameters())
+
+
+def test_a_parameterization_with_pretrained_weights(folder: Path) -> None:
+    weights = open_teacher(str(folder), device="cpu").model.state_dict()  # type: ignore[attr-defined]
+    model = from_pretrained(open_teacher(str(folder), device="cpu"), 7, 6, torch.Generator().manual_seed(0))
+    kept = model.networks[0].model.state_dict()  # type: ignore[union-attr]
+    assert len(kept) == len(weights) - 1 and all(torch.equal(kept[name], weights[name]) for name in kept)
+    table = weights["embedding.weight"]
+    assert float(model.embeddings[0].detach().std()) == pytest.approx(float(table.std()), rel=0.5)
+    hmm = model()
+    hmm.validate()
+    assert hmm.log_emission.shape == (7, 6)
+    assert 0.1 < float(hmm.log_emission.detach().std()) < 3  # logits of a size to learn from
+    random = from_pretrained(open_teacher(str(folder), random=True, device="cpu"), 7, 6)
+    other = random.networks[0].model.state_dict()  # type: ignore[union-attr]
+    assert not torch.equal(other["blocks.0.mlp_in.weight"], weights["blocks.0.mlp_in.weight"])
+    with pytest.raises(InputError, match="reads at most 17 vectors at once, and there are 18 states"):
+        from_pretrained(open_teacher(str(folder), device="cpu"), 18, 6)
+
+
+def test_centroids_and_head(folder: Path) -> None:
+    teacher, tokenizer = open_teacher(str(folder), device="cpu"), load_tokenizer(folder)
+    points = 3 + torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    clusters = fit_clusters([Piece(points)], 5)
+    model = make_dense("mlp", 5, 6, hidden=8)
+    set_states(model, clusters)
+    set_words(model, teacher, tokenizer, clusters)
+    torch.testing.assert_close(model.embeddings[0].mean(), points.mean(), rtol=0.2, atol=0.2)
+    assert torch.equal(model.emission, teacher.head())
+    small = fit_clusters([Piece(points)], 5, pca=4)
+    model = make_dense("linear", 5, 6, hidden=4)
+    set_states(model, small)
+    set_words(model, teacher, tokenizer, small)
+    torch.testing.assert_close(model.emission.data, teacher.head() @ small.components)
+    assert torch.equal(model.embeddings[2], small.centroids[0])
+    with pytest.raises(InputError, match=r"a centroid has 8 dimensions and model\.hidden is 4: set model\.hidden to 8"):
+        set_states(model, clusters)
+    with pytest.raises(InputError, match="for other tokens"):
+        set_words(model, teacher, WordTokenizer([*WORDS[:-1], "z"]), small)
+
+
+LVD: dict[str, Any] = {"kind": "lvd", "tokens": 100, "kmeans": {"tokens": 200, "passes": 2}}
+
+
+def run_config(tmp_path: Path, start: dict[str, Any], **model: Any) -> Any:
+    text = write_text(tmp_path)
+    words = sorted({word for line in text.read_text().splitlines() for word in line.split()})
+    teacher = save(tmp_path / "teacher", ["<unk>", "<eos>", *words])
+    return tiny_config(
+        text, initialization={"teacher": str(teacher), **start}, model=model, optimizer={"rate": 0.01},
+        tokenizer={"kind": "file", "file": str(teacher / "tokenizer.json")},
+    )  # fmt: skip
+
+
+def test_frozen_embeddings_move_only_after_their_tokens(tmp_path: Path) -> None:
+    start = {**LVD, "centroids": True, "head": True, "frozen_tokens": 300}
+    config = run_config(tmp_path, start, parameterization="mlp", hidden=8, split=False)
+    names = ("parameters.embeddings.0", "parameters.emission")
+    stopped = train(config, tmp_path / "run", progress=Interrupting("train", 2, signal.SIGINT))
+    early = read_state(tmp_path / "run" / "last")[0]
+    assert stopped.tokens < 300
+    train(config, tmp_path / "run", resume=True, progress=Interrupting("train", 4, signal.SIGINT))
+    frozen = read_state(tmp_path / "run" / "last")[0]
+    assert all(torch.equal(early[name], frozen[name]) for name in names)
+    assert not torch.equal(early["parameters.networks.0.linears.0.weight"],
+                           frozen["parameters.networks.0.linears.0.weight"])
+    assert train(config, tmp_path / "run", resume=True).finished
+    free = read_state(tmp_path / "run" / "last")[0]
+    assert not any(torch.equal(frozen[name], free[name]) for name in names)
+    assert train(config, tmp_path / "straight").finished
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+
+
+@pytest.mark.parametrize("network", ["pretrained", "random"])
+def test_a_run_with_the_teachers_network(tmp_path: Path, network: str) -> None:
+    config = run_config(tmp_path, {**LVD, "network": network}, parameterization="transformer", split=False, mono=True)
+    assert not train(config, tmp_path / "run", progress=Interrupting("train", 6, signal.SIGINT)).finished
+    assert train(config, tmp_path / "run", resume=True).finished
+    assert train(config, tmp_path / "straight").finished
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+
+
+@pytest.mark.parametrize(
+    ("start", "model", "message"),
+    [
+        ({"network": "pretrained"}, {"parameterization": "mlp"}, "network = 'pretrained' needs model.parameterization"),
+        ({"kind": "none", "centroids": True, "network": "random"}, {"parameterization": "transformer", "mono": True,
+         "split": False}, "centroids and head are of clusters"),
+        ({**LVD, "frozen_tokens": 5}, {}, "frozen_tokens is for what centroids and head set"),
+        ({**LVD, "head": True}, {}, "need model.parameterization = 'linear'"),
+        ({**LVD, "head": True}, {"parameterization": "linear", "factor_emission": False}, "factor_emission = true"),
+    ],
+)  # fmt: skip
+def test_bad_configurations(tmp_path: Path, start: dict[str, Any], model: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        run_config(tmp_path, start, **model)
+
+
+def test_a_width_that_does_not_fit_is_refused_before_any_work(tmp_path: Path) -> None:
+    config = run_config(tmp_path, {**LVD, "centroids": True}, parameterization="linear", hidden=12)
+    with pytest.raises(InputError, match=r"a centroid has 8 dimensions and model\.hidden is 12"):
+        train(config, tmp_path / "run")
