@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,8 +86,31 @@ def test_a_parameterization_with_pretrained_weights(folder: Path) -> None:
     random = from_pretrained(open_teacher(str(folder), random=True, device="cpu"), 7, 6)
     other = random.networks[0].model.state_dict()  # type: ignore[union-attr]
     assert not torch.equal(other["blocks.0.mlp_in.weight"], weights["blocks.0.mlp_in.weight"])
-    with pytest.raises(InputError, match="reads at most 17 vectors at once, and there are 18 states"):
-        from_pretrained(open_teacher(str(folder), device="cpu"), 18, 6)
+    from_pretrained(open_teacher(str(folder), device="cpu"), 18, 6)().validate()  # beyond the context, which is 16
+
+
+class Positioned(torch.nn.Module):
+    """Looks like a network of transformers with a table of four positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = torch.nn.Embedding(6, 8), torch.nn.Embedding(4, 8)
+
+    @property
+    def base_model(self) -> torch.nn.Module:
+        return self
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.wte
+
+    def set_input_embeddings(self, module: torch.nn.Module) -> None:
+        self.wte = module  # type: ignore[assignment]
+
+
+def test_more_states_than_positions_are_refused() -> None:
+    teacher: Any = SimpleNamespace(model=Positioned(), hidden_size=8, name="small")
+    with pytest.raises(InputError, match="the network of small knows 4 positions, and there are 5 states"):
+        from_pretrained(teacher, 5, 6)
 
 
 def test_centroids_and_head(folder: Path) -> None:

@@ -6,7 +6,7 @@ B (centroids as state embeddings and the language-model head as word vectors, wh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -58,16 +58,17 @@ def from_pretrained(
     State embeddings are drawn with the mean and spread of the teacher's token embeddings, which its network knows how
     to read; the rest is as in a `Factored` with initial = "unit".
     """
-    if states > teacher.context:
-        raise InputError(
-            f"the network of {teacher.name} reads at most {teacher.context} vectors at once, and there are {states} "
-            "states: use fewer states or another teacher"
-        )
     assert hasattr(teacher, "model")
     model = teacher.model
     table = (model.embedding if isinstance(model, TransformerLM) else model.get_input_embeddings()).weight.float().cpu()
     mean, spread = table.mean(0), table.std(0)
     stack = PretrainedStack(model.cpu())
+    positions = min([m.num_embeddings for name, m in stack.named_modules() if _is_positions(name, m)], default=states)
+    if states > positions:
+        raise InputError(
+            f"the network of {teacher.name} knows {positions} positions, and there are {states} states to read: use "
+            "fewer states, or a teacher with rotary positions"
+        )
     weights = {name: tensor.clone() for name, tensor in stack.state_dict().items()}
     made = Factored(
         states, vocab_size, teacher.hidden_size, make_network=lambda: stack, split=False, mono=True,  # type: ignore[arg-type, return-value]
@@ -83,6 +84,11 @@ def from_pretrained(
         for head in made.heads.parameters():  # which are ours, unlike the network
             head.mul_(unit / size)
     return made
+
+
+def _is_positions(name: str, module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """A table of positions; rotary ones have none and go on for ever."""
+    return isinstance(module, nn.Embedding) and ("position" in name or name.endswith("wpe"))
 
 
 def check_width(model: Factored, width: int, what: str) -> None:
