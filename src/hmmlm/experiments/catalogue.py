@@ -80,6 +80,58 @@ def _capacity(states: int, power: int, architecture: str) -> Run:
     return Run(f"{states} states, {architecture}, 2^{power} parameters", "lee-figure2", settings, SEEDS[0])
 
 
+TEACHERS = {
+    "stories15M": "teachers/stories15M", "SmolLM2-135M": "teachers/smollm2-135m.gguf",
+    "TinyLlama-1.1B": "teachers/tinyllama-1.1b.gguf",
+}
+"""Folders and files, where the runs are started, that the studies of initialization read, weakest teacher first."""
+OWN_TEACHER = "teachers/own"
+"""A run of `hmmlm teacher` on the training text."""
+NO_LVD = {"initialization.kind": "none", "initialization.teacher": None}
+
+
+def _teachers() -> list[Run]:
+    """Figure 3."""
+    rows: dict[str, dict[str, Any]] = {
+        "no LVD": NO_LVD, "random TinyLlama-1.1B": {"initialization.random_teacher": True},
+        **{name: {"initialization.teacher": path} for name, path in TEACHERS.items()},
+    }
+    return [Run(row, "lee-lvd-scalar", settings, seed) for seed in SEEDS for row, settings in rows.items()]
+
+
+def _lvd_architectures() -> list[Run]:
+    """Figure 4; networks have 2^22 parameters."""
+    lvd = {"initialization.kind": "lvd", "initialization.teacher": TEACHERS["TinyLlama-1.1B"],
+           "initialization.tokens": 10_000_000, "initialization.kmeans.tokens": 10_000_000,
+           "initialization.kmeans.memory_gb": 48.0}  # fmt: skip
+    rows = [Run("scalar", "lee-table1-scalar"), Run("scalar, no decay", "lee-scalar-tuned"),
+            Run("ablation B", "lee-table1-ablation-b"), *(_capacity(512, 22, kind) for kind in ARCHITECTURES)]
+    return [
+        Run(f"{run.row}, {name}", run.recipe, {**run.settings, **settings}, seed)
+        for seed in SEEDS for run in rows for name, settings in (("no LVD", {}), ("LVD", lvd))
+    ]
+
+
+def _embeddings() -> list[Run]:
+    """Figure 5, appendix B; all as wide as the teacher."""
+    what = {"": {}, "centroids": {"initialization.centroids": True}, "head": {"initialization.head": True},
+            "centroids and head": {"initialization.centroids": True, "initialization.head": True}}  # fmt: skip
+    rows: dict[str, dict[str, Any]] = {}
+    for name, settings in what.items():
+        rows[name or "random embeddings"] = {"model.hidden": 2048, **settings}
+        if name:
+            rows[f"{name}, frozen for 20M tokens"] = {
+                "model.hidden": 2048, **settings, "initialization.frozen_tokens": 20_000_000}
+    return [Run(f"LVD, {row}", "lee-lvd-mlp", settings, seed) for seed in SEEDS for row, settings in rows.items()]
+
+
+def _network(row: str, network: str, lvd: bool, seed: int, paper: float | None = None, **settings: Any) -> Run:
+    """A transformer of the teacher's shape, with its weights or random ones."""
+    named = {name.replace("__", "."): value for name, value in settings.items()}
+    kind = {"initialization.network": network, "initialization.kind": "lvd" if lvd else "none"}
+    return Run(row, "lee-lvd-transformer", {**kind, **named}, seed, {} if paper is None else {"test_perplexity": paper})
+
+
 POWERS = range(16, 29, 2)
 ARCHITECTURES = ("MLP-ψ", "MLP-ι", "TRF-ψ", "TRF-ι")
 
@@ -151,4 +203,28 @@ STUDIES: dict[str, list[Run]] = {
     "lee2025-figure2": [_capacity(512, power, kind) for power in POWERS for kind in ARCHITECTURES],
     "lee2025-figure11": [_capacity(256, power, kind) for power in POWERS for kind in ARCHITECTURES],
     "lee2025-figure12": [_capacity(1024, power, "MLP-ψ") for power in POWERS],
+    "lee2025-figure3": _teachers(),
+    "lee2025-figure4": _lvd_architectures(),
+    "lee2025-figure5": _embeddings(),
+    "lee2025-figure6": [
+        _network(f"{network}, rate {rate:g}", network, False, seed, optimizer__rate=rate,
+                 initialization__teacher=OWN_TEACHER)
+        for seed in SEEDS for rate in (0.0001, 0.0003, 0.001, 0.003) for network in ("random", "pretrained")
+    ],
+    "lee2025-figure7": [
+        _network(f"{name}, {network}", network, False, seed, initialization__teacher=path)
+        for seed in SEEDS for name, path in TEACHERS.items() for network in ("random", "pretrained")
+    ],
+    "lee2025-figure8": [
+        Run("no LVD", "lee-lvd-scalar", NO_LVD, SEEDS[0]),
+        *(Run(f"LVD for {tokens / 1e6:g}M tokens", "lee-lvd-scalar", {"initialization.tokens": tokens}, SEEDS[0])
+          for tokens in (100_000, 1_000_000, 5_000_000, 10_000_000, 50_000_000, 500_000_000)),
+    ],
+    "lee2025-table4": [
+        _network(row, network, lvd, seed, paper)
+        for seed in SEEDS for row, network, lvd, paper in (
+            ("random", "random", False, 365), ("random, LVD", "random", True, 317),
+            ("pretrained", "pretrained", False, 333), ("pretrained, LVD", "pretrained", True, 313),
+        )
+    ],
 }
