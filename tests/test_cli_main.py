@@ -191,6 +191,8 @@ def test_unknown_names_are_answered_with_the_nearest(capsys: pytest.CaptureFixtu
     assert "unknown option --model.stats; did you mean --model.states?" in error
     assert "did you mean --model.states?" in failure(capsys, "train", "--states", "3")
     assert "did you mean --temperature?" in failure(capsys, "sample", "x", "--temprature", "3")
+    rule = failure(capsys, "train", "--optimizer.kind", "baum-welch", "--model.parameterization", "linear")
+    assert "'baum-welch' needs model.parameterization = 'scalar'" in rule
     assert "no recipe named 'dmeo'; nearest: demo" in failure(capsys, "train", "--recipe", "dmeo")
 
 

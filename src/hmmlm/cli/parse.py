@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import tyro
+from pydantic import ValidationError
 
 from hmmlm.errors import InputError
 
@@ -43,6 +44,8 @@ def parse(kind: type[T], argv: list[str], command: str, description: str, defaul
     except SystemExit as end:
         if not end.code:  # help
             raise
+    except ValidationError as error:  # a rule over several sections, which tyro lets through
+        raise InputError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
     raise InputError(f"{condense(captured.getvalue())}; see hmmlm {command} --help")
 
 
