@@ -149,6 +149,13 @@ def test_fewer_distinct_embeddings_than_clusters(start: str) -> None:
     assert fit_clusters(cut(points, 7), 3, start=start).inertia == pytest.approx(0, abs=1e-6)  # type: ignore[arg-type]
 
 
+def test_points_that_are_nearly_the_same_still_count() -> None:
+    points = 1000 + torch.arange(5.0).repeat(6)[:, None].expand(30, 3)
+    points = torch.cat([points, -points])
+    found = fit_clusters(cut(points, 60), 10, passes=1)
+    assert len(torch.unique(found.centroids[0], dim=0)) == 10
+
+
 def test_bad_input() -> None:
     with pytest.raises(InputError, match="2 embeddings cannot make 3 clusters"):
         fit_clusters([Piece(normal(2, 4))], 3)

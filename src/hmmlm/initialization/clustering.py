@@ -26,6 +26,7 @@ Start = Literal["k-means++", "random"]
 Update = Literal["full", "minibatch"]
 FORMAT = "hmmlm clusters"
 CHUNK = 1 << 24  # distances held at a time
+ROUNDING = 1e-5  # of a squared distance made from squared norms, as a share of those
 CONVERGED = 1e-4  # a pass that lowers the mean squared distance by less than this share is the last
 
 
@@ -215,9 +216,9 @@ def _start(sample: Tensor, clusters: int, start: Start, generator: torch.Generat
             _refuse(len(distinct), len(sample), clusters)
             chosen = distinct[torch.randperm(len(distinct), generator=generator)[:clusters].to(sample.device)]
     else:
-        chosen, distinct_points = _plus_plus(sample, clusters, generator)
+        chosen = _plus_plus(sample, clusters, generator)
         if strict:
-            _refuse(distinct_points, len(sample), clusters)
+            _refuse(len(chosen), len(sample), clusters)
     if len(chosen) == clusters:
         return chosen.clone()
     if not len(chosen):  # a block whose words do not occur: its centroids lie in the middle of everything
@@ -233,23 +234,41 @@ def _refuse(distinct: int, sample: int, clusters: int) -> None:
         )
 
 
-def _plus_plus(sample: Tensor, clusters: int, generator: torch.Generator) -> tuple[Tensor, int]:
+def _plus_plus(sample: Tensor, clusters: int, generator: torch.Generator) -> Tensor:
     """k-means++: each next centroid is a point drawn in proportion to its squared distance from those before.
 
-    Also how many of them are distinct. Draws are made on the CPU, so that nothing waits for the device.
+    As many as there are distinct points, at most `clusters`. Draws are made on the CPU, so that nothing waits for the
+    device.
     """
     draws = torch.rand(clusters, generator=generator).tolist()
+    chosen = _drawn_far_apart(sample, draws, exact=False)
+    return chosen if len(chosen) == clusters else _drawn_far_apart(sample, draws, exact=True)
+
+
+def _drawn_far_apart(sample: Tensor, draws: list[float], exact: bool) -> Tensor:
+    """|x − c|² as |x|² − 2 x·c + |c|², which reads the sample once, or `exact`: three times as long.
+
+    Rounding leaves the former above 0 where x = c; it then takes points that are nearly the same for one.
+    """
+    norms = sample.square().sum(1)
+
+    def distance_to(point: Tensor) -> Tensor:
+        if exact:
+            return (sample - point).square().sum(1)
+        norm = point.square().sum()
+        apart = norms - 2 * (sample @ point) + norm
+        return torch.where(apart > ROUNDING * (norms + norm), apart, 0.0)
+
     chosen = [sample[int(draws[0] * len(sample))]]
-    distance = (sample - chosen[0]).square().sum(1)
-    left = []
+    distance, left = distance_to(chosen[0]), []
     for draw in draws[1:]:
         cumulated = distance.double().cumsum(0)
         left.append(cumulated[-1])
         at = torch.searchsorted(cumulated, cumulated[-1:] * draw, right=True).clamp(max=len(sample) - 1)
         chosen.append(sample.index_select(0, at)[0])
-        distance = torch.minimum(distance, (sample - chosen[-1]).square().sum(1))
+        distance = torch.minimum(distance, distance_to(chosen[-1]))
     distinct = 1 + (int((torch.stack(left) > 0).sum()) if left else 0)
-    return torch.stack(chosen)[:distinct], distinct
+    return torch.stack(chosen)[:distinct]
 
 
 class _Pass:
