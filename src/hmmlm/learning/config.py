@@ -13,16 +13,15 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from hmmlm.errors import InputError
+from hmmlm.learning.config_base import Section
+from hmmlm.learning.config_initialization import InitializationConfig, KMeansConfig
 from hmmlm.learning.sections import (
     BatchConfig,
     BaumWelchConfig,
-    InitializationConfig,
-    KMeansConfig,
     ModelConfig,
     OptimizerConfig,
     RunConfig,
     ScheduleConfig,
-    Section,
     TokenizerConfig,
     TrainConfig,
 )

@@ -8,9 +8,6 @@ so a run that was killed and resumed does what the run would have done: bit for 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -22,6 +19,7 @@ from hmmlm.errors import InputError
 from hmmlm.hmm import AnyHMM, Carry
 from hmmlm.initialization.teacher import Teacher
 from hmmlm.learning.checkpoint import STATE, load_tensors, read_state, save_folder, write_state
+from hmmlm.learning.clock import Clock
 from hmmlm.learning.config import RunConfig, config_to_dict
 from hmmlm.learning.evaluate import Evaluation, State, carried, count_tokens, evaluate, to_device
 from hmmlm.learning.history import History
@@ -333,32 +331,6 @@ class Trainer:
         if "rng.cuda" in tensors and self.fabric.device.type == "cuda":
             torch.cuda.set_rng_state(tensors["rng.cuda"], self.fabric.device)
         self.saved = replace(self.position)
-
-
-class Clock:
-    """Seconds of a run over all its processes, and the speed of its steps without what is done between them."""
-
-    def __init__(self, before: float) -> None:
-        self.began = time.perf_counter() - before
-        self.marked, self.pause = self.seconds, 0.0
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.began
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        began = self.seconds
-        try:
-            yield
-        finally:
-            self.pause += self.seconds - began
-
-    def speed(self, amount: int) -> float:
-        """Amount a second since the last call."""
-        elapsed = self.seconds - self.marked - self.pause
-        self.marked, self.pause = self.seconds, 0.0
-        return amount / max(elapsed, 1e-9)
 
 
 def make_batches(config: RunConfig, data: Prepared, split: str) -> StreamBatches | ChunkBatches:
