@@ -1,0 +1,62 @@
+"""Places of states in a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from learning_runs import tiny_config, write_text
+from rich.console import Console
+
+from hmmlm.cli.main import main
+from hmmlm.data.tokenfile import TokenFile
+from hmmlm.data.tokenizer import WordTokenizer
+from hmmlm.experiments.contexts import contexts_table, state_places
+from hmmlm.experiments.explain import explain_states
+from hmmlm.hmm import HMM
+from hmmlm.learning.trainer import train
+from hmmlm.lm import LanguageModel
+
+WORDS = ["<unk>", "<eos>", "a", "b", "[/b]"]
+STATE = [0, 0, 1, 1, 2]  # of each word
+
+
+def model() -> LanguageModel:
+    emission = torch.zeros(3, 5)
+    for word, state in enumerate(STATE):
+        emission[state, word] = 1 / STATE.count(state)
+    hmm = HMM.from_probs(torch.full((3,), 1 / 3), torch.full((3, 3), 1 / 3), emission)
+    return LanguageModel(hmm, WordTokenizer(WORDS))
+
+
+def test_places_are_where_the_state_is_and_of_different_words() -> None:
+    lm, ids = model(), torch.randint(5, (150,), generator=torch.Generator().manual_seed(0)).tolist()
+    places = state_places(lm, TokenFile.from_arrays(ids, None, 5), 3)
+    assert sorted(places) == [0, 1, 2]
+    for state, found in places.items():
+        assert len(found) == 3
+        for tokens, at in found:
+            assert STATE[tokens[at]] == state and len(tokens) <= 13
+            assert any(ids[i : i + len(tokens)] == tokens for i in range(len(ids)))
+    assert {tokens[at] for tokens, at in places[1][:2]} == {2, 3}
+
+
+def test_the_table_shows_words_as_they_are() -> None:
+    lm = model()
+    table = contexts_table(lm, explain_states(lm), 3, TokenFile.from_arrays([2, 4, 3, 2, 1], None, 5), 1)
+    console = Console(width=80, record=True)
+    console.print(table)
+    text = console.export_text()
+    assert "[/b]" in text and "b a" in text
+
+
+def test_inspect_shows_contexts_of_a_run_and_refuses_without_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_config(write_text(tmp_path), train={"epochs": 1}), tmp_path / "run")
+    assert main(["inspect", str(tmp_path / "run"), "--contexts", "2"]) == 0
+    assert "before" in capsys.readouterr().out
+    (tmp_path / "run" / "best").resolve().rename(tmp_path / "alone")
+    assert main(["inspect", str(tmp_path / "alone"), "--contexts", "2"]) == 2
+    assert "--contexts needs the text of a run" in capsys.readouterr().err
