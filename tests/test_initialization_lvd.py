@@ -372,10 +372,16 @@ def test_bad_configurations(sections: dict[str, Any], message: str) -> None:
         tiny_config(Path("unused"), **sections)
 
 
-def test_fewer_tokens_than_states_and_an_unknown_teacher(tmp_path: Path, teacher: FakeTeacher) -> None:
+def test_fewer_tokens_than_states(tmp_path: Path, teacher: FakeTeacher) -> None:
     config = tiny_config(Path("unused"), initialization=LVD, model={"states": 700})
     with pytest.raises(InputError, match="has 640 tokens, fewer than the 700 states"):
         Trainer(config, tmp_path, planted(teacher.hmm, 40, 16), Progress())
+
+
+def test_a_layer_that_the_teacher_has_not_is_named_before_any_work(tmp_path: Path, teacher: FakeTeacher) -> None:
+    with pytest.raises(InputError, match="the teacher has no layer 5"):
+        train(tiny_config(write_text(tmp_path), initialization={**LVD, "layer": 5}), tmp_path / "run")
+    assert not (tmp_path / "run").exists() and not teacher.asked
 
 
 def test_an_unknown_teacher_is_named_before_any_work(tmp_path: Path) -> None:

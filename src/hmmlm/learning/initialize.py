@@ -17,6 +17,7 @@ from hmmlm.initialization.embeddings import student_embeddings
 from hmmlm.initialization.lvd import Embed, EmbeddedText, Labeller, hmm_from_labels, write_labels
 from hmmlm.initialization.teacher import Teacher, open_teacher
 from hmmlm.initialization.transfer import check_width, from_pretrained, set_states, set_words
+from hmmlm.initialization.transformer_lm import layer_index
 from hmmlm.learning.config import RunConfig
 from hmmlm.learning.prepare import Prepared, make_parameterization
 from hmmlm.learning.progress import Progress
@@ -31,7 +32,11 @@ DEFAULT_TOKENS, LARGEST_SHARE = 5_000_000, 0.1
 def open_configured(config: RunConfig) -> Teacher | None:
     """The teacher that labels, if there is to be one: what is wrong with it is said before any work."""
     start = config.initialization
-    return None if start.kind == "none" else _open(config, start.random_teacher, config.train.device)
+    if start.kind == "none":
+        return None
+    teacher = _open(config, start.random_teacher, config.train.device)
+    layer_index(start.layer, teacher.layers)
+    return teacher
 
 
 def _open(config: RunConfig, random: bool, device: str) -> Teacher:
