@@ -63,7 +63,6 @@ class Trainer:
         self.config, self.out, self.data, self.progress = config, out, data, progress
         self.fabric = Fabric(accelerator=_accelerator(config), devices=1, precision=config.train.precision)
         torch.manual_seed(config.train.seed)
-        torch.set_flush_denormal(True)  # CPUs take a hundred times as long for numbers below 1e-38
         self.parameterization = make_initial(config, data)
         self.updater = make_updater(self.fabric, self.parameterization, config.optimizer)
         self.rate = self.updater.peak

@@ -57,6 +57,13 @@ class Updater(Protocol):
         """Continue from a checkpoint."""
 
 
+class Carried:
+    """What a batch starts from, as it is: of tensors given to a module, Fabric would round floats to bfloat16."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+
 class Likelihood(nn.Module):
     """θ → distributional parameters → log-likelihood [B] and filtered distribution [B,Z] of a batch.
 
@@ -67,10 +74,10 @@ class Likelihood(nn.Module):
         super().__init__()
         self.parameterization = parameterization
 
-    def forward(self, batch: Batch, initial: State, labels: Tensor | None = None) -> Any:
+    def forward(self, batch: Batch, carried: Carried, labels: Tensor | None = None) -> Any:
         if labels is not None:
-            return joint_scan(self.parameterization(), batch, initial, labels)
-        return self.parameterization.scan(batch.tokens, batch.lengths, initial, batch.restart)
+            return joint_scan(self.parameterization(), batch, carried.state, labels)
+        return self.parameterization.scan(batch.tokens, batch.lengths, carried.state, batch.restart)
 
 
 def joint_scan(hmm: AnyHMM, batch: Batch, initial: State, labels: Tensor) -> Scan | BlockedScan:
@@ -133,7 +140,7 @@ class AdamW:
         """Everything a step does on the device."""
         # Tokens are counted where the batch is, without waiting: padding is −1.
         tokens = (batch.tokens >= 0).sum()
-        result = self.objective(batch, initial, labels)
+        result = self.objective(batch, Carried(initial), labels)
         self.fabric.backward(-result.log_likelihood.sum() / tokens)
         if self.clip:
             # without the check for finite norms, which would wait for the device: the trainer checks the loss
@@ -163,6 +170,8 @@ class AdamW:
             state[i]["exp_avg_sq"] = torch.zeros_like(state[i]["exp_avg"])
             load_tensors(where, tensors, f"{prefix}{name}.", state[i])
         self.inner.load_state_dict({"state": state, "param_groups": self.inner.state_dict()["param_groups"]})
+        if self.on_gpu:  # loading made a copy of it
+            self.inner.param_groups[0]["lr"] = self.rate
 
 
 class BaumWelch:
