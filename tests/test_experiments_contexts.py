@@ -55,8 +55,8 @@ def test_inspect_shows_contexts_of_a_run_and_refuses_without_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tiny_config(write_text(tmp_path), train={"epochs": 1}), tmp_path / "run")
-    assert main(["inspect", str(tmp_path / "run"), "--contexts", "2"]) == 0
+    assert main(["inspect", str(tmp_path / "run"), "--contexts"]) == 0
     assert "before" in capsys.readouterr().out
     (tmp_path / "run" / "best").resolve().rename(tmp_path / "alone")
-    assert main(["inspect", str(tmp_path / "alone"), "--contexts", "2"]) == 2
+    assert main(["inspect", str(tmp_path / "alone"), "--contexts"]) == 2
     assert "--contexts needs the text of a run" in capsys.readouterr().err

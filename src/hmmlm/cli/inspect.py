@@ -10,12 +10,12 @@ from hmmlm.errors import InputError
 DESCRIPTION = """The states of a model: the share of all tokens each emits, its most telling
 words (by what they add to the mutual information of state and word), and the
 states it most often goes on to. With --contexts also places in the validation
-text of its run where it sees them, with --text the most likely state of
-every word of a sentence, and how sure the model is of it.
+text of its run where it sees them; with --text the most likely state of every
+word of a sentence, and how sure the model is of it.
 
 examples:
   hmmlm inspect runs/mine
-  hmmlm inspect runs/mine --contexts 3
+  hmmlm inspect runs/mine --contexts
   hmmlm inspect runs/mine --states 40 --text "The function returns a list." """
 
 
@@ -26,8 +26,8 @@ class Arguments:
     """How many states are shown, the most used first."""
     words: int = 8
     """Words a state."""
-    contexts: int = 0
-    """Places in the text shown for every state; they need the run's folder."""
+    contexts: bool = False
+    """Show three places in the text for every state; they are in the run's folder."""
     text: str | None = None
     """A sentence to read."""
 
@@ -47,8 +47,8 @@ def run(argv: list[str]) -> int:
     from hmmlm.experiments.tables import path_table, states_table
     from hmmlm.lm import load
 
-    folder = run_folder(arguments.model) if arguments.contexts > 0 else None
-    if arguments.contexts > 0 and folder is None:
+    folder = run_folder(arguments.model) if arguments.contexts else None
+    if arguments.contexts and folder is None:
         raise InputError(f"--contexts needs the text of a run, and {arguments.model} is not in one: leave it out")
     lm = load(arguments.model)
     states = explain_states(lm, arguments.words)
@@ -58,7 +58,7 @@ def run(argv: list[str]) -> int:
     if folder is not None:
         console.print()
         text = TokenFile.open(folder / "data" / "valid", lm.tokenizer.fingerprint())
-        console.print(contexts_table(lm, states, arguments.states, text, arguments.contexts))
+        console.print(contexts_table(lm, states, arguments.states, text))
     if arguments.text is not None:
         console.print()
         console.print(path_table(lm, states, arguments.text))

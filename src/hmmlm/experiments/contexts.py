@@ -45,7 +45,7 @@ def _in_turn(by_word: list[list[tuple[list[int], int]]], each: int) -> list[tupl
     return [place for _, _, place in ranked[:each]]
 
 
-def contexts_table(lm: LanguageModel, states: States, count: int, text: TokenFile, each: int) -> Table:
+def contexts_table(lm: LanguageModel, states: States, count: int, text: TokenFile, each: int = 3) -> Table:
     """The `count` most used states with `each` places in the text."""
     table = Table(box=None, pad_edge=False)
     table.add_column("state", no_wrap=True)
