@@ -47,7 +47,7 @@ class PretrainedStack(nn.Module):
             result = self.model.read(rows, len(self.model.blocks))
         else:
             result = self.model(inputs_embeds=rows, use_cache=False).last_hidden_state
-        return result.view_as(vectors)
+        return result.reshape(vectors.shape)
 
 
 def from_pretrained(
