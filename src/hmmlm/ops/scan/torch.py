@@ -108,9 +108,9 @@ def forward(chain: Chain, keep: bool = True) -> Forward:
     Steps are normalised in groups, which spares small models most of their overhead. Where the mass of a group comes
     near underflow, all is done again with groups of one.
     """
+    if chain.start.is_cuda and torch.cuda.is_current_stream_capturing():  # where nothing can be looked at on the way
+        return _filter(chain, keep, 1)[0]
     result, least = _filter(chain, keep, GROUP)
-    if chain.start.is_cuda and torch.cuda.is_current_stream_capturing():
-        return result
     return result if bool(least >= LEAST[chain.start.dtype]) else _filter(chain, keep, 1)[0]
 
 
