@@ -1,6 +1,5 @@
 """The public function, its choice of implementation and its closed-form gradient."""
 
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Literal
 
@@ -10,8 +9,8 @@ from torch.autograd.function import once_differentiable
 
 from hmmlm.errors import InputError
 from hmmlm.ops.blocked_emission import naive
-from hmmlm.ops.blocked_emission import torch as portable
 from hmmlm.ops.blocked_emission.tiles import Tiles
+from hmmlm.ops.choice import kernels
 from hmmlm.ops.linear_logsumexp.precision import resolve, wide
 
 Impl = Literal["auto", "naive", "torch", "triton"]
@@ -35,7 +34,8 @@ def blocked_emission(
     if impl == "naive":
         return naive.blocked_emission(hidden, words, bias, tiles.block_of_word)
     dtype = resolve(hidden, None)
-    result: Tensor = _BlockedEmission.apply(_kernels(impl, hidden, dtype), dtype, tiles, hidden, words, bias)
+    chosen = kernels("blocked_emission", impl, hidden, _lacking(hidden, dtype))
+    result: Tensor = _BlockedEmission.apply(chosen, dtype, tiles, hidden, words, bias)
     return result
 
 
@@ -62,16 +62,6 @@ class _BlockedEmission(torch.autograd.Function):
         return None, None, None, *(None if d is None else g.to(d) for g, d in zip(gradients, ctx.dtypes, strict=True))
 
 
-def _kernels(impl: Impl, hidden: Tensor, dtype: torch.dtype) -> ModuleType:
+def _lacking(hidden: Tensor, dtype: torch.dtype) -> str:
     fits = dtype != torch.float64 and hidden.shape[2] * dtype.itemsize <= 1024
-    if impl == "auto":
-        impl = "triton" if hidden.is_cuda and fits and find_spec("triton") else "torch"
-    if impl == "torch":
-        return portable
-    if impl != "triton":
-        raise InputError(f"blocked_emission: impl {impl!r} is unknown: use auto, naive, torch or triton")
-    if not fits:
-        raise InputError("blocked_emission: the triton kernels have no float64 and no rows over 1024 bytes: use torch")
-    from hmmlm.ops.blocked_emission import triton  # optional dependency
-
-    return triton
+    return "" if fits else "float64 and no rows over 1024 bytes"

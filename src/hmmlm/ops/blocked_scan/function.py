@@ -1,6 +1,5 @@
 """The public function, its choice of implementation and its closed-form gradient."""
 
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Literal
 
@@ -9,8 +8,8 @@ from torch import Tensor
 
 from hmmlm.errors import InputError
 from hmmlm.ops.blocked_scan import naive
-from hmmlm.ops.blocked_scan import torch as portable
 from hmmlm.ops.blocked_scan.problem import BlockedScan, Initial, Problem, State, lay_out
+from hmmlm.ops.choice import kernels
 from hmmlm.ops.linear_logsumexp.precision import resolve, wide
 
 Impl = Literal["auto", "naive", "torch", "triton"]
@@ -58,7 +57,8 @@ def blocked_scan(
         tokens, block_of_word, u, w, log_normalizer, log_start, log_emission, initial, lengths, restart, dtype
     )
     given = (u, w, log_normalizer, log_start, log_emission, *(initial or (None, None, None)))
-    result = BlockedScan(*_BlockedScan.apply(_kernels(impl, u, dtype), problem, *given))
+    chosen = kernels("blocked_scan", impl, u, "float64" if dtype == torch.float64 else "")
+    result = BlockedScan(*_BlockedScan.apply(chosen, problem, *given))
     if capturing or not result.suspect.any():
         return result
     again = result.suspect.nonzero()[:, 0]
@@ -111,20 +111,6 @@ class _BlockedScan(torch.autograd.Function):
             g if g is None or x is None else g.reshape(x[1]).to(x[0]) for g, x in zip(layout, ctx.given, strict=True)
         )
         return None, None, *shaped
-
-
-def _kernels(impl: Impl, u: Tensor, dtype: torch.dtype) -> ModuleType:
-    if impl == "auto":
-        impl = "triton" if u.is_cuda and dtype != torch.float64 and find_spec("triton") else "torch"
-    if impl == "torch":
-        return portable
-    if impl != "triton":
-        raise InputError(f"blocked_scan: impl {impl!r} is unknown: use auto, naive, torch or triton")
-    if dtype == torch.float64:
-        raise InputError("blocked_scan: the triton kernels have no float64: use impl='torch'")
-    from hmmlm.ops.blocked_scan import triton  # optional dependency
-
-    return triton
 
 
 def _check(

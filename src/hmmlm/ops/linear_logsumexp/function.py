@@ -1,6 +1,5 @@
 """The public function, its choice of implementation and its closed-form gradient."""
 
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Literal
 
@@ -8,8 +7,8 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
+from hmmlm.ops.choice import kernels
 from hmmlm.ops.linear_logsumexp import naive
-from hmmlm.ops.linear_logsumexp import torch as portable
 from hmmlm.ops.linear_logsumexp.precision import resolve, wide
 
 Impl = Literal["auto", "naive", "torch", "triton"]
@@ -28,7 +27,8 @@ def linear_logsumexp(
     if impl == "naive":
         return naive.linear_logsumexp(u, w, bias)
     dtype = resolve(u, product_dtype)
-    result: Tensor = _LinearLogSumExp.apply(_kernels(impl, u, dtype), dtype, u, w, bias)
+    chosen = kernels("linear_logsumexp", impl, u, "float64" if dtype == torch.float64 else "")
+    result: Tensor = _LinearLogSumExp.apply(chosen, dtype, u, w, bias)
     return result
 
 
@@ -50,20 +50,6 @@ class _LinearLogSumExp(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradients = ctx.kernels.backward(grads[0].contiguous(), *ctx.saved_tensors)
         return None, None, *(g if g is None else g.to(d) for g, d in zip(gradients, ctx.dtypes, strict=True))
-
-
-def _kernels(impl: Impl, u: Tensor, dtype: torch.dtype) -> ModuleType:
-    if impl == "auto":
-        impl = "triton" if u.is_cuda and dtype != torch.float64 and find_spec("triton") else "torch"
-    if impl == "torch":
-        return portable
-    if impl != "triton":
-        raise InputError(f"linear_logsumexp: impl {impl!r} is unknown: use auto, naive, torch or triton")
-    if dtype == torch.float64:
-        raise InputError("linear_logsumexp: the triton kernels have no float64: use impl='torch'")
-    from hmmlm.ops.linear_logsumexp import triton  # optional dependency
-
-    return triton
 
 
 def _check(u: Tensor, w: Tensor, bias: Tensor | None) -> None:
