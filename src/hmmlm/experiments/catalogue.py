@@ -171,6 +171,7 @@ STUDIES: dict[str, list[Run]] = {
                 batches__reset_at_eos=False, batches__eval_reset_at_eos=False),
         _beyond("paper", 0.01, 0.0, "network dropout 0.1", model__network_dropout=0.1),
     ],
+    "chiu2020-cpu": [Run("PTB, 2^12 states, two CPU cores", "ptb-vl-hmm-12-cpu")],
     "chiu2020-largest": [Run("PTB, 2^18 states, one epoch", "ptb-vl-hmm-18")],
     "lee2025-table1": _seeded(
         ("Ablation A (single H)", "lee-table1-ablation-a", 711), ("Ablation B (split H)", "lee-table1-ablation-b", 348),

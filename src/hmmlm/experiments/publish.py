@@ -21,6 +21,7 @@ TITLES = {
     "chiu2020-figure3": "Chiu & Rush 2020, Figure 3: number of states",
     "chiu2020-figure4": "Chiu & Rush 2020, Figure 4: number of blocks",
     "chiu2020-largest": "The largest state space trained on one GPU",
+    "chiu2020-cpu": "Without a GPU",
     "chiu2020-beyond": "Beyond the paper: what else was tried",
 }
 # Baselines beside the runs of a study; their figures come from results/ as well.
