@@ -44,8 +44,8 @@ def main() -> None:
         raise InputError(f"no results in {root / 'results'}: run this in the root of the repository")
     sections = [
         "# Results", "", "Made from `results/*.json` by `python -m hmmlm.experiments.publish`; commands, commits and "
-        "dates are there. \"paper\" is what the paper prints. Models and settings are chosen on valid; every run also prints "
-        "its test figure, the exploratory ones too, so test was seen more often than once.", "",
+        "dates are there. \"paper\" is what the paper prints. Models and settings are chosen on valid; every run "
+        "also prints its test figure, the exploratory ones too, so test was seen more often than once.", "",
     ]
     for name, records in found.items():
         sections += [f"## {TITLES.get(name, name)}", "", *table(name, records), ""]
