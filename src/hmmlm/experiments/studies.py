@@ -95,6 +95,8 @@ def perform(run: Run, work: Path) -> dict[str, Any]:
 
     config = with_settings(run)
     label = re.sub(r"[^\w.-]+", "-", f"{run.row}-{run.seed}-{time.time():.0f}-{os.getpid()}")
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # a worker does several runs
     began = time.perf_counter()
     result = train(config, work / label, progress=LineProgress())
     seconds = time.perf_counter() - began
