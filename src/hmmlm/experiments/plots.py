@@ -18,7 +18,7 @@ Series = Sequence[tuple[float, float]]
 
 def learning_curve(train: Series, valid: Series, baselines: Mapping[str, float]) -> Figure:
     """Perplexity against training tokens; baselines as horizontal lines. Series are (tokens, perplexity)."""
-    figure, axes = _figure(7.2, 4.2)
+    figure, axes = new_figure(7.2, 4.2)
     axes.plot(*_columns(train), color=BLUE, lw=1, alpha=0.7, label="training (running)")
     axes.plot(*_columns(valid), color=ORANGE, lw=2, marker="o", ms=4, label="validation")
     for (name, value), colour in zip(baselines.items(), (GREEN, PURPLE, GREY), strict=False):
@@ -41,7 +41,7 @@ def learning_curve(train: Series, valid: Series, baselines: Mapping[str, float])
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(FuncFormatter(_short))
+    axes.xaxis.set_major_formatter(FuncFormatter(short))
     axes.set_xlim(left=0)
     axes.set_xlabel("training tokens")
     axes.set_ylabel("perplexity (log scale)")
@@ -51,9 +51,9 @@ def learning_curve(train: Series, valid: Series, baselines: Mapping[str, float])
 
 def learning_rate(rates: Series) -> Figure:
     """Rate (or step of Baum-Welch) against training tokens."""
-    figure, axes = _figure(7.2, 2.4)
+    figure, axes = new_figure(7.2, 2.4)
     axes.plot(*_columns(rates), color=BLUE, lw=1.5)
-    axes.xaxis.set_major_formatter(FuncFormatter(_short))
+    axes.xaxis.set_major_formatter(FuncFormatter(short))
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("training tokens")
@@ -64,7 +64,7 @@ def learning_rate(rates: Series) -> Figure:
 def transitions(matrix: NDArray[np.float64], labels: Sequence[str]) -> Figure:
     """p(next state | state) among some states, [N,N], row = from-state; a label each."""
     side = max(4.5, 0.2 * len(labels) + 2.2)
-    figure, axes = _figure(side + 1.8, side)
+    figure, axes = new_figure(side + 1.8, side)
     # √: most of a row's mass is in a few cells, and the rest should not vanish
     image = axes.imshow(np.sqrt(matrix), cmap="Blues", vmin=0, vmax=np.sqrt(max(matrix.max(), 1e-9)), aspect="equal")
     axes.set_xticks(range(len(labels)), labels, rotation=90, fontsize=8)
@@ -86,7 +86,7 @@ def posterior(
 ) -> Figure:
     """p(state | sentence) at each word, [T,N] over the states that matter; `path`: row of its Viterbi state."""
     width, height = max(5.5, 0.5 * len(words) + 2.4), max(2.8, 0.24 * len(states) + 1.3)
-    figure, axes = _figure(width, height)
+    figure, axes = new_figure(width, height)
     image = axes.imshow(probs.T, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     points = [(t, row) for t, row in enumerate(path) if row is not None]
     axes.plot(*_columns(points), color=ORANGE, lw=1.2, marker="o", ms=4, label="Viterbi path")
@@ -101,7 +101,8 @@ def posterior(
     return figure
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Any]:
+def new_figure(width: float, height: float) -> tuple[Figure, Any]:
+    """An empty figure of so many inches, and its axes."""
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     axes.grid(True, color="#e5e5e5", lw=0.8)
@@ -117,7 +118,7 @@ def _columns(points: Series) -> tuple[list[float], list[float]]:
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _short(value: float, _: int) -> str:
+def short(value: float, _: int = 0) -> str:
     """12,000,000 as 12M."""
     for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:

@@ -7,118 +7,229 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
 from hmmlm.experiments.catalogue import STUDIES
+from hmmlm.experiments.figures import draw
+from hmmlm.experiments.plots import short
+from hmmlm.experiments.summary import Row, order_sentences, ratio, recipe_settings, rows_of
 
+CHIU, LEE = "Chiu & Rush 2020", "Lee & Berg-Kirkpatrick 2025"
 TITLES = {
-    "chiu2020-table1": "Chiu & Rush 2020, Table 1: the very large HMM",
-    "chiu2020-table3": "Chiu & Rush 2020, Table 3: emission constraints",
-    "chiu2020-table4": "Chiu & Rush 2020, Tables 2 and 4: ablations at 2^14 states",
-    "chiu2020-figure3": "Chiu & Rush 2020, Figure 3: number of states",
-    "chiu2020-figure4": "Chiu & Rush 2020, Figure 4: number of blocks",
+    "chiu2020-table1": f"{CHIU}, Table 1: the very large HMM",
+    "chiu2020-seeds": f"{CHIU}, Table 1 with other seeds",
+    "chiu2020-table4": f"{CHIU}, Tables 2 and 4: ablations at 2^14 states",
+    "chiu2020-table3": f"{CHIU}, Table 3: emission constraints",
+    "chiu2020-figure3": f"{CHIU}, Figure 3: number of states",
+    "chiu2020-figure4": f"{CHIU}, Figure 4: number of blocks",
     "chiu2020-largest": "The largest state space trained on one GPU",
     "chiu2020-cpu": "Without a GPU",
     "chiu2020-beyond": "Beyond the paper: what else was tried",
+    "lee2025-table1": f"{LEE}, Table 1: linear reparameterizations",
+    "lee2025-tuned": f"{LEE}, Table 1 with every family tuned for itself, at 512 and 4,096 states",
+    "lee2025-table2": f"{LEE}, Table 2: which of a, b, π is factored",
+    "lee2025-table3": f"{LEE}, Table 3: variants of the network",
+    "lee2025-figure1": f"{LEE}, Figure 1: number of states",
+    "lee2025-figure2": f"{LEE}, Figure 2: capacity and architecture, 512 states",
+    "lee2025-figure11": f"{LEE}, Figure 11: capacity and architecture, 256 states",
+    "lee2025-figure12": f"{LEE}, Figure 12: capacity, 1,024 states",
+    "lee2025-figure3": f"{LEE}, Figure 3: teachers of latent variable distillation (LVD)",
+    "lee2025-figure8": f"{LEE}, Figure 8: how long LVD lasts",
+    "lee2025-figure4": f"{LEE}, Figure 4: LVD and architectures",
+    "lee2025-figure5": f"{LEE}, Figure 5: centroids and head as embeddings",
+    "lee2025-figure6": f"{LEE}, Figure 6: a pretrained network and the learning rate",
+    "lee2025-figure7": f"{LEE}, Figure 7: networks of other transformers",
+    "lee2025-table4": f"{LEE}, Table 4: a pretrained network with and without LVD",
+    "lee2025-throughput": "Speed of training at the setting of Lee & Berg-Kirkpatrick",
 }
-# Baselines beside the runs of a study; their figures come from results/ as well.
-PRINTED_BASELINES = {
-    "PTB, KN 5-gram": {"test_perplexity": 141.2},
-    "WikiText-2, KN 5-gram": {"valid_perplexity": 248.7, "test_perplexity": 234.3},
-}
-README_STUDIES = ("chiu2020-table1", "chiu2020-table4")
-COLUMNS = (
-    ("valid", "valid_perplexity", "{:.1f}"), ("test", "test_perplexity", "{:.1f}"),
-    ("train", "train_perplexity", "{:.1f}"), ("epochs", "epochs", "{:g}"), ("ms a step", "step_ms", "{:.2f}"),
-    ("peak GB", "peak_memory_gb", "{:.2f}"), ("minutes", "seconds", "{:.1f}"),
-)
+README_STUDIES = ("chiu2020-table1", "chiu2020-table4", "lee2025-table1", "lee2025-tuned")
+README_COLUMNS = (
+    "paper valid", "paper test", "valid", "test", "test, min / mean / max", "ratio to scalar", "paper's ratio",
+    "tokens", "ms a step", "peak GB", "seeds",
+)  # fmt: skip
+INTRODUCTION = (
+    "Made from `results/*.json` by `python -m hmmlm.experiments.publish`; the command of every run is there. “paper” "
+    "is what the paper prints. Of runs with several seeds the table has the mean, of test also the least and the "
+    "largest. Models and settings are chosen on valid; every run also prints its test figure, the exploratory ones "
+    "too, so test was seen more often than once."
+)  # fmt: skip
+PRINTED = {"valid": "valid_perplexity", "test": "test_perplexity", "train": "train_perplexity"}
+# Metrics that have a column of their own, or that nobody needs in a table.
+KNOWN = {
+    *PRINTED.values(), "tokens", "epochs", "step_ms", "tokens_per_second", "peak_memory_gb", "seconds",
+    "train_seconds", "best_step",
+}  # fmt: skip
 
 
 def main() -> None:
     root = Path.cwd()
-    found = {file.stem: json.loads(file.read_text()) for file in sorted((root / "results").glob("*.json"))}
+    found = {file.stem: records for file in (root / "results").glob("*.json") if (records := read_records(file))}
     if not found:
         raise InputError(f"no results in {root / 'results'}: run this in the root of the repository")
-    sections = [
-        "# Results", "", "Made from `results/*.json` by `python -m hmmlm.experiments.publish`; commands, commits and "
-        "dates are there. \"paper\" is what the paper prints. Models and settings are chosen on valid; every run "
-        "also prints its test figure, the exploratory ones too, so test was seen more often than once.", "",
-    ]
-    for name, records in found.items():
-        sections += [f"## {TITLES.get(name, name)}", "", *table(name, records), ""]
-        if name in ("chiu2020-figure3", "chiu2020-figure4"):
-            sections += [f"![{TITLES[name]}](figures/{plot(name, records, root / 'docs' / 'figures').name})", ""]
-        machines = sorted({record["machine"] for record in records})
-        sections += [f"Machine: {'; '.join(machines)}.", ""]
-    (root / "docs" / "results.md").write_text("\n".join(sections))
+    readme = (root / "README.md").read_text()
+    if not re.search(r"<!-- results -->.*<!-- /results -->", readme, flags=re.S):
+        raise InputError("README.md: no lines <!-- results --> and <!-- /results -->; the results go between them")
+    places = {name: place for place, name in enumerate(TITLES)}
+    ordered = sorted(found, key=lambda name: (places.get(name, len(places)), name))
+    text = ["# Results", "", INTRODUCTION, ""]
+    for name in ordered:
+        text += [*section(name, found[name], root / "docs" / "figures"), ""]
+    write_bytes(root / "docs" / "results.md", "\n".join(text).encode())
     summary: list[str] = []
     for name in README_STUDIES:
         if name in found:
-            shown = ("valid", "test", "ms a step", "peak GB")
-            summary += ["", f"**{TITLES[name]}**", "", *table(name, found[name], shown)]
-    readme = (root / "README.md").read_text()
+            summary += ["", f"**{TITLES[name]}**", "", *table(name, rows_of(name, found[name]), README_COLUMNS)]
     block = "<!-- results -->\n" + "\n".join(summary) + "\n\n<!-- /results -->"
-    (root / "README.md").write_text(re.sub(r"<!-- results -->.*<!-- /results -->", lambda _: block, readme, flags=re.S))
+    readme = re.sub(r"<!-- results -->.*<!-- /results -->", lambda _: block, readme, flags=re.S)
+    write_bytes(root / "README.md", readme.encode())
 
 
-def table(name: str, records: Iterable[dict[str, Any]], only: tuple[str, ...] | None = None) -> list[str]:
-    """A Markdown table of a study: the paper's figures beside ours, row by row, every seed."""
-    runs = {run.row: run for run in STUDIES.get(name, [])}
-    papers = {**PRINTED_BASELINES, **{row: run.paper for row, run in runs.items()}}
-    order = {row: number for number, row in enumerate(runs)}
-    records = sorted(records, key=lambda record: (order.get(record["row"], 99), record["seed"]))
-    columns = [column for column in COLUMNS if only is None or column[0] in only]
-    compared = [c for c in columns if any(c[1] in papers.get(record["row"], {}) for record in records)]
-    header = ["", *(f"paper {title}" for title, _, _ in compared), *(title for title, _, _ in columns), "seed"]
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    for record in records:
-        paper, metrics = papers.get(record["row"], {}), dict(record["metrics"])
-        if "seconds" in metrics:
-            metrics["seconds"] /= 60
-        cells = [record["row"] + note(record, runs[record["row"]].settings if record["row"] in runs else {})]
-        cells += [f"{paper[key]:g}" if key in paper else "" for _, key, _ in compared]
-        cells += [shape.format(metrics[key]) if key in metrics else "" for _, key, shape in columns]
-        lines.append("| " + " | ".join([*cells, str(record["seed"])]) + " |")
-    return lines
+def read_records(file: Path) -> list[dict[str, Any]]:
+    """The runs in a file of results."""
+    try:
+        records = json.loads(file.read_text())
+    except ValueError as error:
+        raise InputError(f"{file}: not JSON: {error}") from None
+    if not isinstance(records, list) or any({"row", "metrics"} - set(record) for record in records):
+        raise InputError(f"{file}: not a list of runs with `row` and `metrics`; move it out of results/")
+    return records
 
 
-def note(record: dict[str, Any], planned: dict[str, Any]) -> str:
-    """Settings in which a run differs from what its row stands for."""
-    told = {name: value for name, value in record["settings"].items() if planned.get(name) != value}
-    return " (" + ", ".join(f"{name.split('.')[-1]} {value}" for name, value in told.items()) + ")" if told else ""
+def section(name: str, records: Sequence[dict[str, Any]], figures: Path) -> list[str]:
+    """Everything the page says of a study; its figure is written to the folder `figures`."""
+    rows = rows_of(name, records)
+    lines = [f"## {TITLES.get(name, name)}", "", *table(name, rows), ""]
+    figure = draw(name, rows)
+    if figure is not None:
+        figures.mkdir(parents=True, exist_ok=True)
+        figure.savefig(figures / f"{name}.png", dpi=150)
+        lines += [f"![{TITLES[name]}](figures/{name}.png)", ""]
+    return lines + [line for line in (comparison(name, rows), *remarks(rows, records)) if line]
 
 
-def plot(name: str, records: list[dict[str, Any]], folder: Path) -> Path:
-    """Validation perplexity against the number of states or blocks, ours and what the paper prints."""
-    import matplotlib
+def table(name: str, rows: Sequence[Row], only: Sequence[str] | None = None) -> list[str]:
+    """A Markdown table of a study, a line a row; columns that nothing stands in are left out."""
+    columns = columns_of(name, rows)
+    if only is not None:
+        columns = {title: cell for title, cell in columns.items() if title in only}
+    cells = {title: [cell(row) for row in rows] for title, cell in columns.items()}
+    filled = {title: column for title, column in cells.items() if any(column)}
+    names = [escape(row.name + differing(row, rows)) for row in rows]
+    lines = [["", *filled], *(list(line) for line in zip(names, *filled.values(), strict=True))]
+    texts = ["| " + " | ".join(line) + " |" for line in lines]
+    return [texts[0], "|" + "---|" * len(lines[0]), *texts[1:]]
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    axis = "model.states" if name == "chiu2020-figure3" else "model.blocks"
-    papers = {run.row: (run.settings[axis], run.paper.get("valid_perplexity")) for run in STUDIES[name]}
-    figure, axes = pyplot.subplots(figsize=(6, 3.8))
-    for factored, label in ((False, "ours"), (True, "ours, factored embeddings")):
-        chosen = [r for r in records if str(r["settings"].get("model.factored", False)) == str(factored)]
-        points = sorted((int(r["settings"][axis]), r["metrics"]["valid_perplexity"]) for r in chosen)
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=label if name.endswith("4") else "ours")
-    printed = [(x, y) for x, y in papers.values() if y is not None]
-    if printed:
-        axes.scatter(*zip(*printed, strict=True), marker="x", color="black", zorder=3, label="printed in the paper")
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("states" if axis == "model.states" else "blocks")
-    axes.set_ylabel("validation perplexity, PTB")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.tight_layout()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.png"
-    figure.savefig(path, dpi=150)
-    return path
+def columns_of(name: str, rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
+    """Every column a study may have, by its title: what it says of a row."""
+    several = any(len(row.values("test_perplexity")) > 1 for row in rows)
+    lee = name.startswith("lee2025")
+    columns = {f"paper {title}": printed(metric) for title, metric in PRINTED.items()}
+    columns["valid"] = mean_of("valid_perplexity")
+    columns["test, min / mean / max" if several else "test"] = spread
+    if lee:
+        columns["ratio to scalar"] = lambda row: number(ratio(row, rows)[0], "{:.2f}")
+        columns["paper's ratio"] = lambda row: number(ratio(row, rows)[1], "{:.2f}")
+    columns["train"] = mean_of("train_perplexity")
+    columns["tokens"] = tokens
+    columns |= {"tokens a second": mean_of("tokens_per_second", "{:,.0f}")} if lee else {
+        "ms a step": mean_of("step_ms", "{:.2f}")}  # fmt: skip
+    columns |= {"peak GB": mean_of("peak_memory_gb", "{:.2f}"), "minutes": mean_of("seconds", scale=60)}
+    for metric in dict.fromkeys(key for row in rows for record in row.records for key in record["metrics"]):
+        if metric not in KNOWN:
+            columns[escape(metric.replace("_", " "))] = mean_of(metric, "{:g}")
+    columns["seeds"] = seeds
+    return columns
+
+
+def printed(metric: str) -> Callable[[Row], str]:
+    return lambda row: number(row.paper.get(metric), "{:g}")
+
+
+def mean_of(metric: str, shape: str = "{:.1f}", scale: float = 1) -> Callable[[Row], str]:
+    return lambda row: number(row.mean(metric), shape, scale)
+
+
+def number(value: float | None, shape: str = "{:.1f}", scale: float = 1) -> str:
+    return "" if value is None else shape.format(value / scale)
+
+
+def spread(row: Row) -> str:
+    """Test perplexity; least, mean and largest where there are several."""
+    values = row.values("test_perplexity")
+    shown = [min(values), row.mean("test_perplexity"), max(values)] if len(values) > 1 else values
+    return " / ".join(map(number, shown))
+
+
+def tokens(row: Row) -> str:
+    """How much was read, how often, and of how much where the recipe asks for more: 100M of 500M, 2 passes."""
+    read, passes = row.values("tokens"), row.values("epochs")
+    if not read:
+        return ""
+    text = "–".join(dict.fromkeys(short(float(f"{count:.3g}")) for count in (min(read), max(read))))
+    planned = recipe_settings(row.recipe).get("train.max_tokens")
+    if planned and min(read) < 0.99 * planned:
+        text += f" of {short(planned)}"
+    return text + (f", {max(passes):.3g} pass{'' if max(passes) == 1 else 'es'}" if passes else "")
+
+
+def seeds(row: Row) -> str:
+    given = [record["seed"] for record in row.records if "seed" in record]
+    return f"{len(given)} seeds" if len(given) > 1 else "".join(f"seed {seed}" for seed in given)
+
+
+def shared_settings(rows: Sequence[Row]) -> dict[str, str]:
+    """Settings in which all rows, two at least, differ from what they stand for."""
+    first, *others = (unusual(row) for row in rows)
+    return {name: value for name, value in first.items() if others and all(o.get(name) == value for o in others)}
+
+
+def unusual(row: Row) -> dict[str, str]:
+    """Settings in which a row differs from what it stands for, less those that its tokens tell."""
+    told_already = {"train.max_tokens"} if row.values("tokens") else set()
+    return {name: value for name, value in row.told.items() if name not in told_already}
+
+
+def differing(row: Row, rows: Sequence[Row]) -> str:
+    """Settings of a row alone in which it differs from what it stands for."""
+    shared = shared_settings(rows)
+    told = [f"{name.split('.')[-1]} {value}" for name, value in unusual(row).items() if name not in shared]
+    return f" ({', '.join(told)})" if told else ""
+
+
+def comparison(name: str, rows: Sequence[Row]) -> str:
+    """What is like the paper: the order of rows, and how many of its rows were run."""
+    if not re.search("-(table|figure)", name):
+        return ""
+    sentences = order_sentences(rows) or ["The paper prints no figures that would order these rows."]
+    planned = {run.row for run in STUDIES.get(name, [])}
+    missing = planned - {row.name for row in rows}
+    if missing:
+        sentences.append(f"Not run yet: {len(missing)} of {len(planned)} rows.")
+    return escape(" ".join(sentences)) + "\n"
+
+
+def remarks(rows: Sequence[Row], records: Sequence[dict[str, Any]]) -> list[str]:
+    """Settings of all rows, notes of the records, and where, when and with what the runs were made."""
+    lines = []
+    if shared := shared_settings(rows):
+        lines.append("All rows: " + escape(", ".join(f"{name} {value}" for name, value in shared.items())) + ".\n")
+    notes = dict.fromkeys(record["note"] for record in records if record.get("note"))
+    lines += [f"Note: {escape(note.rstrip('.'))}.\n" for note in notes]
+    parts = []
+    for before, key, length in (("", "machine", None), ("commit ", "commit", 7), ("", "date", None)):
+        if values := sorted({str(record[key])[:length] for record in records if record.get(key)}):
+            parts.append(before + " and ".join(values))
+    return [*lines, *([f"Made on {'; '.join(parts)}."] if parts else [])]
+
+
+def escape(text: str) -> str:
+    """Text that Markdown shows as it is, <eos> and all."""
+    return text.replace("<", "&lt;").replace("|", "\\|")
 
 
 if __name__ == "__main__":
