@@ -75,9 +75,9 @@ def draw(study: str, rows: Sequence[Row]) -> Figure | None:
         return None
     drawing = DRAWINGS[study]
     # each paper prints one of them for nearly all it measures
-    split, data = ("valid", ", PTB") if study.startswith("chiu2020") else ("test", "")
-    named = {"valid": "validation"}.get(split, split)
-    unit = f"{named} perplexity{data} (lower is better)"
+    chiu = study.startswith("chiu2020")
+    metric, what = ("valid_perplexity", "validation perplexity, PTB") if chiu else ("test_perplexity", "test perplexity")
+    unit = f"{what} (lower is better)"
     points: list[tuple[str, str, Row]] = []  # label or x, series, row
     for row in main_rows(rows):
         match = re.fullmatch(drawing.pattern, row.name)
@@ -85,7 +85,6 @@ def draw(study: str, rows: Sequence[Row]) -> Figure | None:
             points.append((row.name, "", row))
         elif match:
             points.append((match.groupdict().get("label") or match["x"], match.groupdict().get("series", ""), row))
-    metric = f"{split}_perplexity"
     points = [point for point in points if (mean := point[2].mean(metric)) is not None and math.isfinite(mean)]
     if not points:
         return None
