@@ -76,8 +76,8 @@ def draw(study: str, rows: Sequence[Row]) -> Figure | None:
     drawing = DRAWINGS[study]
     # each paper prints one of them for nearly all it measures
     chiu = study.startswith("chiu2020")
-    metric, what = ("valid_perplexity", "validation perplexity, PTB") if chiu else ("test_perplexity", "test perplexity")
-    unit = f"{what} (lower is better)"
+    split, what = ("valid", "validation perplexity, PTB") if chiu else ("test", "test perplexity")
+    metric, unit = f"{split}_perplexity", f"{what} (lower is better)"
     points: list[tuple[str, str, Row]] = []  # label or x, series, row
     for row in main_rows(rows):
         match = re.fullmatch(drawing.pattern, row.name)
