@@ -22,7 +22,8 @@ class HMM:
 
     Tokens are integers [B, T]; −1 is a missing token, summed over everywhere; `lengths` [B] gives ragged batches.
     Results are detached, except `log_likelihood` (and `filter(...).log_likelihood`) when a parameter requires a
-    gradient. `impl` chooses the implementation of the recursions: "auto", "torch" (scaled) or "naive" (log space).
+    gradient. `impl` chooses the implementation of the recursions: "auto", "torch" (scaled), "triton" (scaled, `scan` as
+    GPU kernels) or "naive" (log space).
     """
 
     def __init__(self, log_start: Tensor, log_transition: Tensor, log_emission: Tensor, impl: Impl = "auto") -> None:
@@ -190,9 +191,9 @@ class HMM:
         evidence = self._evidence(tokens, lengths)
         fixed = self._fixed()
         with torch.no_grad():
-            log_likelihood, final = self.scan(*evidence)
-            self._require_possible(evidence, log_likelihood)
-            return self.emit((final @ fixed.log_transition.exp()).log())
+            result = self.scan(*evidence)
+            self._require_possible(evidence, result.log_likelihood)
+            return self.emit((result.final @ fixed.log_transition.exp()).log())
 
     # --- one step at a time: distributions over the state of the next token, as logarithms [Z] ---
 

@@ -10,6 +10,9 @@ class Scan(NamedTuple):
 
     log_likelihood: Tensor  # [B] natural log; differentiable in the parameters
     final: Tensor  # [B, Z] p(z at the last token | all tokens), detached
+    suspect: Tensor | None = None
+    """[B] bool, only of a scan inside a CUDA graph, where a sequence whose mass underflows cannot be done again: those
+    that have no gradient, whose likelihood is not to be used, and whose `final` is the start distribution."""
 
 
 class Filtered(NamedTuple):

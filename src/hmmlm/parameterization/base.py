@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, AnyHMM
 from hmmlm.ops.blocked_scan import BlockedScan
+from hmmlm.ops.results import Scan
 
 
 class Parameterization(nn.Module):
@@ -26,11 +27,13 @@ class Parameterization(nn.Module):
         self.skipped: Tensor
         self.register_buffer("skipped", torch.zeros((), dtype=torch.long), persistent=False)
 
-    def trusted(self, result: BlockedScan) -> Tensor:
+    def trusted(self, result: BlockedScan | Scan) -> Tensor:
         """Log-likelihoods with those of suspect sequences, which carry no gradient, left out and counted in `skipped`.
 
         There are none, except inside a CUDA graph, where a sequence whose mass underflows cannot be done again.
         """
+        if result.suspect is None:
+            return result.log_likelihood
         self.skipped += result.suspect.sum()
         return torch.where(result.suspect, 0.0, result.log_likelihood)
 
@@ -42,7 +45,8 @@ class Parameterization(nn.Module):
         self, tokens: Tensor, lengths: Tensor | None = None, initial: Any = None, restart: Tensor | None = None
     ) -> Any:
         """log p(x) [B] of a training batch and where each sequence stands (`final`, the next window's `initial`)."""
-        return self().scan(tokens, lengths, initial, restart)
+        result: Any = self().scan(tokens, lengths, initial, restart)
+        return result._replace(log_likelihood=self.trusted(result))
 
     def assign(self, hmm: HMM) -> None:
         """Take given distributional parameters, so that `forward` returns them: what Baum-Welch needs."""

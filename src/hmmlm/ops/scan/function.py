@@ -1,18 +1,21 @@
 """The log-likelihood as a differentiable function: the gradient is the expected counts, in closed form."""
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hmmlm.ops.results import Counts, Scan
+from hmmlm.ops.choice import kernels
+from hmmlm.ops.results import Scan
 from hmmlm.ops.scan import naive
 from hmmlm.ops.scan import torch as scaled
 from hmmlm.ops.scan.naive import Evidence, Parameters
 
 LOG_SPACE_CELLS = 2**25  # largest [rows, Z, Z] intermediate of the log-space recursion
+KERNEL_CELLS = 2**30  # largest [T, B, Z] that the triton kernels make room for
 
 
 def wide_chunks(parameters: Parameters, evidence: Evidence, rows: Tensor) -> tuple[Parameters, list[Evidence]]:
@@ -23,50 +26,26 @@ def wide_chunks(parameters: Parameters, evidence: Evidence, rows: Tensor) -> tup
     return wide, [p if p.initial is None else p._replace(initial=p.initial.double()) for p in pieces]
 
 
+def capturing(reference: Tensor) -> bool:
+    """Inside a CUDA graph: nothing may wait for the device."""
+    return reference.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def run(
-    parameters: Parameters, evidence: Evidence, products: torch.dtype | None = None, keep: bool = True
-) -> tuple[scaled.Chain, scaled.Forward, Tensor]:
-    """The scaled filter, and the (original) indices of the sequences it cannot be trusted with."""
-    with torch.autocast(evidence.tokens.device.type, enabled=False):  # the precision of products is decided by now
-        chain = scaled.prepare(parameters, evidence, products or parameters.log_start.dtype)
-        result = scaled.forward(chain, keep)
-        if chain.start.is_cuda and torch.cuda.is_current_stream_capturing():
-            return chain, result, torch.empty(0, dtype=torch.long, device=chain.start.device)
-        doubt = scaled.doubtful(parameters, chain, result)
-    return chain, result, chain.unsort(doubt).nonzero().squeeze(1)
+    parameters: Parameters, evidence: Evidence, products: torch.dtype | None = None, keep: bool = True,
+    recursions: ModuleType = scaled,
+) -> tuple[Any, scaled.Forward, Tensor]:
+    """The scaled filter, and the (original) indices of the sequences it cannot be trusted with.
 
-
-def accumulate(chain: scaled.Chain, result: scaled.Forward, seed: Tensor, shape: torch.Size) -> tuple[Counts, Tensor]:
-    """Expected counts of all sequences, each times seed [B]; `shape` is that of the emission matrix.
-
-    Also β at the token before position 0, [B, Z]: the gradient with respect to `initial`.
+    `recursions` is the module torch.py or triton.py, and the chain that comes first is its own.
     """
-    assert result.alpha is not None and result.predicted is not None
-    weights = scaled.backward(chain, result, seed)
-    states, dtype = chain.start.shape[0], chain.transition.dtype
-    posterior = result.predicted * weights
-    by_word = torch.zeros_like(chain.emission)
-    by_word.index_add_(0, chain.words.reshape(-1), posterior.view(-1, states))
-    if chain.vocabulary.shape[0] == shape[1] + 1:  # every word has a row, "missing" is row 0
-        emission = by_word[1:].t().contiguous()
-    else:
-        observed = chain.vocabulary >= 0
-        emission = by_word.new_zeros(shape).index_copy_(1, chain.vocabulary[observed], by_word[observed].t())
-
-    start = torch.zeros_like(chain.start)
-    if chain.initial is None:
-        start = weights[0].sum(0)
-        weights[0] = 0.0
-    if chain.restart is not None:
-        start = start + (weights * chain.restart[..., None]).sum((0, 1))
-        weights.masked_fill_(chain.restart[..., None], 0.0)
-    before, after = result.alpha[:-1].reshape(-1, states).to(dtype), weights[1:].reshape(-1, states).to(dtype)
-    transition = (before.t() @ after).to(seed.dtype)
-    if chain.initial is not None:
-        transition += (chain.initial.to(dtype).t() @ weights[0].to(dtype)).to(seed.dtype)
-    beta_before = scaled.move(weights[0], chain.transition.t())
-    counts = Counts(start * chain.start, transition * chain.transition, emission, result.log_likelihood.sum())
-    return counts, beta_before
+    with torch.autocast(evidence.tokens.device.type, enabled=False):  # the precision of products is decided by now
+        chain = recursions.prepare(parameters, evidence, products or parameters.log_start.dtype)
+        result = recursions.forward(chain, keep)
+        if capturing(parameters.log_start):
+            return chain, result, torch.empty(0, dtype=torch.long, device=chain.start.device)
+        doubt = recursions.doubtful(parameters, chain, result)
+    return chain, result, chain.unsort(doubt).nonzero().squeeze(1)
 
 
 def in_log_space(
@@ -82,46 +61,69 @@ class _Scan(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, log_start: Tensor, log_transition: Tensor, log_emission: Tensor, tokens: Tensor,
         lengths: Tensor | None, initial: Tensor | None, restart: Tensor | None, products: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
+        recursions: ModuleType,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         parameters = Parameters(log_start, log_transition, log_emission)
         evidence = Evidence(tokens, lengths, initial, restart)
-        chain, result, doubt = run(parameters, evidence, products, keep=any(ctx.needs_input_grad))
+        chain, result, doubt = run(parameters, evidence, products, any(ctx.needs_input_grad), recursions)
         # Clones, because outputs must not be held by ctx.
         log_likelihood, final = chain.unsort(result.log_likelihood).clone(), chain.unsort(result.final).clone()
+        suspect = None
         if doubt.numel():
             joint = in_log_space(lambda p, e: naive.forward(p, e)[:, -1], parameters, evidence, doubt)
             log_likelihood[doubt] = naive.logsumexp(joint, 1).to(log_likelihood.dtype)
             final[doubt] = torch.softmax(joint, 1).nan_to_num(0.0).to(final.dtype)
+        if capturing(log_start):
+            suspect = chain.unsort(scaled.suspicious(parameters, result))
+            final = torch.where(suspect[:, None], chain.start, final)  # the next window has to start from something
         ctx.save_for_backward(*parameters)
-        ctx.evidence, ctx.chain, ctx.result, ctx.doubt = evidence, chain, result, doubt
-        ctx.mark_non_differentiable(final)
-        return log_likelihood, final
+        ctx.evidence, ctx.chain, ctx.result, ctx.doubt, ctx.suspect = evidence, chain, result, doubt, suspect
+        ctx.recursions = recursions
+        ctx.mark_non_differentiable(final, *(() if suspect is None else (suspect,)))
+        return log_likelihood, final, suspect
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         parameters = Parameters(*ctx.saved_tensors)
         evidence, chain, result, doubt = ctx.evidence, ctx.chain, ctx.result, ctx.doubt
-        seed = grad.clone()
-        seed[doubt] = 0.0
-        seed = seed if chain.order is None else seed[chain.order]
-        seed = torch.where(result.log_likelihood == naive.NEG_INF, 0.0, seed)
-        counts, before = accumulate(chain, result, seed, parameters.log_emission.shape)
+        seed = grad if ctx.suspect is None else torch.where(ctx.suspect, 0.0, grad)
+        if doubt.numel():
+            seed = seed.index_fill(0, doubt, 0.0)
+        seed = torch.where(result.log_likelihood == naive.NEG_INF, 0.0, chain.sort(seed))
+        with torch.autocast(grad.device.type, enabled=False):
+            counts, first = ctx.recursions.accumulate(chain, result, seed, parameters.log_emission.shape)
+            before = None
+            if ctx.needs_input_grad[5]:  # β at the token before position 0
+                before = chain.unsort(scaled.move(first, chain.transition.t()))
         start, transition, emission = counts.start, counts.transition, counts.emission
-        before = chain.unsort(before)
         if doubt.numel():
             wide, pieces = wide_chunks(parameters, evidence, doubt)
             weights = grad[doubt].double().split(pieces[0].tokens.shape[0])
             for piece, weight in zip(pieces, weights, strict=True):
                 more = naive.expected_counts(wide, piece, weight)
                 start, transition, emission = start + more.start, transition + more.transition, emission + more.emission
-            if evidence.initial is not None:
+            if before is not None:
                 scores = in_log_space(naive.initial_gradient, parameters, evidence, doubt)
                 before[doubt] = (scores * grad[doubt, None]).to(before.dtype)
         dtype = grad.dtype
-        d_initial = before if ctx.needs_input_grad[5] else None
-        return start.to(dtype), transition.to(dtype), emission.to(dtype), None, None, d_initial, None, None
+        return start.to(dtype), transition.to(dtype), emission.to(dtype), None, None, before, None, None, None
 
 
-def differentiable_scan(parameters: Parameters, evidence: Evidence) -> Scan:
-    return Scan(*_Scan.apply(*parameters, *evidence, scaled.product_dtype(parameters.log_start)))
+def lacking(parameters: Parameters, evidence: Evidence, products: torch.dtype) -> str:
+    """What rules the triton kernels out, or nothing."""
+    batch, steps = evidence.tokens.shape
+    reasons = {
+        "ragged lengths": evidence.lengths is not None,
+        "float64": parameters.log_start.dtype != torch.float32,
+        "float16 products": products == torch.float16,
+        "windows of a single token": steps < 2,
+        "room for so much": steps * batch * len(parameters.log_start) > KERNEL_CELLS,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def differentiable_scan(parameters: Parameters, evidence: Evidence, impl: str) -> Scan:
+    products = scaled.product_dtype(parameters.log_start)
+    recursions = kernels("scan", impl, parameters.log_start, lacking(parameters, evidence, products))
+    return Scan(*_Scan.apply(*parameters, *evidence, products, recursions))

@@ -9,10 +9,11 @@ from torch import Tensor
 from hmmlm.ops.results import Counts, Scan
 from hmmlm.ops.scan import naive
 from hmmlm.ops.scan import torch as scaled
-from hmmlm.ops.scan.function import accumulate, differentiable_scan, in_log_space, run, wide_chunks
+from hmmlm.ops.scan.function import differentiable_scan, in_log_space, run, wide_chunks
 from hmmlm.ops.scan.naive import Evidence, Parameters
 
-Impl = Literal["auto", "naive", "torch"]
+Impl = Literal["auto", "naive", "torch", "triton"]
+"""`triton` is for `scan`; the other questions have no kernels, and torch answers them."""
 
 
 def scan(
@@ -25,7 +26,7 @@ def scan(
     if impl == "naive":
         joint = naive.forward(parameters, evidence)[:, -1]
         return Scan(naive.logsumexp(joint, 1), torch.softmax(joint.detach(), 1).nan_to_num(0.0))
-    return differentiable_scan(parameters, evidence)
+    return differentiable_scan(parameters, evidence, impl)
 
 
 def rescue(
@@ -82,8 +83,8 @@ def expected_counts(parameters: Parameters, evidence: Evidence, impl: Impl = "au
     chain, result, doubt = run(parameters, evidence)
     trusted = chain.unsort(torch.ones_like(result.log_likelihood))
     trusted[doubt] = 0.0
-    seed = (trusted if chain.order is None else trusted[chain.order]) * possible(result)
-    counts, _ = accumulate(chain, result, seed, parameters.log_emission.shape)
+    seed = chain.sort(trusted) * possible(result)
+    counts, _ = scaled.accumulate(chain, result, seed, parameters.log_emission.shape)
     log_likelihood = chain.unsort(result.log_likelihood)
     log_likelihood = rescue(log_likelihood, naive.log_likelihood, parameters, evidence, doubt)
     start, transition, emission = counts.start, counts.transition, counts.emission

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hmmlm.ops.results import Counts
 from hmmlm.ops.scan.naive import NEG_INF, Evidence, Parameters
 
 # Probabilities below this are treated as lost. It keeps the backward messages finite: α_t(z) β_t(z) is a posterior, so
@@ -20,6 +21,7 @@ FLOOR = {torch.float32: 1e-36, torch.float64: 1e-300}
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 GROUP = 4  # steps between two normalisations
 LEAST = {torch.float32: 1e-12, torch.float64: 1e-100}  # mass of a group of steps below which they are done singly
+SURE_RATIO = 1e8  # the variation of a column of the transition matrix up to which `suspicious` is a proof
 SPAN_CELLS = 2**22  # largest [steps, B, Z] piece when nothing is kept
 
 
@@ -36,6 +38,10 @@ class Chain(NamedTuple):
     order: Tensor | None  # [B] original index of each row; None: as given
     initial: Tensor | None  # [B, Z]
     restart: Tensor | None  # [T, B]
+
+    def sort(self, values: Tensor) -> Tensor:
+        """Rows in the order of the chain."""
+        return values if self.order is None else values[self.order]
 
     def unsort(self, values: Tensor, dim: int = 0) -> Tensor:
         """Rows along `dim` back in the order in which they were given."""
@@ -227,24 +233,73 @@ def backward(chain: Chain, result: Forward, seed: Tensor) -> Tensor:
     return factor
 
 
+def accumulate(chain: Chain, result: Forward, seed: Tensor, shape: torch.Size) -> tuple[Counts, Tensor]:
+    """Expected counts of all sequences, each times seed [B]; `shape` is that of the emission matrix.
+
+    Also what `backward` gives for position 0, [B, Z], zero where the chain starts there.
+    """
+    assert result.alpha is not None and result.predicted is not None
+    weights = backward(chain, result, seed)
+    states, dtype = chain.start.shape[0], chain.transition.dtype
+    posterior = result.predicted * weights
+    by_word = torch.zeros_like(chain.emission)
+    by_word.index_add_(0, chain.words.reshape(-1), posterior.view(-1, states))
+    if chain.vocabulary.shape[0] == shape[1] + 1:  # every word has a row, "missing" is row 0
+        emission = by_word[1:].t().contiguous()
+    else:
+        observed = chain.vocabulary >= 0
+        emission = by_word.new_zeros(shape).index_copy_(1, chain.vocabulary[observed], by_word[observed].t())
+
+    start = torch.zeros_like(chain.start)
+    if chain.initial is None:
+        start = weights[0].sum(0)
+        weights[0] = 0.0
+    if chain.restart is not None:
+        start = start + (weights * chain.restart[..., None]).sum((0, 1))
+        weights.masked_fill_(chain.restart[..., None], 0.0)
+    before, after = result.alpha[:-1].reshape(-1, states).to(dtype), weights[1:].reshape(-1, states).to(dtype)
+    transition = (before.t() @ after).to(seed.dtype)
+    if chain.initial is not None:
+        transition += (chain.initial.to(dtype).t() @ weights[0].to(dtype)).to(seed.dtype)
+    counts = Counts(start * chain.start, transition * chain.transition, emission, result.log_likelihood.sum())
+    return counts, weights[0]
+
+
+def faint(parameters: Parameters, result: Forward, most: float = math.inf) -> Tensor:
+    """[B] (sorted rows) True where a cheap argument does not exclude that mass flushed to zero matters.
+
+    If no column of the transition matrix varies by more than a factor ρ (taken as `most` if it is more), then after one
+    step whatever was flushed is at most Z·floor·ρ of every state's mass, and stays so; nothing to fear while each
+    step's scale is well above that.
+    """
+    log_transition = parameters.log_transition
+    # A column of zeros (NaN here) is a state that nothing leads to: it can lose nothing.
+    log_ratio = (log_transition.amax(0) - log_transition.amin(0)).nan_to_num(nan=0.0, posinf=math.inf).amax()
+    lost = math.log(result.floor * len(log_transition) / TOLERANCE[log_transition.dtype])
+    return result.scale.amin(0).log() < lost + log_ratio.clamp(max=math.log(most))
+
+
+def suspicious(parameters: Parameters, result: Forward) -> Tensor:
+    """[B] (sorted rows) True where mass probably was lost: for where nothing can wait for the device to look closer.
+
+    A proof while ρ is below SURE_RATIO. Beyond, where `faint` would suspect all sequences of a peaked but sound model,
+    a sign: some step had a mass that only happens if what explains its word was lost, or nothing does.
+    """
+    return faint(parameters, result, SURE_RATIO) | ~result.log_likelihood.isfinite()
+
+
 def doubtful(parameters: Parameters, chain: Chain, result: Forward) -> Tensor:
     """[B] (sorted rows) True where mass flushed to zero might matter, so that only log space can tell.
 
-    First a cheap argument. If no column of the transition matrix varies by more than a factor ρ, then after one step
-    whatever was flushed is at most Z·floor·ρ of every state's mass, and stays so; nothing to fear while each step's
-    scale is well above that. Where this says nothing (zeros or peaks in the matrix), run the filter again with
-    everything possible raised to a floor: if that upper bound agrees with the result, nothing was lost.
+    Where the cheap argument says nothing (zeros or peaks in the matrix), run the filter again with everything possible
+    raised to a floor: if that upper bound agrees with the result, nothing was lost.
     """
-    dtype, states = chain.start.dtype, chain.start.shape[0]
-    log_transition = parameters.log_transition
-    # A column of zeros (NaN here) is a state that nothing leads to: it can lose nothing.
-    log_ratio = (log_transition.amax(0) - log_transition.amin(0)).nan_to_num(nan=0.0, posinf=float("inf")).amax()
-    margin = math.log(result.floor * states / TOLERANCE[dtype]) + log_ratio
-    suspect = result.scale.amin(0).log() < margin
+    dtype = chain.start.dtype
+    suspect = faint(parameters, result)
     if not bool(suspect.any()):
         return suspect
     if chain.transition.dtype != dtype:  # the rounding of low precision would hide what is looked for
-        chain = chain._replace(transition=exp(log_transition))
+        chain = chain._replace(transition=exp(parameters.log_transition))
         result = forward(chain, keep=False)
     upper = upper_log_likelihood(raised_chain(parameters, chain), FLOOR[dtype] ** 0.5)
     slack = TOLERANCE[dtype] * 10 + torch.finfo(dtype).eps * 4 * chain.words.shape[0]
