@@ -112,3 +112,16 @@ def test_scalar_dropout_is_exactly_the_model_of_the_kept_states() -> None:
         dense.log_start[kept].log_softmax(0), dense.log_transition[kept][:, kept].log_softmax(1),
         dense.log_emission[kept])
     torch.testing.assert_close(result.log_likelihood.detach(), reduced.log_likelihood(tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["neural", "scalar"])
+def test_a_stream_that_lost_all_its_mass_starts_again(kind: str) -> None:
+    model = small(dropout=0.0) if kind == "neural" else BlockedScalar(blocks(30, 24, 3), dropout=0.0)
+    tokens = torch.randint(0, 30, (2, 6), generator=torch.Generator().manual_seed(1))
+    before = model.scan(tokens).final
+    lost = before._replace(probs=before.probs * torch.tensor([[1.0], [0.0]]))
+    result = model.scan(tokens, initial=lost)
+    expected = [model.scan(tokens, initial=before).log_likelihood[0], model.scan(tokens).log_likelihood[1]]
+    torch.testing.assert_close(result.log_likelihood, torch.stack(expected))
+    result.log_likelihood.sum().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)

@@ -87,7 +87,7 @@ def test_the_model_is_the_dense_one_written_out(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["code", "paper"])
 def test_without_dropout_the_training_scan_equals_the_model(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uniform, "_GATHERED", 3 * 8 * STATES)  # several pieces, the last a smaller one
+    monkeypatch.setattr(uniform, "_SCORES", 5 * WORDS)  # several pieces, the last a smaller one
     model, tokens = small(form=form, dropout=0.0), draw(3, 9)
     restart = torch.zeros_like(tokens, dtype=torch.bool)
     restart[1, 2] = restart[0, 4] = restart[2, 6] = True

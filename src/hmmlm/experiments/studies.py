@@ -118,6 +118,7 @@ def perform(run: Run, work: Path) -> dict[str, Any]:
         "tokens_per_second": round(speed), "step_ms": round(1000 * batch / speed, 3),
         "train_seconds": round(result.seconds, 1), "seconds": round(seconds, 1), "epochs": round(result.epochs, 2),
         "tokens": result.tokens,
+        "skipped": max((event.get("skipped", 0) for event in history), default=0),
         "best_step": max((event["step"] for event in history if event.get("best")), default=0),
     }
     if on_gpu:

@@ -38,6 +38,15 @@ def last_states(tokens: Tensor, lengths: Tensor | None, block_of_word: Tensor, s
     return states.index_select(0, block_of_word.index_select(0, last.clamp(min=0)))
 
 
+def restart_lost(restart: Tensor | None, initial: Carry | None, tokens: Tensor) -> Tensor | None:
+    """`restart` [B, T], with sequences whose carried mass has vanished starting afresh, or they would stay lost."""
+    if initial is None:
+        return restart
+    restart = torch.zeros_like(tokens, dtype=torch.bool) if restart is None else restart.clone()
+    restart[:, 0] |= initial.probs.sum(1) == 0
+    return restart
+
+
 class BlockedHMM:
     """Z = M·k states in M blocks; state m·k + i is state i of block m, and a word belongs to one block.
 

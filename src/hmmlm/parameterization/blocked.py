@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hmmlm.errors import InputError
 from hmmlm.hmm import BlockedHMM, Carry
-from hmmlm.hmm.blocked import BlockedScan, last_states
+from hmmlm.hmm.blocked import BlockedScan, last_states, restart_lost
 from hmmlm.ops.blocked_emission import blocked_emission, make_tiles
 from hmmlm.ops.blocked_scan import Initial, blocked_scan
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
@@ -124,7 +124,7 @@ class BlockedNeural(Parameterization):
             before = Initial(initial.probs, left[0].view(*size, -1), left[1].view(size))
         result = blocked_scan(
             tokens, self.blocks.block_of_word, u, w, log_normalizer, log_start, log_emission,
-            initial=before, lengths=lengths, restart=restart,
+            initial=before, lengths=lengths, restart=restart_lost(restart, initial, tokens),
         )
         states = last_states(tokens, lengths, self.blocks.block_of_word, kept.view(sample.shape))
         return BlockedScan(self.trusted(result), Carry(result.final, states))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from hmmlm.hmm import BlockedHMM, Carry
-from hmmlm.hmm.blocked import BlockedScan, last_states
+from hmmlm.hmm.blocked import BlockedScan, last_states, restart_lost
 from hmmlm.ops.blocked_scan import Initial, blocked_scan
 from hmmlm.parameterization.base import Parameterization
 from hmmlm.structure.blocks import Blocks
@@ -87,7 +87,7 @@ class BlockedScalar(Parameterization):
         result = blocked_scan(
             positions, positions.flatten(), leading.reshape(-1, size), identity,
             torch.zeros_like(log_start).flatten(), log_start.flatten(), log_emission, initial=before, lengths=lengths,
-            restart=restart, product_dtype=self.start.dtype,
+            restart=restart_lost(restart, initial, tokens), product_dtype=self.start.dtype,
         )
         states = last_states(tokens, lengths, self.blocks.block_of_word, kept.view(sample.shape))
         return BlockedScan(self.trusted(result), Carry(result.final, states))
