@@ -240,7 +240,7 @@ if not INTERPRETING:
             result = scaled.forward(chain)
             ratio = (hmm.log_transition.amax(0) - hmm.log_transition.amin(0)).amax()
             if ratio < math.log(scaled.SURE_RATIO):
-                trusted = ~scaled.suspicious(hmm.parameters, result)
+                trusted = ~scaled.suspicious(result)
                 assert not (scaled.doubtful(hmm.parameters, chain, result) & trusted).any()
 
 

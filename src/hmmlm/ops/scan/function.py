@@ -74,7 +74,7 @@ class _Scan(torch.autograd.Function):
             log_likelihood[doubt] = naive.logsumexp(joint, 1).to(log_likelihood.dtype)
             final[doubt] = torch.softmax(joint, 1).nan_to_num(0.0).to(final.dtype)
         if capturing(log_start):
-            suspect = chain.unsort(scaled.suspicious(parameters, result))
+            suspect = chain.unsort(scaled.suspicious(result))
             final = torch.where(suspect[:, None], chain.start, final)  # the next window has to start from something
         ctx.save_for_backward(*parameters)
         ctx.evidence, ctx.chain, ctx.result, ctx.doubt, ctx.suspect = evidence, chain, result, doubt, suspect

@@ -92,6 +92,36 @@ def forward_kernel(
     tl.store(joint + (row + BATCH)[:, None] * STATES + z[None, :], guess.to(joint.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def finish_kernel(
+    partial, log_peak, emission, predicted, scale, log_likelihood, final, STEPS, kept, BATCH,
+    STATES: tl.constexpr, TILES: tl.constexpr, TILES_WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Z: tl.constexpr,
+):  # fmt: skip
+    """What is left of the forward pass, a program a sequence: scale, log-likelihood and the last α."""
+    b = tl.program_id(0)
+    part = tl.arange(0, TILES_WIDTH)
+    total = tl.zeros([BLOCK_T], tl.float64)
+    for first in range(0, STEPS, BLOCK_T):
+        t = first + tl.arange(0, BLOCK_T)
+        row = t.to(tl.int64) * BATCH + b
+        inside = t < STEPS
+        mask = inside[:, None] & (part < TILES)[None, :]
+        mass = tl.sum(tl.load(partial + row[:, None] * TILES + part[None, :], mask=mask, other=0.0), 1)
+        tl.store(scale + row, mass, mask=inside)
+        peak = tl.load(log_peak + row, mask=inside, other=0.0)
+        total += tl.log(tl.where(inside, mass, 1.0).to(tl.float64)) + peak.to(tl.float64)
+    tl.store(log_likelihood + b, tl.sum(total, 0).to(tl.float32))
+    last = (STEPS - 1).to(tl.int64)
+    row = last * BATCH + b
+    mass = tl.sum(tl.load(partial + row * TILES + part, mask=part < TILES, other=0.0), 0)
+    inverse = 1.0 / tl.maximum(mass, _TINY)
+    for first in range(0, STATES, BLOCK_Z):
+        z = first + tl.arange(0, BLOCK_Z)
+        guess = tl.load(predicted + (last * kept + b) * STATES + z, mask=z < STATES, other=0.0)
+        scores = tl.load(emission + row * STATES + z, mask=z < STATES, other=0.0)
+        tl.store(final + b * STATES + z, guess * scores * inverse, mask=z < STATES)
+
+
 @triton.jit(do_not_specialize=["t"])
 def backward_kernel(
     weights, transition, emission, predicted, scale, seed, restart, alpha, posterior, t, FLOOR, BATCH,

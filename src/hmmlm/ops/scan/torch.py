@@ -265,27 +265,28 @@ def accumulate(chain: Chain, result: Forward, seed: Tensor, shape: torch.Size) -
     return counts, weights[0]
 
 
-def faint(parameters: Parameters, result: Forward, most: float = math.inf) -> Tensor:
+def faint(parameters: Parameters, result: Forward) -> Tensor:
     """[B] (sorted rows) True where a cheap argument does not exclude that mass flushed to zero matters.
 
-    If no column of the transition matrix varies by more than a factor ρ (taken as `most` if it is more), then after one
-    step whatever was flushed is at most Z·floor·ρ of every state's mass, and stays so; nothing to fear while each
-    step's scale is well above that.
+    If no column of the transition matrix varies by more than a factor ρ, then after one step whatever was flushed is at
+    most Z·floor·ρ of every state's mass, and stays so; nothing to fear while each step's scale is well above that.
     """
     log_transition = parameters.log_transition
     # A column of zeros (NaN here) is a state that nothing leads to: it can lose nothing.
     log_ratio = (log_transition.amax(0) - log_transition.amin(0)).nan_to_num(nan=0.0, posinf=math.inf).amax()
-    lost = math.log(result.floor * len(log_transition) / TOLERANCE[log_transition.dtype])
-    return result.scale.amin(0).log() < lost + log_ratio.clamp(max=math.log(most))
+    margin = math.log(result.floor * len(log_transition) / TOLERANCE[log_transition.dtype]) + log_ratio
+    return result.scale.amin(0).log() < margin
 
 
-def suspicious(parameters: Parameters, result: Forward) -> Tensor:
+def suspicious(result: Forward) -> Tensor:
     """[B] (sorted rows) True where mass probably was lost: for where nothing can wait for the device to look closer.
 
-    A proof while ρ is below SURE_RATIO. Beyond, where `faint` would suspect all sequences of a peaked but sound model,
-    a sign: some step had a mass that only happens if what explains its word was lost, or nothing does.
+    The argument of `faint` for a ρ of SURE_RATIO: a proof up to there. Beyond, where `faint` would suspect every
+    sequence of a peaked but sound model, it is a sign: a step had so little mass that what explains its word must have
+    been lost (or nothing does).
     """
-    return faint(parameters, result, SURE_RATIO) | ~result.log_likelihood.isfinite()
+    dtype, states = result.scale.dtype, result.final.shape[1]
+    return ~(result.scale.amin(0) >= result.floor * states * SURE_RATIO / TOLERANCE[dtype])  # NaN is not either
 
 
 def doubtful(parameters: Parameters, chain: Chain, result: Forward) -> Tensor:

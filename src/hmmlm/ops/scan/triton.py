@@ -16,12 +16,19 @@ from torch import Tensor
 from hmmlm.ops.linear_logsumexp.precision import matmul
 from hmmlm.ops.results import Counts
 from hmmlm.ops.scan import torch as scaled
-from hmmlm.ops.scan.kernels import backward_kernel, emission_counts_kernel, emission_kernel, forward_kernel
+from hmmlm.ops.scan.kernels import (
+    backward_kernel,
+    emission_counts_kernel,
+    emission_kernel,
+    finish_kernel,
+    forward_kernel,
+)
 from hmmlm.ops.scan.naive import Evidence, Parameters
 
 _TILES = ((128, 128), (128, 64), (64, 64), (32, 64), (32, 32), (16, 32), (16, 16))  # sequences × states of a program
 _PROGRAMS = 100  # enough to keep a GPU busy: the largest tile that leaves as many is taken
 _GATHER = {"BLOCK_Z": 64, "BLOCK_N": 32, "num_warps": 4}
+_FINISH = {"BLOCK_T": 32, "BLOCK_Z": 512, "num_warps": 4}
 _COUNT = {"BLOCK_V": 64, "BLOCK_Z": 64, "BLOCK_N": 64, "num_warps": 4}
 
 
@@ -50,7 +57,8 @@ def prepare(parameters: Parameters, evidence: Evidence, products: torch.dtype) -
     log_start, log_transition, log_emission = (p.contiguous() for p in parameters)
     (batch, steps), (states, n_words) = evidence.tokens.shape, log_emission.shape
     narrow = torch.int16 if n_words + _COUNT["BLOCK_V"] <= 2**15 else torch.int32  # half the passes of a radix sort
-    words, order = evidence.tokens.t().to(narrow).flatten().sort(stable=True)
+    tokens = evidence.tokens.t().to(narrow, memory_format=torch.contiguous_format)
+    words, order = tokens.flatten().sort(stable=True)
     emission, log_peak = log_start.new_empty(steps, batch, states), log_start.new_empty(steps, batch)
     emission_kernel[(triton.cdiv(len(words), _GATHER["BLOCK_N"]),)](
         log_emission, words, order, emission, log_peak, len(words), n_words, STATES=states, **_GATHER
@@ -85,20 +93,22 @@ def forward(chain: Chain, keep: bool = True) -> scaled.Forward:
     tile = _tile(batch, states, products)
     tiles = triton.cdiv(states, tile["BLOCK_Z"])
     joint = torch.empty(steps + 1, batch, states, dtype=products, device=like.device)  # [t] is what step t starts from
-    predicted = like.new_empty(steps if keep else 1, batch, states)
+    predicted, step = like.new_empty(steps if keep else 1, batch, states), batch if keep else 0  # rows a step goes on
     partial = like.new_empty(steps, batch, tiles)
     if chain.initial is not None:
         joint[0] = chain.initial
     for t in range(steps):
         forward_kernel[(tiles, triton.cdiv(batch, tile["BLOCK_B"]))](
             joint, chain.transition, chain.start, chain.emission, like if chain.restart is None else chain.restart,
-            predicted, partial, t, batch if keep else 0, batch, BEGINS=t == 0 and chain.initial is None,
+            predicted, partial, t, step, batch, BEGINS=t == 0 and chain.initial is None,
             RESTARTS=chain.restart is not None, STATES=states, TILES=tiles, TILES_WIDTH=triton.next_power_of_2(tiles),
             PRECISION=_precision(products), **tile,
         )
-    scale = partial.sum(2)
-    log_likelihood = (scale.log() + chain.log_peak).sum(0, dtype=torch.float64).to(like.dtype)
-    final = predicted[-1] * chain.emission[-1] / scale[-1, :, None].clamp_min(torch.finfo(like.dtype).tiny)
+    scale, log_likelihood, final = (like.new_empty(shape) for shape in ((steps, batch), batch, (batch, states)))
+    finish_kernel[(batch,)](
+        partial, chain.log_peak, chain.emission, predicted, scale, log_likelihood, final, steps, step, batch,
+        STATES=states, TILES=tiles, TILES_WIDTH=triton.next_power_of_2(tiles), **_FINISH,
+    )  # fmt: skip
     return scaled.Forward(
         None, predicted if keep else None, scale, log_likelihood, final, scaled.FLOOR[torch.float32]
     )
