@@ -4,8 +4,10 @@ The kernels run in Triton's interpreter, in a process of their own (it has to be
 imported); benchmarks/dense_step.py runs them on a GPU. Where Triton is not installed they are not covered.
 """
 
+import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -58,7 +60,7 @@ def solve(parameters: Parameters, evidence: Evidence, impl: Any, dtype: torch.dt
 def assert_agrees(parameters: Parameters, evidence: Evidence, rtol: float = 2e-4, atol: float = 2e-5) -> None:
     got, gradients = solve(parameters, evidence, "triton", torch.float32)
     want, expected = solve(parameters, evidence, "naive", torch.float64)
-    assert got.suspect is None  # none outside of a graph
+    assert got.suspect is not None and not got.suspect.any()  # none outside of a graph
     torch.testing.assert_close(got.log_likelihood.double(), want.log_likelihood, rtol=rtol, atol=atol)
     possible = want.log_likelihood > NEG_INF
     torch.testing.assert_close(got.final.double()[possible], want.final[possible], rtol=rtol, atol=atol)
@@ -242,6 +244,18 @@ if not INTERPRETING:
             if ratio < math.log(scaled.SURE_RATIO):
                 trusted = ~scaled.suspicious(result)
                 assert not (scaled.doubtful(hmm.parameters, chain, result) & trusted).any()
+
+
+    def test_the_benchmark_of_a_step_runs(tmp_path: Path) -> None:
+        script = Path(__file__).parents[1] / "benchmarks" / "dense_step.py"
+        out = tmp_path / "step.json"
+        sizes = ["--states", "6", "--batch", "3", "--length", "5", "--vocab", "12", "--steps", "1", "--compare"]
+        runpy.run_path(str(script))["main"]([*sizes, "--precision", "32-true", "--out", str(out)])
+        found = json.loads(out.read_text())
+        assert max(found["errors"].values()) < 1e-5
+        assert [(row["model"], row["impl"]) for row in found["rows"]] == [
+            ("scalar", "auto"), ("scalar", "torch"), ("linear", "auto"), ("linear", "torch")]  # fmt: skip
+        assert all(row["tokens_per_second"] == pytest.approx(15 / row["ms"] * 1e3) for row in found["rows"])
 
 
 if not INTERPRETING and find_spec("triton"):

@@ -11,8 +11,8 @@ class Scan(NamedTuple):
     log_likelihood: Tensor  # [B] natural log; differentiable in the parameters
     final: Tensor  # [B, Z] p(z at the last token | all tokens), detached
     suspect: Tensor | None = None
-    """[B] bool, only of a scan inside a CUDA graph, where a sequence whose mass underflows cannot be done again: those
-    that have no gradient, whose likelihood is not to be used, and whose `final` is the start distribution."""
+    """[B] bool, True only inside a CUDA graph, where a sequence whose mass underflows cannot be done again: those have
+    no gradient, a likelihood not to be used, and the start distribution as `final`."""
 
 
 class Filtered(NamedTuple):

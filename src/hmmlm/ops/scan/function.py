@@ -62,24 +62,25 @@ class _Scan(torch.autograd.Function):
         ctx: Any, log_start: Tensor, log_transition: Tensor, log_emission: Tensor, tokens: Tensor,
         lengths: Tensor | None, initial: Tensor | None, restart: Tensor | None, products: torch.dtype,
         recursions: ModuleType,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         parameters = Parameters(log_start, log_transition, log_emission)
         evidence = Evidence(tokens, lengths, initial, restart)
         chain, result, doubt = run(parameters, evidence, products, any(ctx.needs_input_grad), recursions)
-        # Clones, because outputs must not be held by ctx.
-        log_likelihood, final = chain.unsort(result.log_likelihood).clone(), chain.unsort(result.final).clone()
-        suspect = None
+        log_likelihood, final = chain.unsort(result.log_likelihood).clone(), chain.unsort(result.final)
         if doubt.numel():
             joint = in_log_space(lambda p, e: naive.forward(p, e)[:, -1], parameters, evidence, doubt)
             log_likelihood[doubt] = naive.logsumexp(joint, 1).to(log_likelihood.dtype)
-            final[doubt] = torch.softmax(joint, 1).nan_to_num(0.0).to(final.dtype)
-        if capturing(log_start):
-            suspect = chain.unsort(scaled.suspicious(result))
-            final = torch.where(suspect[:, None], chain.start, final)  # the next window has to start from something
+            final = final.index_copy(0, doubt, torch.softmax(joint, 1).nan_to_num(0.0).to(final.dtype))
+        # Outside of graphs there are none, by now; but what a graph does is done before, so that all of it is loaded.
+        suspect = chain.unsort(scaled.suspicious(result))
+        if not capturing(log_start):
+            suspect = torch.zeros_like(suspect)
+        final = torch.where(suspect[:, None], chain.start, final)  # the next window has to start from something
         ctx.save_for_backward(*parameters)
-        ctx.evidence, ctx.chain, ctx.result, ctx.doubt, ctx.suspect = evidence, chain, result, doubt, suspect
+        # Clones, here and above, because ctx must not hold what is returned.
+        ctx.evidence, ctx.chain, ctx.result, ctx.doubt, ctx.suspect = evidence, chain, result, doubt, suspect.clone()
         ctx.recursions = recursions
-        ctx.mark_non_differentiable(final, *(() if suspect is None else (suspect,)))
+        ctx.mark_non_differentiable(final, suspect)
         return log_likelihood, final, suspect
 
     @staticmethod
@@ -87,7 +88,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         parameters = Parameters(*ctx.saved_tensors)
         evidence, chain, result, doubt = ctx.evidence, ctx.chain, ctx.result, ctx.doubt
-        seed = grad if ctx.suspect is None else torch.where(ctx.suspect, 0.0, grad)
+        seed = torch.where(ctx.suspect, 0.0, grad)
         if doubt.numel():
             seed = seed.index_fill(0, doubt, 0.0)
         seed = torch.where(result.log_likelihood == naive.NEG_INF, 0.0, chain.sort(seed))

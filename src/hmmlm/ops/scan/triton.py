@@ -42,7 +42,7 @@ class Chain(NamedTuple):
     words: Tensor  # [T·B] all tokens, sorted
     order: Tensor  # [T·B] where each is, t·B + b
     initial: Tensor | None  # [B, Z]
-    restart: Tensor | None  # [T, B] uint8
+    restart: Tensor | None  # [T, B] uint8; always there if `initial` is
     evidence: Evidence
 
     def sort(self, values: Tensor) -> Tensor:
@@ -65,6 +65,8 @@ def prepare(parameters: Parameters, evidence: Evidence, products: torch.dtype) -
     )
     initial = None if evidence.initial is None else evidence.initial.to(log_start.dtype)
     restart = None if evidence.restart is None else evidence.restart.t().contiguous().view(torch.uint8)
+    if restart is None and initial is not None:  # as in a graph, for which all kernels have to be compiled before
+        restart = torch.zeros(steps, batch, dtype=torch.uint8, device=words.device)
     transition = log_transition.exp().to(products)
     return Chain(log_start.exp(), transition, emission, log_peak, words, order, initial, restart, evidence)
 
@@ -142,7 +144,7 @@ def accumulate(chain: Chain, result: scaled.Forward, seed: Tensor, shape: torch.
 def _start_counts(chain: Chain, posterior: Tensor) -> Tensor:
     """[Z] the posterior wherever the chain begins."""
     if chain.restart is None:
-        return torch.zeros_like(chain.start) if chain.initial is not None else posterior[0].sum(0)
+        return posterior[0].sum(0)
     begins = chain.restart.to(posterior.dtype)
     if chain.initial is None:
         begins[0] = 1.0

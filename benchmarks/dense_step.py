@@ -1,0 +1,185 @@
+"""Time a whole training step of dense models, as training does it, and check the scan that it rests on.
+
+    PYTHONPATH=src python benchmarks/dense_step.py --out dense_step.json [--compare] [--profile]
+
+A step is θ → distributional parameters → likelihood → gradient → clip → AdamW on chunks of tokens drawn by Zipf's law;
+on a GPU it is the replay of a CUDA graph. Before, a smaller batch is checked against float64 of the portable
+implementation: relative errors of the likelihood and of every gradient. With --compare the portable implementation is
+timed as well, in turns with the other.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor
+
+from hmmlm.data.batches import Batch
+from hmmlm.hmm import HMM
+from hmmlm.learning.config import OptimizerConfig
+from hmmlm.learning.updaters import AdamW, Step
+from hmmlm.ops.scan import Impl, scan
+from hmmlm.parameterization import Factored, Parameterization, Scalar
+
+MODELS: dict[str, Callable[[int, int], Parameterization]] = {
+    "scalar": Scalar,
+    "linear": lambda states, vocab: Factored(states, vocab, hidden=256),  # ablation B, as in the recipe
+}
+WARM_UP, ROUNDS = 5, 7  # steps before the first is timed, more than graphs need; visits to each implementation
+
+
+def draw_tokens(batch: int, length: int, vocab: int, device: torch.device) -> Tensor:
+    zipf = 1 / torch.arange(1, vocab + 1, device=device)
+    words = torch.randperm(vocab, device=device)  # a word's number says nothing of how frequent it is
+    return words[torch.multinomial(zipf, batch * length, replacement=True)].view(batch, length)
+
+
+class Training:
+    """Steps of one model with one implementation of the scan."""
+
+    def __init__(self, kind: str, impl: Impl, options: argparse.Namespace, fabric: Fabric) -> None:
+        torch.manual_seed(0)
+        model = MODELS[kind](options.states, options.vocab)
+        inner = model.forward
+
+        def forward() -> HMM:
+            hmm = inner()
+            assert isinstance(hmm, HMM)
+            hmm.impl = impl
+            return hmm
+
+        model.forward = forward  # type: ignore[method-assign]
+        self.model, self.cuda = model, fabric.device.type == "cuda"
+        self.updater = AdamW(fabric, model, OptimizerConfig(rate=1e-3))
+        self.batches = [
+            Batch(draw_tokens(options.batch, options.length, options.vocab, fabric.device), None, None, False)
+            for _ in range(4)
+        ]
+        self.tokens = options.batch * options.length
+        self.done = 0
+        self.run(WARM_UP)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            batch = self.batches[self.done % len(self.batches)]
+            self.updater.step(batch, None, self.tokens, Step(0, self.done, 10**6, 1.0))
+            self.done += 1
+
+    def seconds(self, steps: int) -> float:
+        """Of one step."""
+        if not self.cuda:
+            begin = time.perf_counter()
+            self.run(steps)
+            return (time.perf_counter() - begin) / steps
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        first.record()
+        self.run(steps)
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3 / steps
+
+
+def check(options: argparse.Namespace, device: torch.device, precision: str) -> dict[str, float]:
+    """Relative errors of the scan that `auto` chooses, in the precision of training, against float64."""
+    states, batch, length = options.states, min(options.batch, 24), min(options.length, 16)
+    shapes = ((states,), (states, states), (states, options.vocab))
+    logits = [torch.randn(*shape, device=device) for shape in shapes]
+    tokens = draw_tokens(batch, length, options.vocab, device)
+    tokens[torch.rand(tokens.shape, device=device) < 0.02] = -1
+    restart = torch.rand(tokens.shape, device=device) < 0.05
+    carried = torch.rand(batch, states, device=device).softmax(1)
+    weight = torch.rand(batch, device=device)
+    found, choices = [], (("auto", torch.float32), ("torch", torch.float64))
+    impl: Impl
+    for impl, dtype in choices:  # type: ignore[assignment]
+        start, transition, emission = (x.log_softmax(-1).to(dtype).requires_grad_() for x in logits)
+        initial = carried.to(dtype).requires_grad_()
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed" and impl == "auto"):
+            result = scan(start, transition, emission, tokens, None, initial, restart, impl)
+        leaves = (start, transition, emission, initial)
+        gradients = torch.autograd.grad(result.log_likelihood, leaves, weight.to(dtype))
+        found.append([result.log_likelihood.detach(), result.final, *gradients])
+    names = ("log_likelihood", "final", "start", "transition", "emission", "initial")
+    pairs = zip(names, *found, strict=True)
+    return {name: float((got.double() - want).norm() / want.norm()) for name, got, want in pairs}
+
+
+def measure(kind: str, options: argparse.Namespace, fabric: Fabric) -> list[dict[str, Any]]:
+    impls: list[Impl] = ["auto", "torch"] if options.compare else ["auto"]
+    training = {impl: Training(kind, impl, options, fabric) for impl in impls}
+    times: dict[Impl, list[float]] = {impl: [] for impl in impls}
+    for _ in range(ROUNDS):
+        for impl in impls:
+            times[impl].append(training[impl].seconds(options.steps))
+    rows = []
+    for impl in impls:
+        median = statistics.median(times[impl])
+        rows.append({
+            "model": kind, "impl": impl, "states": options.states, "batch": options.batch, "length": options.length,
+            "vocab": options.vocab, "precision": options.precision, "ms": median * 1e3,
+            "tokens_per_second": options.batch * options.length / median, "least_ms": min(times[impl]) * 1e3,
+            "skipped": int(training[impl].model.skipped),
+            "times_portable": statistics.median(times["torch"]) / median if options.compare else None,
+        })  # fmt: skip
+    if options.profile:
+        profile(training["auto"])
+    return rows
+
+
+def profile(training: Training) -> None:
+    """What one step spends its time on."""
+    kind = torch.profiler.ProfilerActivity.CUDA if training.cuda else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as recorded:
+        training.run(1)
+        if training.cuda:
+            torch.cuda.synchronize()
+    by = "self_cuda_time_total" if training.cuda else "self_cpu_time_total"
+    print(recorded.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=70))
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print("| model | scan | states | batch × length | words | ms a step | tokens/s | skipped | × portable |")
+    print("|---" * 9 + "|")
+    for row in rows:
+        ratio = "" if row["times_portable"] is None else f"{row['times_portable']:.2f}"
+        print(
+            f"| {row['model']} | {row['impl']} | {row['states']:,} | {row['batch']} × {row['length']} | "
+            f"{row['vocab']:,} | {row['ms']:.3f} | {row['tokens_per_second']:,.0f} | {row['skipped']} | {ratio} |"
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--states", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=200)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="bf16-mixed")
+    parser.add_argument("--steps", type=int, default=50, help="in each of the rounds that are timed")
+    parser.add_argument("--compare", action="store_true", help="time the portable implementation as well")
+    parser.add_argument("--profile", action="store_true", help="print what a step spends its time on")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    options = parser.parse_args(arguments)
+    fabric = Fabric(accelerator="cuda" if torch.cuda.is_available() else "cpu", devices=1, precision=options.precision)
+    cuda = fabric.device.type == "cuda"
+    errors = check(options, fabric.device, options.precision)
+    print("relative errors:", "  ".join(f"{name} {value:.1e}" for name, value in errors.items()), flush=True)
+    rows = [row for kind in options.models for row in measure(kind, options, fabric)]
+    show(rows)
+    if options.out is not None:
+        device = torch.cuda.get_device_name() if cuda else "cpu"
+        options.out.write_text(
+            json.dumps({"device": device, "torch": torch.__version__, "errors": errors, "rows": rows}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
