@@ -25,7 +25,7 @@ from hmmlm.ops.scan.kernels import (
 )
 from hmmlm.ops.scan.naive import Evidence, Parameters
 
-_TILES = ((128, 128), (128, 64), (64, 64), (32, 64), (32, 32), (16, 32), (16, 16))  # sequences × states of a program
+_TILES = ((128, 64), (64, 64), (32, 64), (32, 32), (16, 32), (16, 16))  # sequences × states of a program
 _PROGRAMS = 100  # enough to keep a GPU busy: the largest tile that leaves as many is taken
 _GATHER = {"BLOCK_Z": 64, "BLOCK_N": 32, "num_warps": 4}
 _FINISH = {"BLOCK_T": 32, "BLOCK_Z": 512, "num_warps": 4}
