@@ -162,8 +162,8 @@ def backward_kernel(
     some = mass >= _TINY
     factor = scores * tl.where(some, 1.0 / tl.where(some, mass, 1.0), 0.0)[:, None]
     share = guess * factor
-    # Also where predicted is below the smallest number with all its digits: 1 / predicted bounds the weight.
-    weight_of = tl.where((share >= FLOOR) & (guess >= _TINY), message * factor, 0.0)
+    # Predicted too, where a step had little mass: 1 / predicted bounds the weight, so nothing overflows.
+    weight_of = tl.where((share >= FLOOR) & (guess >= FLOOR), message * factor, 0.0)
     tl.store(posterior + at, guess * weight_of, mask=mask)
     tl.store(alpha + at + BATCH * STATES, tl.where(share > 0, share, 0.0).to(alpha.dtype.element_ty), mask=mask)
     if RESTARTS:
