@@ -196,8 +196,9 @@ def test_bars_carry_their_numbers_and_whiskers() -> None:
 
 def test_lines_are_sorted_by_x_with_what_the_paper_prints() -> None:
     ticks = {2.0: "two", 4.0: "four"}
-    (axes,) = lines({"here": {4.0: (1, 2, 3), 2.0: (5, 5, 5)}}, {4.0: 2.5}, ticks, "states", "perplexity").axes
-    ours, paper = axes.lines
+    series = {"here": {4.0: (1, 2, 3), 2.0: (5, 5, 5)}, "there": {4.0: (7, 7, 7)}}
+    (axes,) = lines(series, {"here": {4.0: 2.5}}, ticks, "states", "perplexity").axes
+    ours, paper, *_ = axes.lines
     assert list(ours.get_xdata()) == [2, 4] and list(ours.get_ydata()) == [5, 2]
     assert list(paper.get_xdata()) == [4] and list(paper.get_ydata()) == [2.5]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["two", "four"]

@@ -101,13 +101,14 @@ def draw(study: str, rows: Sequence[Row]) -> Figure | None:
 
 def _lines(drawing: Drawing, points: Sequence[tuple[str, str, Row]], metric: str, unit: str) -> Figure:
     series: dict[str, dict[float, Spread]] = {}
-    printed, ticks = {}, {}
+    printed: dict[str, dict[float, float]] = {}
+    ticks = {}
     for text, name, row in points:
         x, tick = drawing.placed.get(text) or (number(text), drawing.tick(number(text)))
         series.setdefault(name or OURS, {})[x] = _spread(row, metric)
         ticks[x] = tick
         if metric in row.paper:
-            printed[x] = row.paper[metric]
+            printed.setdefault(name or OURS, {})[x] = row.paper[metric]
     return lines(series, printed, ticks, drawing.axis, unit)
 
 
@@ -153,20 +154,22 @@ def bars(labels: Sequence[str], series: Mapping[str, Mapping[str, Spread]], unit
 
 
 def lines(
-    series: Mapping[str, Mapping[float, Spread]], printed: Mapping[float, float], ticks: Mapping[float, str],
-    axis: str, unit: str,
+    series: Mapping[str, Mapping[float, Spread]], printed: Mapping[str, Mapping[float, float]],
+    ticks: Mapping[float, str], axis: str, unit: str,
 ) -> Figure:  # fmt: skip
-    """A line a series over a logarithmic x, whiskers from least to largest, crosses for what the paper prints."""
+    """A line a series over a logarithmic x, whiskers from least to largest, crosses for what the paper prints of it."""
     figure, axes = new_figure(7.2, 4.2)
     for (name, spreads), colour, marker in zip(series.items(), cycle(COLOURS), cycle(MARKERS), strict=False):
         places = sorted(spreads)
         low, mean, high = (list(part) for part in zip(*(spreads[x] for x in places), strict=True))
         axes.plot(places, mean, color=colour, marker=marker, ms=5, lw=1.6, label=name)
         axes.vlines(places, low, high, color=colour, lw=1.2)
+        theirs = printed.get(name, {})
+        axes.plot(list(theirs), list(theirs.values()), color=colour, marker="x", ms=8, mew=2, ls="")
         if len(series) == 1:
-            _number_points(axes, spreads, printed)
+            _number_points(axes, spreads, theirs)
     if printed:
-        axes.plot(list(printed), list(printed.values()), color=GREY, marker="x", ms=8, mew=2, ls="", label=PAPER)
+        axes.plot([], [], color=GREY, marker="x", ms=8, mew=2, ls="", label=PAPER)
     axes.set_xscale("log")
     axes.set_xticks(sorted(ticks), [ticks[x] for x in sorted(ticks)])
     axes.set_xticks([], minor=True)

@@ -21,7 +21,8 @@ from hmmlm.experiments.summary import Row, order_sentences, ratio, recipe_settin
 CHIU, LEE = "Chiu & Rush 2020", "Lee & Berg-Kirkpatrick 2025"
 TITLES = {
     "chiu2020-table1": f"{CHIU}, Table 1: the very large HMM",
-    "chiu2020-seeds": f"{CHIU}, Table 1 with other seeds",
+    "chiu2020-speed": "Speed of the very large HMM, alone on the GPU",
+    "chiu2020-scalar": "Rate and decay of the scalar ablation, tried at 2^12 states",
     "chiu2020-table4": f"{CHIU}, Tables 2 and 4: ablations at 2^14 states",
     "chiu2020-table3": f"{CHIU}, Table 3: emission constraints",
     "chiu2020-figure3": f"{CHIU}, Figure 3: number of states",
@@ -61,7 +62,7 @@ PRINTED = {"valid": "valid_perplexity", "test": "test_perplexity", "train": "tra
 # Metrics that have a column of their own, or that nobody needs in a table.
 KNOWN = {
     *PRINTED.values(), "tokens", "epochs", "step_ms", "tokens_per_second", "peak_memory_gb", "seconds",
-    "train_seconds", "best_step",
+    "train_seconds", "best_step", "skipped",
 }  # fmt: skip
 
 
@@ -136,12 +137,14 @@ def columns_of(name: str, rows: Sequence[Row]) -> dict[str, Callable[[Row], str]
         columns["paper's ratio"] = lambda row: number(ratio(row, rows)[1], "{:.2f}")
     columns["train"] = mean_of("train_perplexity")
     columns["tokens"] = tokens
-    columns |= {"tokens a second": mean_of("tokens_per_second", "{:,.0f}")} if lee else {
-        "ms a step": mean_of("step_ms", "{:.2f}")}  # fmt: skip
+    if lee:
+        columns["tokens a second"] = mean_of("tokens_per_second", "{:,.0f}")
+    columns["ms a step"] = mean_of("step_ms", "{:.2f}")
     columns |= {"peak GB": mean_of("peak_memory_gb", "{:.2f}"), "minutes": mean_of("seconds", scale=60)}
     for metric in dict.fromkeys(key for row in rows for record in row.records for key in record["metrics"]):
         if metric not in KNOWN:
             columns[escape(metric.replace("_", " "))] = mean_of(metric, "{:g}")
+    columns["sequences left out"] = lambda row: number(row.mean("skipped") or None, "{:g}")
     columns["seeds"] = seeds
     return columns
 
