@@ -26,7 +26,7 @@ examples:
 @dataclass(frozen=True)
 class Arguments:
     corpus: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME_OR_FILE")]
-    """embedded, ptb, wikitext-2, a text file, or a folder with train, valid and test files."""
+    """embedded, ptb, wikitext-2, a text file, or a folder with train, valid and test files (texts or token files)."""
     out: Path
     """Folder for the token files (data/) and the tokenizer (tokenizer/)."""
     data_folder: Path | None = None
@@ -44,16 +44,14 @@ def run(argv: list[str]) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from hmmlm.data.corpora import load_text
     from hmmlm.experiments.results import unknown_share
     from hmmlm.learning.config import RunConfig
-    from hmmlm.learning.prepare import cluster_words, prepare
+    from hmmlm.learning.prepare import cluster_words, find_data, prepare
     from hmmlm.learning.progress import terminal_progress
     from hmmlm.structure.paths import write_paths
 
     config = RunConfig(data=arguments.corpus, data_folder=arguments.data_folder, tokenizer=arguments.tokenizer)
-    splits = load_text(arguments.corpus, folder=arguments.data_folder, download=True)
-    prepared = prepare(config, splits, arguments.out, terminal_progress())
+    prepared = prepare(config, find_data(config), arguments.out, terminal_progress())
     if arguments.clusters:
         words = [prepared.tokenizer.token(i) for i in range(prepared.tokenizer.vocab_size)]
         clustering = cluster_words(prepared.tokens["train"], arguments.clusters, arguments.exchange_passes)

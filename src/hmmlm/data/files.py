@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,3 +41,14 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """The files of a folder in another one: the same ones on one disk, copies elsewhere."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        with replacing(target / file.name) as (temporary,):
+            try:
+                os.link(file, temporary)
+            except OSError:
+                shutil.copyfile(file, temporary)

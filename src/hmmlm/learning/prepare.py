@@ -13,8 +13,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from hmmlm.data.corpora import SPLITS, Documents, encode_documents
-from hmmlm.data.files import read_bytes, write_bytes
+from hmmlm.data.corpora import SPLITS, Documents, encode_documents, load_text
+from hmmlm.data.files import link_or_copy, read_bytes, write_bytes
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizer import HuggingFaceTokenizer, Tokenizer, WordTokenizer, load_tokenizer
 from hmmlm.errors import InputError
@@ -41,24 +41,46 @@ class Prepared:
     """Block of each word, if the model's emissions are blocked."""
 
 
-def prepare(config: RunConfig, splits: Mapping[str, Documents], run: Path, progress: Progress) -> Prepared:
-    """Train or load the tokenizer, then encode every split, into run/tokenizer and run/data."""
+def find_data(config: RunConfig) -> Mapping[str, Documents] | Path:
+    """What a run is made from: the splits of a text, or the folder itself where `hmmlm data` has made one."""
+    folder = Path(config.data)
+    if (folder / "data" / "train.json").exists():
+        return folder
+    return load_text(config.data, folder=config.data_folder, download=True)
+
+
+def prepare(config: RunConfig, source: Mapping[str, Documents] | Path, run: Path, progress: Progress) -> Prepared:
+    """Into run/tokenizer and run/data: those of a prepared folder, or of a text, whose tokenizer is made first."""
+    shutil.rmtree(run / "tokenizer", ignore_errors=True)  # of an earlier start that came to no checkpoint
+    if isinstance(source, Path):
+        progress.note(f"token files and tokenizer of {source}")
+        for part in ("tokenizer", "data"):
+            link_or_copy(source / part, run / part)
+        opened = reopen(run)
+        tokenizer, tokens = opened.tokenizer, opened.tokens
+    else:
+        tokenizer, tokens = _encode(config, source, run, progress)
+    clusters = None
+    if config.model.structure == "brown":
+        clusters = make_clusters(config.model, tokenizer, tokens["train"], progress)
+        write_bytes(run / CLUSTERS, json.dumps(clusters).encode())
+    return Prepared(tokenizer, tokens, clusters)
+
+
+def _encode(
+    config: RunConfig, splits: Mapping[str, Documents], run: Path, progress: Progress
+) -> tuple[Tokenizer, dict[str, TokenFile]]:
     progress.note(f"reading {config.data}")
     with progress.phase("tokenizer", unit="lines") as phase:
         lines = (line for document in splits["train"] for line in document)
         tokenizer = make_tokenizer(config.tokenizer, _counted(lines, phase.advance))
-    shutil.rmtree(run / "tokenizer", ignore_errors=True)  # of an earlier start that came to no checkpoint
     tokenizer.save(run / "tokenizer")
     tokens = {}
     for split, documents in splits.items():
         with progress.phase(f"encoding {split}", unit="documents") as phase:
             counted = Documents(documents.source, partial(_counted, documents, phase.advance))
             tokens[split] = encode_documents(counted, tokenizer, run / "data" / split)
-    clusters = None
-    if config.model.structure == "brown":
-        clusters = make_clusters(config.model, tokenizer, tokens["train"], progress)
-        write_bytes(run / CLUSTERS, json.dumps(clusters).encode())
-    return Prepared(tokenizer, tokens, clusters)
+    return tokenizer, tokens
 
 
 def reopen(run: Path) -> Prepared:

@@ -251,7 +251,8 @@ class RunConfig(Section):
     """Everything a training run needs to be done again."""
 
     data: str = "embedded"
-    """Corpus: a name (embedded, ptb, wikitext-2), a text file, or a folder with train, valid and test files."""
+    """Corpus: a name (embedded, ptb, wikitext-2), a text file, a folder with train, valid and test files, or one that
+    `hmmlm data` made, whose token files and tokenizer are then used."""
     data_folder: Path | None = None
     """Where named corpora lie; None: $HMMLM_DATA or the cache folder, where they are downloaded to if missing."""
     tokenizer: TokenizerConfig = TokenizerConfig()

@@ -18,7 +18,6 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, ValidationErr
 from torch import Tensor
 
 from hmmlm.data.batches import Batch, ChunkBatches
-from hmmlm.data.corpora import load_text
 from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
 from hmmlm.initialization.teacher import teacher_device
@@ -28,7 +27,7 @@ from hmmlm.learning.config import RunConfig, ScheduleConfig, Section, TokenizerC
 from hmmlm.learning.evaluate import count_tokens, perplexity
 from hmmlm.learning.history import History
 from hmmlm.learning.interrupt import Stopped, StopRequest, stop_on_signals
-from hmmlm.learning.prepare import Prepared, prepare, reopen
+from hmmlm.learning.prepare import Prepared, find_data, prepare, reopen
 from hmmlm.learning.progress import Phase, Progress
 from hmmlm.learning.schedule import rate_factor
 
@@ -149,8 +148,8 @@ def _data(config: TeacherConfig, out: Path, progress: Progress, prepared: bool) 
         return reopen(folder)
     if prepared:
         return reopen(out)
-    splits = load_text(config.data, folder=config.data_folder, download=True)
-    return prepare(RunConfig(data=config.data, tokenizer=config.tokenizer), splits, out, progress)
+    reading = RunConfig(data=config.data, data_folder=config.data_folder, tokenizer=config.tokenizer)
+    return prepare(reading, find_data(reading), out, progress)
 
 
 @dataclass

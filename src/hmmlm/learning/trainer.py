@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hmmlm.data.corpora import load_text
 from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
 from hmmlm.learning.checkpoint import read_json
@@ -24,7 +23,7 @@ from hmmlm.learning.evaluate import perplexity
 from hmmlm.learning.initialize import open_configured
 from hmmlm.learning.interrupt import stop_on_signals
 from hmmlm.learning.loop import Trainer, TrainingError
-from hmmlm.learning.prepare import prepare, reopen
+from hmmlm.learning.prepare import find_data, prepare, reopen
 from hmmlm.learning.progress import Progress
 
 __all__ = ["CHANGEABLE", "TrainResult", "TrainingError", "saved_config", "train"]
@@ -62,10 +61,10 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
     if has_checkpoint and not resume:
         raise InputError(f"{out} already holds a run: continue it with --resume {out}, or choose another folder")
     teacher = None if has_checkpoint else open_configured(config)
-    splits = None if has_checkpoint else load_text(config.data, folder=config.data_folder, download=True)
+    source = None if has_checkpoint else find_data(config)
     # Only now, when there is something to train on, does the run's folder come to be.
     write_bytes(out / "config.json", (json.dumps(config_to_dict(config), indent=1) + "\n").encode())
-    data = reopen(out) if splits is None else prepare(config, splits, out, progress)
+    data = reopen(out) if source is None else prepare(config, source, out, progress)
     trainer = Trainer(config, out, data, progress, teacher)
     if has_checkpoint:
         trainer.load()

@@ -1,0 +1,50 @@
+"""Token files made once and trained on often."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from hmmlm.cli.main import main
+from hmmlm.errors import InputError
+from hmmlm.learning.config import config_from_dict
+from hmmlm.learning.trainer import train
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for split, count in (("train", 60), ("valid", 8), ("test", 8)):
+        lines = [" ".join(f"w{(i * k) % 7}" for k in range(1, 9)) for i in range(count)]
+        (folder / f"{split}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def configured(data: Path) -> dict:
+    return {
+        "data": str(data), "model": {"states": 4}, "batches": {"batch_size": 4, "length": 8},
+        "train": {"epochs": 1, "device": "cpu", "tensorboard": False},
+    }
+
+
+def test_a_prepared_folder_trains_like_its_text(texts: Path, tmp_path: Path) -> None:
+    assert main(["data", str(texts), "--out", str(tmp_path / "prepared")]) == 0
+    from_text = train(config_from_dict(configured(texts), "text"), tmp_path / "a")
+    shutil.rmtree(texts)
+    from_tokens = train(config_from_dict(configured(tmp_path / "prepared"), "tokens"), tmp_path / "b")
+    assert from_tokens.best_perplexity == from_text.best_perplexity
+    # a run needs nothing but its own folder, and does not change what it was made from
+    before = (tmp_path / "prepared" / "data" / "train.bin").read_bytes()
+    assert (tmp_path / "b" / "data" / "train.bin").read_bytes() == before
+    shutil.rmtree(tmp_path / "prepared")
+    again = config_from_dict({**configured(tmp_path / "prepared"), "train": {"epochs": 2, "device": "cpu"}}, "more")
+    assert train(again, tmp_path / "b", resume=True).epochs == 2
+
+
+def test_damaged_token_files_are_refused(texts: Path, tmp_path: Path) -> None:
+    assert main(["data", str(texts), "--out", str(tmp_path / "prepared")]) == 0
+    with (tmp_path / "prepared" / "data" / "valid.bin").open("ab") as file:
+        file.write(b"xx")
+    with pytest.raises(InputError, match=r"valid.bin is truncated or foreign"):
+        train(config_from_dict(configured(tmp_path / "prepared"), "tokens"), tmp_path / "run")
