@@ -50,6 +50,7 @@ _CHIU_ROWS = Drawing("PTB, (?P<label>.*)")
 _CAPACITY = Drawing(rf"\d+ states, (?P<series>.*), {_X} parameters", "parameters of the network", _power)
 DRAWINGS = {
     "chiu2020-table3": _CHIU_ROWS, "chiu2020-table4": _CHIU_ROWS,
+    "chiu2020-table4-no-decay": _CHIU_ROWS,
     "chiu2020-figure3": Drawing(f"PTB, {_X} states", "states", _power),
     "chiu2020-figure4": Drawing(f"PTB, {_X} blocks, (?P<series>.*)", "blocks"),
     "lee2025-table1": _EVERY_ROW, "lee2025-table2": _EVERY_ROW, "lee2025-table3": _EVERY_ROW,
