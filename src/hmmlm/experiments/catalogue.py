@@ -25,7 +25,7 @@ def _ablation(row: str, recipe: str, train: float, valid: float) -> Run:
 
 
 def _without_decay(run: Run) -> Run:
-    """As in the paper, where dropout of states is the only regularisation; networks then like a somewhat larger rate."""
+    """As in the paper, where dropout of states is the only regularisation; networks then like a larger rate."""
     rate = {} if run.recipe == "ptb-vl-hmm-14-scalar" else {"optimizer.rate": 0.005}
     return replace(run, settings={"optimizer.weight_decay": 0.0, **rate})
 
