@@ -94,6 +94,33 @@ def _capacity(states: int, power: int, architecture: str) -> Run:
     return Run(f"{states} states, {architecture}, 2^{power} parameters", "lee-figure2", settings, SEEDS[0])
 
 
+def _rates() -> list[Run]:
+    """Rate and decay of every family, tried on valid before anything else: few tokens, and a warm-up to match."""
+    few = {"train.max_tokens": 30_000_000, "schedule.warmup_tokens": 1_500_000}
+    transformer = {"model.parameterization": "transformer", "model.capacity": 2**22}
+    grid: list[tuple[str, str, dict[str, Any], tuple[tuple[float, float], ...]]] = [
+        ("scalar", "lee-table1-scalar", {},
+         ((0.04, 0.1), (0.4, 0.1), (0.1, 0.01), (0.1, 0.0), (0.3, 0.0), (1.0, 0.0))),
+        ("scalar, eps 1e-6", "lee-table1-scalar", {"optimizer.eps": 1e-6}, ((0.3, 0.0), (1.0, 0.0))),
+        ("ablation A", "lee-table1-ablation-a", {}, ((0.003, 0.1), (0.01, 0.1), (0.03, 0.1), (0.01, 0.0))),
+        ("ablation B", "lee-table1-ablation-b", {}, ((0.003, 0.1), (0.01, 0.1), (0.03, 0.1), (0.01, 0.0), (0.03, 0.0))),
+        ("Chiu and Rush", "lee-table1-mlp", {},
+         ((0.001, 0.1), (0.003, 0.1), (0.01, 0.1), (0.03, 0.1), (0.01, 0.0))),
+        ("TRF-ι", "lee-figure2", {**transformer, "model.mono": True}, ((0.0003, 0.1), (0.001, 0.1), (0.003, 0.1))),
+        ("TRF-ψ", "lee-figure2", {**transformer, "model.mono": False}, ((0.0003, 0.1), (0.001, 0.1), (0.003, 0.1))),
+    ]
+    runs = [
+        Run(f"{family}, rate {rate:g}, decay {decay:g}", recipe,
+            {**few, **settings, "optimizer.rate": rate, "optimizer.weight_decay": decay}, SEEDS[0])
+        for family, recipe, settings, pairs in grid for rate, decay in pairs
+    ]  # fmt: skip
+    return runs + [
+        Run(f"Baum-Welch, step {step:g}, pseudocount {count:g}", "lee-baum-welch",
+            {**few, "optimizer.baum_welch.step": step, "optimizer.baum_welch.pseudocount": count}, SEEDS[0])
+        for step, count in ((0.03, 1e-5), (0.1, 1e-5), (0.3, 1e-5), (0.1, 1e-3))
+    ]  # fmt: skip
+
+
 TEACHERS = {
     "stories15M": "teachers/stories15M", "SmolLM2-135M": "teachers/smollm2-135m.gguf",
     "TinyLlama-1.1B": "teachers/tinyllama-1.1b.gguf",
@@ -194,6 +221,7 @@ STUDIES: dict[str, list[Run]] = {
         ("Ablation A (single H)", "lee-table1-ablation-a", 711), ("Ablation B (split H)", "lee-table1-ablation-b", 348),
         ("HMM, scalar", "lee-table1-scalar", 540), ("Chiu and Rush", "lee-table1-mlp", 357),
     ),
+    "lee2025-rates": _rates(),
     "lee2025-tuned": [
         _lee_states(states, *row) for states in (512, 4096) for row in (
             ("scalar, no decay", "lee-scalar-tuned"), ("ablation B", "lee-table1-ablation-b"),

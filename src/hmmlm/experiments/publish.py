@@ -32,6 +32,7 @@ TITLES = {
     "chiu2020-cpu": "Without a GPU",
     "chiu2020-beyond": "Beyond the paper: what else was tried",
     "lee2025-table1": f"{LEE}, Table 1: linear reparameterizations",
+    "lee2025-rates": f"Rate and decay of every family of {LEE}, tried on few tokens",
     "lee2025-tuned": f"{LEE}, Table 1 with every family tuned for itself, at 512 and 4,096 states",
     "lee2025-table2": f"{LEE}, Table 2: which of a, b, π is factored",
     "lee2025-table3": f"{LEE}, Table 3: variants of the network",
