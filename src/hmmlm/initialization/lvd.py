@@ -41,6 +41,14 @@ class EmbeddedText:
         for number, tokens in enumerate(self.texts()):
             yield self._held[number] if number in self._held else self._piece(number, tokens)
 
+    def held_labels(self, clusters: Clusters) -> Iterator[Tensor]:
+        """Labels [B, T] of the texts, in order, as long as their embeddings are held: as a `Labeller` gives them."""
+        for number, tokens in enumerate(self.texts()):
+            if number not in self._held:
+                return
+            points, group = self._held[number]
+            yield _placed(clusters.to(points.device), points, group, tokens)
+
     def _piece(self, number: int, tokens: Tensor) -> Piece:
         embeddings = self.embed(tokens)
         there = (tokens >= 0).to(embeddings.device)
@@ -71,10 +79,15 @@ class Labeller:
         words = tokens[there].to(self.clusters.mean.device)
         group = None if self.block_of_word is None else self.block_of_word.to(words.device).index_select(0, words)
         # rounded as the points that were clustered
-        labels = self.clusters.labels(embeddings.to(torch.bfloat16), group)
-        if group is not None:
-            labels = group * self.clusters.centroids.shape[1] + labels
-        return torch.full_like(tokens, -1).masked_scatter(there, labels.to(tokens.device))
+        return _placed(self.clusters, embeddings.to(torch.bfloat16), group, tokens)
+
+
+def _placed(clusters: Clusters, points: Tensor, group: Tensor | None, tokens: Tensor) -> Tensor:
+    """The states [B, T] of points [n, H] that are the embeddings of the tokens [B, T] in order."""
+    labels = clusters.labels(points, group)
+    if group is not None:
+        labels = group * clusters.centroids.shape[1] + labels
+    return torch.full_like(tokens, -1).masked_scatter(tokens >= 0, labels.to(tokens.device))
 
 
 def joint_log_likelihood(

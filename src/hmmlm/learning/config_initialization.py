@@ -28,6 +28,8 @@ class KMeansConfig(Section):
     """Passes over the embeddings at most; they end when centroids hardly move."""
     memory_gb: NonNegativeFloat = 16.0
     """Embeddings kept between passes, on the teacher's device; for those beyond the teacher is asked in every pass."""
+    seed: int | None = None
+    """Of the chunks and the first centroids; None: train.seed. Runs with other seeds can share clusters by it."""
 
 
 class InitializationConfig(Section):
@@ -53,6 +55,8 @@ class InitializationConfig(Section):
     """fly: the teacher reads every batch; cached: all of the training text once, before training, into a file."""
     clusters: Path | None = None
     """Clusters to use, clusters.safetensors of an earlier run with the same teacher; None: made here."""
+    shared: Path | None = None
+    """A folder in which runs with the same teacher and text share clusters and, of chunks, labels; None: none."""
     pseudocount: PositiveFloat = 0.01
     """Added to every count (counts)."""
     network: Literal["own", "pretrained", "random"] = "own"

@@ -1,4 +1,7 @@
-"""The first phases of a run with a teacher: its embeddings are clustered, then label the first batches."""
+"""The first phases of a run with a teacher: its embeddings are clustered, then label the first batches.
+
+With `initialization.shared`, clusters and the labels of chunks are kept for other runs, in a folder of all.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,15 @@ from hmmlm.errors import InputError
 from hmmlm.initialization.clustering import Clusters, fit_clusters
 from hmmlm.initialization.embeddings import student_embeddings
 from hmmlm.initialization.lvd import Embed, EmbeddedText, Labeller, hmm_from_labels, write_labels
+from hmmlm.initialization.shared import (
+    LabelStore,
+    cluster_facts,
+    name_of,
+    only_one,
+    places_of,
+    teacher_facts,
+    text_facts,
+)
 from hmmlm.initialization.teacher import Teacher, open_teacher
 from hmmlm.initialization.transfer import check_width, from_pretrained, set_states, set_words
 from hmmlm.initialization.transformer_lm import layer_index
@@ -82,6 +94,9 @@ class Distillation:
             self.groups, self.block_of_word = parameterization.blocks.num_blocks, parameterization.blocks.block_of_word
         self.label: Labeller | None = None
         self.cached: TokenFile | None = None
+        self.store: LabelStore | None = None
+        self.places = places_of(data.tokens["train"])
+        self.seed = config.train.seed if self.start.kmeans.seed is None else self.start.kmeans.seed
         self.reading: tuple[int, int, Iterator[Batch]] | None = None
         states, there = config.model.states, len(data.tokens["train"])
         if there < states:
@@ -107,14 +122,49 @@ class Distillation:
         path = self.out / CLUSTERS
         if not path.exists():
             source = self.start.clusters
-            clusters = self.make_clusters(embed, progress, stop) if source is None else Clusters.load(source)
+            clusters = self.find_clusters(embed, progress, stop) if source is None else Clusters.load(source)
             self.check(clusters, source or path)
             clusters.save(path)
         clusters = Clusters.load(path)
         self.check(clusters, path)
         self.label = Labeller(embed, clusters.to(self.teacher.device), self.block_of_word)
+        self.store = self.store or self.open_store(clusters)
         if self.start.labels == "cached":
             self.cached = self.cached_labels(progress, stop)
+
+    def find_clusters(self, embed: Embed, progress: Progress, stop: Callable[[], None]) -> Clusters:
+        """Those that another run with the same teacher, text and settings has made; else made here."""
+        start, config = self.start, self.config
+        if start.shared is None:
+            return self.make_clusters(embed, progress, stop)
+        name = name_of(
+            self.shared_facts(), start.kmeans.model_dump(exclude={"memory_gb", "seed"}), self.seed, config.model.states,
+            config.batches.batch_size, None if self.block_of_word is None else self.block_of_word.tolist(),
+        )
+        path = start.shared / f"clusters-{name}.safetensors"
+        with only_one(path.with_suffix(".lock"), stop):
+            if path.exists():
+                progress.note(f"clusters of an earlier run: {path}")
+                return Clusters.load(path)
+            clusters = self.make_clusters(embed, progress, stop)
+            clusters.save(path)
+            return clusters
+
+    def shared_facts(self) -> list[object]:
+        """Everything on which the embedding of a chunk depends."""
+        start, seed = self.start, self.config.train.seed if self.start.random_teacher else None
+        assert start.teacher is not None
+        return [
+            teacher_facts(start.teacher), start.gguf_file, seed, start.layer, start.align,
+            text_facts(self.data.tokens["train"]), self.config.batches.length,
+        ]  # fmt: skip
+
+    def open_store(self, clusters: Clusters) -> LabelStore | None:
+        """Where runs share labels, if they do: of chunks, which every run shows the teacher alike."""
+        if self.start.shared is None or self.config.batches.kind != "chunks":
+            return None
+        path = self.start.shared / f"labels-{name_of(self.shared_facts(), cluster_facts(clusters))}.bin"
+        return LabelStore(path, len(self.data.tokens["train"]), self.config.model.states)
 
     def make_clusters(self, embed: Embed, progress: Progress, stop: Callable[[], None]) -> Clusters:
         """k-means over the embeddings of chunks drawn at random from the training text."""
@@ -130,30 +180,38 @@ class Distillation:
 
             clusters = fit_clusters(
                 pieces, states // self.groups, groups=self.groups, pca=kmeans.pca, start=kmeans.start,
-                start_points=kmeans.start_points, update=kmeans.update, passes=kmeans.passes,
-                seed=self.config.train.seed, on_piece=on_piece,
+                start_points=kmeans.start_points, update=kmeans.update, passes=kmeans.passes, seed=self.seed,
+                on_piece=on_piece,
             )  # fmt: skip
         empty = int((clusters.sizes == 0).sum())
         progress.note(
             f"clustered {clusters.points:,} embeddings: mean squared distance {clusters.inertia:.4g}, "
             f"{clusters.sizes.min():,} to {clusters.sizes.max():,} a state, {empty:,} states without any"
         )
+        self.store = self.open_store(clusters)
+        if self.store is not None:  # what is still in memory need not be read again
+            for (places, _), labels in zip(self.chunks(used), pieces.held_labels(clusters), strict=False):
+                self.store.write(places, labels)
         return clusters
 
-    def texts(self, limit: int) -> Iterator[Tensor]:
-        """Chunks [B,T] of the training text in a random order, `limit` tokens in all."""
-        batches = self.config.batches
-        chunks = ChunkBatches(
-            self.data.tokens["train"], batches.batch_size, batches.length, shuffle=True, drop_last=False,
-            seed=self.config.train.seed,
+    def chunks(self, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Chunks of the training text in a random order, `limit` tokens in all: places and tokens [B,T]."""
+        batches, files = self.config.batches, (self.places, self.data.tokens["train"])
+        both = (
+            ChunkBatches(
+                file, batches.batch_size, batches.length, shuffle=True, drop_last=False, seed=self.seed
+            ).epoch(0) for file in files
         )  # fmt: skip
-        for batch in chunks.epoch(0):
+        for where, batch in zip(*both, strict=True):
             known = batch.tokens >= 0
-            kept = known & (known.flatten().cumsum(0).view_as(known) <= limit)
-            limit -= int(kept.sum())
-            yield batch.tokens.masked_fill(~kept, -1)
+            beyond = known.flatten().cumsum(0).view_as(known) > limit
+            yield where.tokens.masked_fill(beyond, -1), batch.tokens.masked_fill(beyond, -1)
+            limit -= int(known.sum())
             if limit <= 0:
                 return
+
+    def texts(self, limit: int) -> Iterator[Tensor]:
+        return (tokens for _, tokens in self.chunks(limit))
 
     def check(self, clusters: Clusters, where: Path) -> None:
         """An error where clusters are not those of this model and teacher."""
@@ -170,14 +228,21 @@ class Distillation:
                 f"{self.teacher.hidden_size}: use the teacher that the clusters were made with"
             )
 
-    def cached_labels(self, progress: Progress, stop: Callable[[], None]) -> TokenFile:
-        """Labels of the whole training text, from the run's folder or written there."""
+    def cached_labels(self, progress: Progress, stop: Callable[[], None]) -> TokenFile | None:
+        """Labels of the whole training text, from the run's folder or written there; None if they are in the store."""
         path, tokens, batches = self.out / "data" / LABELS, self.data.tokens["train"], self.config.batches
         assert self.label is not None
         if path.with_suffix(".json").exists():
             return TokenFile.open(path)
         label = self.label
         with progress.phase("labels", len(tokens)) as phase:
+            if self.store is not None:
+                files = (label_batches(self.config, file, shuffle=False).epoch(0) for file in (self.places, tokens))
+                for where, batch in zip(*files, strict=True):
+                    stop()
+                    self.labels_at(where.tokens, batch.tokens)
+                    phase.advance(int((batch.tokens >= 0).sum()))
+                return None
 
             def counted(text: Tensor) -> Tensor:
                 stop()
@@ -189,12 +254,27 @@ class Distillation:
     def labels(self, batch: Batch, epoch: int, index: int) -> Tensor:
         """States [B,T] for a batch on the CPU, number `index` of its epoch."""
         assert self.label is not None
-        if self.cached is None:
+        beside = self.places if self.store is not None else self.cached
+        if beside is None:
             return self.label(batch.tokens)
         if self.reading is None or self.reading[:2] != (epoch, index):
-            self.reading = (epoch, index, label_batches(self.config, self.cached).epoch(epoch, index))
+            shuffle = self.config.batches.shuffle
+            self.reading = (epoch, index, label_batches(self.config, beside, shuffle).epoch(epoch, index))
         self.reading = (epoch, index + 1, self.reading[2])
-        return next(self.reading[2]).tokens
+        found = next(self.reading[2]).tokens
+        return found if self.store is None else self.labels_at(found, batch.tokens)
+
+    def labels_at(self, places: Tensor, tokens: Tensor) -> Tensor:
+        """States [B,T] of chunks: those in the store from there, others by the teacher, and into it."""
+        assert self.label is not None
+        if self.store is None:
+            return self.label(tokens)
+        found = self.store.read(places)
+        unknown = ((found < 0) & (tokens >= 0)).any(1)
+        if bool(unknown.any()):
+            found[unknown] = self.label(tokens[unknown])
+            self.store.write(places[unknown], found[unknown])
+        return found
 
     def set_embeddings(self) -> None:
         """Centroids and head into the parameters, as configured."""
@@ -209,13 +289,12 @@ class Distillation:
 
     def assign_counts(self, progress: Progress, stop: Callable[[], None]) -> None:
         """The closed-form start: the maximum of P(O, S) over some of the training text, that clustered by default."""
-        label, tokens = self.label, self.start.tokens or self.start.kmeans.tokens
-        assert label is not None
+        tokens = self.start.tokens or self.start.kmeans.tokens
 
         def labelled() -> Iterator[tuple[Tensor, Tensor]]:
             with progress.phase("counting", tokens) as phase:
-                for text in self.texts(tokens):
-                    yield text, label(text)
+                for places, text in self.chunks(tokens):
+                    yield text, self.labels_at(places, text)
                     phase.advance(int((text >= 0).sum()))
                     stop()
 
@@ -232,13 +311,11 @@ def set_frozen(config: RunConfig, model: Parameterization, frozen: bool) -> None
             parameter.requires_grad_(not frozen)
 
 
-def label_batches(config: RunConfig, labels: TokenFile) -> StreamBatches | ChunkBatches:
-    """Labels in the batches that the training text comes in."""
+def label_batches(config: RunConfig, beside: TokenFile, shuffle: bool) -> StreamBatches | ChunkBatches:
+    """What lies beside the training text, token by token, in the batches that it comes in."""
     batches, seed = config.batches, config.train.seed
     if batches.kind == "chunks":
-        return ChunkBatches(
-            labels, batches.batch_size, batches.length, shuffle=batches.shuffle, drop_last=False, seed=seed
-        )
+        return ChunkBatches(beside, batches.batch_size, batches.length, shuffle=shuffle, drop_last=False, seed=seed)
     return StreamBatches(  # no label stands for <eos>
-        labels, batches.batch_size, batches.length, shuffle=batches.shuffle, reset_at_eos=False, eos_id=0, seed=seed
+        beside, batches.batch_size, batches.length, shuffle=shuffle, reset_at_eos=False, eos_id=0, seed=seed
     )
