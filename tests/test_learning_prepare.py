@@ -48,3 +48,22 @@ def test_damaged_token_files_are_refused(texts: Path, tmp_path: Path) -> None:
         file.write(b"xx")
     with pytest.raises(InputError, match=r"valid.bin is truncated or foreign"):
         train(config_from_dict(configured(tmp_path / "prepared"), "tokens"), tmp_path / "run")
+
+
+@pytest.mark.parametrize("model", [
+    {"parameterization": "linear", "hidden": 8}, {"parameterization": "mlp", "hidden": 8, "split": False},
+])
+def test_linear_and_perceptrons_train_on_brown_blocks(texts: Path, tmp_path: Path, model: dict) -> None:
+    values = configured(texts)
+    values["model"] = {**model, "states": 12, "structure": "brown", "blocks": 3, "dropout": 0.5}
+    values["train"]["epochs"] = 3
+    values["optimizer"] = {"rate": 0.03}
+    result = train(config_from_dict(values, "blocked"), tmp_path / "run")
+    assert result.best_perplexity < 8  # of eight words with <eos>, seven of them equally frequent
+
+
+def test_transformers_do_not_go_with_blocks(texts: Path) -> None:
+    values = configured(texts)
+    values["model"] = {"parameterization": "transformer", "states": 12, "structure": "brown", "blocks": 3}
+    with pytest.raises(InputError, match="looks at all states at once"):
+        config_from_dict(values, "blocked")

@@ -5,7 +5,7 @@ import torch
 
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, BlockedHMM
-from hmmlm.parameterization import BlockedNeural, BlockedScalar
+from hmmlm.parameterization import BlockedFactored, BlockedNeural, BlockedScalar, make_dense
 from hmmlm.structure.blocks import Blocks
 
 
@@ -125,3 +125,47 @@ def test_a_stream_that_lost_all_its_mass_starts_again(kind: str) -> None:
     torch.testing.assert_close(result.log_likelihood, torch.stack(expected))
     result.log_likelihood.sum().backward()
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+def factored(kind: str = "linear", dropout: float = 0.0, **options: object) -> BlockedFactored:
+    seeded = {"generator": torch.Generator().manual_seed(7), **options}
+    return BlockedFactored(blocks(30, 24, 3), make_dense(kind, 24, 30, hidden=8, **seeded), dropout)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("linear", {}), ("linear", {"split": False}), ("mlp", {"split": False}), ("mlp", {"mono": True}),
+])
+def test_factors_on_blocks_are_the_dense_model_with_other_words_ruled_out(kind: str, options: dict) -> None:
+    model = factored(kind, **options)
+    h_in, h_out, h_emit = model.dense.features()
+    allowed = model.blocks.block_of_word == torch.arange(24)[:, None] // 8
+    scores = (h_emit @ model.dense.emission.T).masked_fill(~allowed, float("-inf"))
+    expected = HMM(
+        (h_in @ model.dense.start).log_softmax(0), (h_in @ h_out.T).log_softmax(1), scores.log_softmax(1))
+    tokens = torch.randint(0, 30, (3, 9), generator=torch.Generator().manual_seed(2))
+    first = model.scan(tokens[:, :4])
+    second = model.scan(tokens[:, 4:], initial=first.final)
+    total = first.log_likelihood + second.log_likelihood
+    torch.testing.assert_close(total, expected.log_likelihood(tokens), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model().log_likelihood(tokens), total, rtol=1e-4, atol=1e-4)
+    mine = torch.autograd.grad(model.scan(tokens).log_likelihood.sum(), list(model.parameters()))
+    theirs = torch.autograd.grad(expected.log_likelihood(tokens).sum(), list(model.parameters()))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_factors_on_blocks_drop_states() -> None:
+    model = factored(dropout=0.5)
+    tokens = torch.randint(0, 30, (2, 6), generator=torch.Generator().manual_seed(3))
+    first = model.scan(tokens)
+    assert first.final.states.shape == (2, 4)
+    second = model.scan(tokens, initial=first.final)
+    second.log_likelihood.sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
+def test_what_cannot_be_blocked_is_said() -> None:
+    with pytest.raises(InputError, match="transition is not"):
+        factored(transition=False)
+    with pytest.raises(InputError, match="use linear or mlp"):
+        factored("transformer")

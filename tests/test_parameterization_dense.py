@@ -286,7 +286,7 @@ def test_options_that_do_not_go_together_are_refused() -> None:
     ({"parameterization": "linear", "layers": 2}, "layers is for parameterization 'mlp' or 'transformer'"),
     ({"parameterization": "transformer", "relu": False}, "relu is for parameterization 'mlp', and it is 'transformer'"),
     ({"parameterization": "mlp", "heads": 2}, "heads is for parameterization 'transformer'"),
-    ({"parameterization": "mlp", "structure": "brown"}, "'mlp' is dense: set structure to 'none'"),
+    ({"parameterization": "linear", "structure": "brown", "factor_start": False}, "is factored throughout"),
     ({"parameterization": "mlp", "layers": 1}, "joins the second layer"),
     ({"parameterization": "linear", "capacity": 2**20, "hidden": 64}, "leave out hidden = 64, or capacity"),
     ({"parameterization": "transformer", "heads": 7}, r"hidden \(256\) must be a multiple of heads \(7\)"),

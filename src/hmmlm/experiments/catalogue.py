@@ -213,6 +213,7 @@ STUDIES: dict[str, list[Run]] = {
         _beyond("paper", 0.01, 0.0, "state carried through <eos>, text in order", batches__shuffle=False,
                 batches__reset_at_eos=False, batches__eval_reset_at_eos=False),
         _beyond("paper", 0.01, 0.0, "network dropout 0.1", model__network_dropout=0.1),
+        Run("PTB, 2^14, no networks: ablation B of 2025 on blocks", "ptb-vl-hmm-14-linear", {"train.epochs": 8}),
         _less_dropout(0.0, 0.1), _less_dropout(0.0, 0.3), _less_dropout(0.25, 0.3),
     ],
     "chiu2020-cpu": [Run("PTB, 2^12 states, two CPU cores", "ptb-vl-hmm-12-cpu")],

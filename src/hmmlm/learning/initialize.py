@@ -16,6 +16,7 @@ from hmmlm.data.batches import Batch, ChunkBatches, StreamBatches
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.errors import InputError
 from hmmlm.initialization.clustering import Clusters, fit_clusters
+from hmmlm.initialization.decoder import layer_index
 from hmmlm.initialization.embeddings import student_embeddings
 from hmmlm.initialization.lvd import Embed, EmbeddedText, Labeller, hmm_from_labels, write_labels
 from hmmlm.initialization.shared import (
@@ -29,11 +30,10 @@ from hmmlm.initialization.shared import (
 )
 from hmmlm.initialization.teacher import Teacher, open_teacher
 from hmmlm.initialization.transfer import check_width, from_pretrained, set_states, set_words
-from hmmlm.initialization.transformer_lm import layer_index
 from hmmlm.learning.config import RunConfig
 from hmmlm.learning.prepare import Prepared, make_parameterization
 from hmmlm.learning.progress import Progress
-from hmmlm.parameterization import BlockedNeural, BlockedScalar, Factored, Parameterization
+from hmmlm.parameterization import Blocked, Factored, Parameterization
 
 CLUSTERS = "clusters.safetensors"
 LABELS = "labels"
@@ -90,7 +90,7 @@ class Distillation:
         self.start, self.parameterization = config.initialization, parameterization
         self.teacher = teacher
         self.groups, self.block_of_word = 1, None
-        if isinstance(parameterization, BlockedNeural | BlockedScalar):
+        if isinstance(parameterization, Blocked):
             self.groups, self.block_of_word = parameterization.blocks.num_blocks, parameterization.blocks.block_of_word
         self.label: Labeller | None = None
         self.cached: TokenFile | None = None

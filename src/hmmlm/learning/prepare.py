@@ -20,7 +20,15 @@ from hmmlm.data.tokenizer import HuggingFaceTokenizer, Tokenizer, WordTokenizer,
 from hmmlm.errors import InputError
 from hmmlm.learning.config import ModelConfig, RunConfig, TokenizerConfig
 from hmmlm.learning.progress import Progress
-from hmmlm.parameterization import BlockedNeural, BlockedScalar, Parameterization, Scalar, UniformNeural, make_dense
+from hmmlm.parameterization import (
+    BlockedFactored,
+    BlockedNeural,
+    BlockedScalar,
+    Parameterization,
+    Scalar,
+    UniformNeural,
+    make_dense,
+)
 from hmmlm.structure.blocks import Blocks, UniformSubsets
 from hmmlm.structure.brown import BrownClustering, brown_clusters
 from hmmlm.structure.paths import read_paths
@@ -125,15 +133,16 @@ def make_parameterization(config: ModelConfig, data: Prepared, seed: int) -> Par
         )  # fmt: skip
     if config.parameterization == "scalar" and data.clusters is None:
         return Scalar(config.states, words, config.scale, generator)
+    clusters = torch.tensor([0] * words if data.clusters is None else data.clusters)
+    blocks = Blocks.from_clusters(clusters, config.states, vocab_size=words)
     if config.parameterization in ("linear", "mlp", "transformer"):
-        return make_dense(
+        dense = make_dense(
             config.parameterization, config.states, words, hidden=config.hidden, capacity=config.capacity,
             layers=config.layers, heads=config.heads, skip=config.skip, relu=config.relu, norm=config.norm,
             split=config.split, mono=config.mono, start=config.factor_start, transition=config.factor_transition,
             emission=config.factor_emission, initial=config.init, scale=config.scale, generator=generator,
         )  # fmt: skip
-    clusters = torch.tensor([0] * words if data.clusters is None else data.clusters)
-    blocks = Blocks.from_clusters(clusters, config.states, vocab_size=words)
+        return dense if data.clusters is None else BlockedFactored(blocks, dense, config.dropout)
     if config.parameterization == "scalar":
         return BlockedScalar(blocks, config.dropout, config.scale, generator)
     return BlockedNeural(

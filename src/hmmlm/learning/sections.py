@@ -71,7 +71,7 @@ class ModelConfig(Section):
     """Number of hidden states."""
     parameterization: Literal["scalar", "neural", "linear", "mlp", "transformer"] = "scalar"
     """scalar: one logit a probability; neural: networks on state embeddings (Chiu & Rush); linear, mlp, transformer:
-    low-rank factors, from tables or networks (Lee & Berg-Kirkpatrick; dense)."""
+    low-rank factors, from tables or networks (Lee & Berg-Kirkpatrick; dense, and linear and mlp with blocks too)."""
     scale: NonNegativeFloat = 1.0
     """Standard deviation of the initial logits (scalar, and what is not factored in dense)."""
     structure: Literal["none", "brown", "uniform"] = "none"
@@ -145,8 +145,11 @@ class ModelConfig(Section):
                     )
         if self.parameterization not in ("linear", "mlp", "transformer"):
             return self
-        if self.structure != "none":
-            raise ValueError(f"parameterization = {self.parameterization!r} is dense: set structure to 'none'")
+        if self.structure != "none" and self.parameterization == "transformer":
+            raise ValueError("a transformer looks at all states at once: set structure to 'none', or use linear or mlp")
+        if self.structure != "none" and not (self.factor_start and self.factor_transition and self.factor_emission):
+            names = "factor_start, factor_transition and factor_emission"
+            raise ValueError(f"a blocked model is factored throughout: leave out {names}")
         if self.capacity is not None and self.hidden != type(self).model_fields["hidden"].default:
             raise ValueError(f"hidden follows from capacity: leave out hidden = {self.hidden}, or capacity")
         if self.heads is not None and self.capacity is None and self.hidden % self.heads:

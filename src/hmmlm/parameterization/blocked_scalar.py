@@ -4,22 +4,20 @@ import torch
 from torch import Tensor, nn
 
 from hmmlm.hmm import BlockedHMM, Carry
-from hmmlm.hmm.blocked import BlockedScan, last_states, restart_lost
+from hmmlm.hmm.blocked import BlockedScan, restart_lost
 from hmmlm.ops.blocked_scan import Initial, blocked_scan
-from hmmlm.parameterization.base import Parameterization
+from hmmlm.parameterization.blocked_base import Blocked
 from hmmlm.structure.blocks import Blocks
-from hmmlm.structure.dropout import global_states, sample_states, states_kept
+from hmmlm.structure.dropout import global_states, sample_states
 
 
-class BlockedScalar(Parameterization):
+class BlockedScalar(Blocked):
     """Logits start [Z], transition [Z, Z] and emission [V, k] (a word's row is over the states of its block)."""
 
     def __init__(
         self, blocks: Blocks, dropout: float = 0.5, scale: float = 1.0, generator: torch.Generator | None = None
     ) -> None:
-        super().__init__(blocks.states, blocks.vocab_size)
-        states_kept(blocks.states_per_block, dropout)  # says what is wrong before any work
-        self.blocks, self.dropout = blocks, dropout
+        super().__init__(blocks, dropout)
 
         def logits(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(*shape, generator=generator) * scale)
@@ -27,12 +25,6 @@ class BlockedScalar(Parameterization):
         self.start = logits(blocks.states)
         self.transition = logits(blocks.states, blocks.states)
         self.emission = logits(blocks.vocab_size, blocks.states_per_block)
-
-    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """Move the structure along with the parameters."""
-        result = super()._apply(fn, recurse)
-        self.blocks = self.blocks.to(self.start.device)
-        return result
 
     def log_emission(self) -> Tensor:
         """log p(word | state i of its block) [V, k]; dropout leaves emissions as they are."""
@@ -89,5 +81,4 @@ class BlockedScalar(Parameterization):
             torch.zeros_like(log_start).flatten(), log_start.flatten(), log_emission, initial=before, lengths=lengths,
             restart=restart_lost(restart, initial, tokens), product_dtype=self.start.dtype,
         )
-        states = last_states(tokens, lengths, self.blocks.block_of_word, kept.view(sample.shape))
-        return BlockedScan(self.trusted(result), Carry(result.final, states))
+        return self.finished(result.final, self.trusted(result), tokens, lengths, kept.view(sample.shape))

@@ -86,9 +86,15 @@ class Factored(Parameterization):
             assert isinstance(tensor, nn.Parameter)
             tensor.mul_(size / total)
 
-    def features(self) -> list[Tensor]:
-        """H [Z, h] of every role that something is factored by, in the order of `roles`."""
-        tables, networks = list(self.embeddings), list(self.networks)
+    def features(self, states: Tensor | None = None) -> list[Tensor]:
+        """H [n, h] of every role that something is factored by, in the order of `roles`; of some states or of all.
+
+        Some are for networks that look at one state at a time, which transformers do not.
+        """
+        tables: list[Tensor] = list(self.embeddings)
+        networks = list(self.networks)
+        if states is not None:
+            tables = [table.index_select(0, states) for table in tables]
         if len(networks) == 1 < len(tables):
             return list(networks[0](torch.stack(tables)).unbind())
         if self.heads:
