@@ -5,29 +5,16 @@ first imported) and in float32 only, since the interpreter has no bfloat16 produ
 kernels are not covered, and the module says so.
 """
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import IMPLEMENTATIONS, INTERPRETING, STARTS, run_in_the_interpreter
 from torch import Tensor
 
 from hmmlm.errors import InputError
 from hmmlm.ops.blocked_emission import blocked_emission, make_tiles
-
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-IMPLEMENTATIONS = ["triton"] if INTERPRETING else ["torch"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def say_what_is_covered(pytestconfig: pytest.Config) -> None:
-    covered = "torch, triton (interpreter)" if find_spec("triton") else "torch; not triton, which is not installed"
-    pytestconfig.get_terminal_writer().write(f"[blocked_emission: {covered}] ")
 
 
 def make_case(blocks: int, states: int, extra: int, h: int, biased: bool, seed: int) -> tuple[Tensor, list[Tensor]]:
@@ -131,11 +118,7 @@ if not INTERPRETING:
             blocked_emission(*(torch.ones(shape) for shape in shapes), tiles, **options)
 
 
-if not INTERPRETING and find_spec("triton"):
+if STARTS:
 
     def test_triton_kernels_in_the_interpreter() -> None:
-        """Everything above that is parametrised by implementation, with triton."""
-        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton"]
-        done = subprocess.run([*command, str(Path(__file__))], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_in_the_interpreter(__file__)

@@ -1,33 +1,19 @@
 """linear_logsumexp: every implementation against the specification.
 
-The triton kernels run here in Triton's interpreter, in a process of their own (it has to be chosen before Triton is
-first imported) and in float32 only, since the interpreter has no bfloat16 products; benchmarks/gpu_blocked_ops.py
-checks both on a GPU. Where Triton is not installed its kernels are not covered, and the module says so.
+The triton kernels run here in Triton's interpreter (tests/interpreter.py), in float32 only, since it has no bfloat16
+products; benchmarks/gpu_blocked_ops.py checks both on a GPU.
 """
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import IMPLEMENTATIONS, INTERPRETING, STARTS, run_in_the_interpreter
 
 from hmmlm.errors import InputError
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
 from hmmlm.ops.linear_logsumexp import torch as portable
-
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-IMPLEMENTATIONS = ["triton"] if INTERPRETING else ["torch"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def say_what_is_covered(pytestconfig: pytest.Config) -> None:
-    covered = "torch, triton (interpreter)" if find_spec("triton") else "torch; not triton, which is not installed"
-    pytestconfig.get_terminal_writer().write(f"[linear_logsumexp: {covered}] ")
 
 
 def inputs(n: int, m: int, h: int, with_bias: bool, seed: int) -> list[torch.Tensor]:
@@ -186,11 +172,7 @@ if not INTERPRETING:
             linear_logsumexp(*arguments, **options)
 
 
-if not INTERPRETING and find_spec("triton"):
+if STARTS:
 
     def test_triton_kernels_in_the_interpreter() -> None:
-        """Everything above that is parametrised by implementation, with triton."""
-        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton"]
-        done = subprocess.run([*command, str(Path(__file__))], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_in_the_interpreter(__file__)

@@ -1,30 +1,17 @@
 """residual_norm: the kernels against the specification, the specification against the framework's modules.
 
-The triton kernels run here in Triton's interpreter, in a process of their own (it has to be chosen before Triton is
-first imported). Where Triton is not installed its kernels are not covered, and the module says so.
+The triton kernels run here in Triton's interpreter (tests/interpreter.py).
 """
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
+from interpreter import INTERPRETING, STARTS, run_in_the_interpreter
 from torch import Tensor, nn
 
 from hmmlm.errors import InputError
 from hmmlm.ops.residual_norm import residual_norm
 from hmmlm.parameterization.networks import Residual
-
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def say_what_is_covered(pytestconfig: pytest.Config) -> None:
-    covered = "naive, triton (interpreter)" if find_spec("triton") else "naive; not triton, which is not installed"
-    pytestconfig.get_terminal_writer().write(f"[residual_norm: {covered}] ")
 
 
 def inputs(n: int, h: int, seed: int = 0) -> list[Tensor]:
@@ -125,11 +112,7 @@ else:
             residual_norm(*(x.float() for x in inputs(1, 1025)), impl="triton")
 
 
-if not INTERPRETING and find_spec("triton"):
+if STARTS:
 
     def test_triton_kernels_in_the_interpreter() -> None:
-        """Everything above that is named after triton."""
-        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton"]
-        done = subprocess.run([*command, str(Path(__file__))], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_in_the_interpreter(__file__)
