@@ -1,7 +1,8 @@
 """Triton kernels without a GPU: in Triton's interpreter, in a process of their own.
 
 The interpreter has to be chosen before Triton is first imported, so a test file runs itself again with it: there only
-the tests whose name or parameters say triton are run. Where Triton is not installed its kernels are not covered.
+the tests whose name or parameters say triton are run. Where Triton is not installed its kernels are not covered, and
+the run says so at its end (conftest.py).
 """
 
 import os
