@@ -94,6 +94,16 @@ def _capacity(states: int, power: int, architecture: str) -> Run:
     return Run(f"{states} states, {architecture}, 2^{power} parameters", "lee-figure2", settings, SEEDS[0])
 
 
+TABLE3 = _seeded(
+    ("1 layer, ReLU", "lee-table3-relu", 329.5), ("split H, 1 layer, ReLU", "lee-table3-split-relu", 336.6),
+    ("2 layers, skip, ReLU", "lee-table3-skip-relu", 336.7),
+    ("split H, 2 layers, LayerNorm", "lee-table3-split-norm", 341.2),
+    ("split H, 2 layers, skip, ReLU", "lee-table3-split-skip-relu", 342.6),
+    ("split H, monolithic, 2 layers, skip, ReLU", "lee-table3-split-mono-skip-relu", 343.5),
+    ("1 layer", "lee-table3-linear", 344.4),
+)
+
+
 def _rates() -> list[Run]:
     """Rate and decay of every family, tried on valid before anything else: few tokens, and a warm-up to match."""
     few = {"train.max_tokens": 30_000_000, "schedule.warmup_tokens": 1_500_000}
@@ -106,6 +116,9 @@ def _rates() -> list[Run]:
         ("ablation B", "lee-table1-ablation-b", {}, ((0.003, 0.1), (0.01, 0.1), (0.03, 0.1), (0.01, 0.0), (0.03, 0.0))),
         ("Chiu and Rush", "lee-table1-mlp", {},
          ((0.001, 0.1), (0.003, 0.1), (0.01, 0.1), (0.03, 0.1), (0.01, 0.0))),
+        ("a factored", "lee-table2-a", {}, ((0.01, 0.1), (0.03, 0.1), (0.1, 0.1), (0.4, 0.1))),
+        ("b factored", "lee-table2-b", {}, ((0.003, 0.1), (0.01, 0.1), (0.03, 0.1))),
+        *((run.row, run.recipe, {}, ((0.003, 0.1), (0.01, 0.1))) for run in TABLE3 if run.seed == SEEDS[0]),
         ("TRF-ι", "lee-figure2", {**transformer, "model.mono": True}, ((0.0003, 0.1), (0.001, 0.1), (0.003, 0.1))),
         ("TRF-ψ", "lee-figure2", {**transformer, "model.mono": False}, ((0.0003, 0.1), (0.001, 0.1), (0.003, 0.1))),
     ]
@@ -234,14 +247,7 @@ STUDIES: dict[str, list[Run]] = {
         ("a, π factored", "lee-table2-a-start", 865), ("b factored", "lee-table2-b", 345),
         ("a, b factored", "lee-table2-a-b", 338), ("a, b, π factored", "lee-table2-a-b-start", 337),
     ),
-    "lee2025-table3": _seeded(
-        ("1 layer, ReLU", "lee-table3-relu", 329.5), ("split H, 1 layer, ReLU", "lee-table3-split-relu", 336.6),
-        ("2 layers, skip, ReLU", "lee-table3-skip-relu", 336.7),
-        ("split H, 2 layers, LayerNorm", "lee-table3-split-norm", 341.2),
-        ("split H, 2 layers, skip, ReLU", "lee-table3-split-skip-relu", 342.6),
-        ("split H, monolithic, 2 layers, skip, ReLU", "lee-table3-split-mono-skip-relu", 343.5),
-        ("1 layer", "lee-table3-linear", 344.4),
-    ),
+    "lee2025-table3": TABLE3,
     "lee2025-figure1": [
         _lee_states(2**power, *row) for power in range(7, 13) for row in (
             ("scalar", "lee-table1-scalar"), ("scalar, no decay", "lee-scalar-tuned"), ("ablation B", "lee-figure1"),
