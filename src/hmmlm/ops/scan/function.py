@@ -34,10 +34,11 @@ def capturing(reference: Tensor) -> bool:
 def run(
     parameters: Parameters, evidence: Evidence, products: torch.dtype | None = None, keep: bool = True,
     recursions: ModuleType = scaled,
-) -> tuple[Any, scaled.Forward, Tensor]:
+) -> tuple[Any, Any, Tensor]:
     """The scaled filter, and the (original) indices of the sequences it cannot be trusted with.
 
-    `recursions` is the module torch.py or triton.py, and the chain that comes first is its own.
+    `recursions` is the module torch.py or triton.py, and the chain and what comes of it are its own. `keep` what
+    gradients and posteriors need.
     """
     with torch.autocast(evidence.tokens.device.type, enabled=False):  # the precision of products is decided by now
         chain = recursions.prepare(parameters, evidence, products or parameters.log_start.dtype)
@@ -72,7 +73,7 @@ class _Scan(torch.autograd.Function):
             log_likelihood[doubt] = naive.logsumexp(joint, 1).to(log_likelihood.dtype)
             final = final.index_copy(0, doubt, torch.softmax(joint, 1).nan_to_num(0.0).to(final.dtype))
         # Outside of graphs there are none, by now; but what a graph does is done before, so that all of it is loaded.
-        suspect = chain.unsort(scaled.suspicious(result))
+        suspect = chain.unsort(recursions.suspicious(result))
         if not capturing(log_start):
             suspect = torch.zeros_like(suspect)
         final = torch.where(suspect[:, None], chain.start, final)  # the next window has to start from something
@@ -96,7 +97,7 @@ class _Scan(torch.autograd.Function):
             counts, first = ctx.recursions.accumulate(chain, result, seed, parameters.log_emission.shape)
             before = None
             if ctx.needs_input_grad[5]:  # β at the token before position 0
-                before = chain.unsort(scaled.move(first, chain.transition.t()))
+                before = chain.unsort(scaled.move(first.to(grad.dtype), chain.transition.t()))
         start, transition, emission = counts.start, counts.transition, counts.emission
         if doubt.numel():
             wide, pieces = wide_chunks(parameters, evidence, doubt)

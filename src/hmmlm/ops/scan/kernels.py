@@ -1,4 +1,13 @@
-"""The device side of triton.py. A row is a position (t, b) of [T, B], number t·B + b; T·B·Z can pass 2^31."""
+"""The device side of triton.py. A row is a position (t, b) of [T, B], number t·B + b; T·B·Z can pass 2^31.
+
+Both recursions are one: guess, times the emissions of the word, divided by its sum, times a matrix, is the next guess.
+Forward in time it starts from the start distribution and the matrix is the transition; guess is p(z_t | x_1..t−1) and
+what is left of a step is α. Backward it starts from ones and the matrix is transposed; what is left of a step is
+p(x_t.. | z_t), up to a factor: how much each state explains of what is ahead. `back` is 0 or 1 for these.
+
+joint [2, T+1, B, Z] holds what steps leave, forward one step further on, so that what came before the window is at 0:
+step t reads slot t + back and writes slot t + 1 − back.
+"""
 # mypy: allow-untyped-defs
 # (arguments of kernels are pointers and numbers of Triton's own)
 
@@ -9,98 +18,174 @@ _TINY = tl.constexpr(1.1754944e-38)  # below this float32 loses digits; its inve
 
 
 @triton.jit
-def emission_kernel(
-    log_emission, words, order, emission, log_peak, n_tokens, N_WORDS,
+def gather_kernel(
+    log_emission, words, order, scores, log_peak, n_tokens, N_WORDS,
     STATES: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """emission[row] = p(word | z) / its largest over z, and the logarithm of that; ones and 0 for a missing token.
+    """scores[row] = log p(word | z), and their largest over z; zeros for a missing token.
 
     A program takes tokens that are neighbours in the order of words, so that of what it reads of a row of
-    log_emission [Z, V], 32 bytes at a time, little is for nothing.
+    log_emission [Z, V], 32 bytes at a time, little is for nothing. Tokens come first in its blocks, which is what gives
+    neighbouring threads neighbouring words where the compiler cannot tell.
     """
     k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = k < n_tokens
     row = tl.load(order + k, mask=inside, other=0)
     word = tl.load(words + k, mask=inside, other=-1).to(tl.int32)
-    known = word >= 0
-    peak = tl.full([BLOCK_N], -float("inf"), tl.float32)
+    known = (word >= 0)[:, None]
+    peak = tl.full([BLOCK_N, BLOCK_Z], -float("inf"), tl.float32)
     for first in range(0, STATES, BLOCK_Z):
         z = first + tl.arange(0, BLOCK_Z)
-        at = z[:, None].to(tl.int64) * N_WORDS + word[None, :]
-        scores = tl.load(log_emission + at, mask=(z < STATES)[:, None] & known[None, :], other=-float("inf"))
-        peak = tl.maximum(peak, tl.max(scores, 0))
-    peak = tl.where(peak == -float("inf"), 0.0, peak)
-    tl.store(log_peak + row, peak, mask=inside)
-    for first in range(0, STATES, BLOCK_Z):
-        z = first + tl.arange(0, BLOCK_Z)
-        at = z[:, None].to(tl.int64) * N_WORDS + word[None, :]
-        scores = tl.load(log_emission + at, mask=(z < STATES)[:, None] & known[None, :], other=-float("inf"))
-        values = tl.where(known[None, :], tl.exp(scores - peak[None, :]), 1.0)
-        mask = (z < STATES)[:, None] & inside[None, :]
-        tl.store(emission + row[None, :].to(tl.int64) * STATES + z[:, None], values, mask=mask)
+        here = (z < STATES)[None, :]
+        values = tl.load(
+            log_emission + z[None, :].to(tl.int64) * N_WORDS + word[:, None], mask=known & here, other=-float("inf")
+        )
+        peak = tl.maximum(peak, values)
+        values = tl.where(known, values, 0.0)
+        tl.store(scores + row[:, None].to(tl.int64) * STATES + z[None, :], values, mask=inside[:, None] & here)
+    most = tl.max(peak, 1)
+    tl.store(log_peak + row, tl.where(most == -float("inf"), 0.0, most), mask=inside)
 
 
 @triton.jit(do_not_specialize=["t"])
-def forward_kernel(
-    joint, transition, start, emission, restart, predicted, partial, t, kept, BATCH,
-    BEGINS: tl.constexpr, RESTARTS: tl.constexpr, STATES: tl.constexpr, TILES: tl.constexpr,
+def step_kernel(
+    joint, transition, start, scores, log_peak, restart, predicted, partial, t, STEPS, kept, BATCH,
+    BEGINS: tl.constexpr, CARRIED: tl.constexpr, RESTARTS: tl.constexpr, STATES: tl.constexpr, TILES: tl.constexpr,
     TILES_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Step t for a block of sequences and of states: predicted p(z_t | x_1..t−1), and joint = predicted · emission.
+    """A step of both recursions for a block of sequences and of states: t, and in the other direction T − 1 − t.
 
-    joint[t] is what step t starts from and joint[t + 1] what it leaves, not normalised: partial[t, b, tile] is its sum
-    over the states of a tile, and the next step divides. Before the product by a power of two near the mass, which
-    costs no digits and keeps what is small from underflowing in the product; after it by the rest.
+    What it leaves in joint is not yet divided: partial[back, row, tile] is its sum over the states of a tile, and the
+    next step divides. Before the product by a power of two near the mass, which costs no digits and keeps what is small
+    from underflowing in the product; after it by the rest. transition is [2, Z, Z], the second one transposed.
     """
-    tile = tl.program_id(0)
+    tile, back = tl.program_id(0), tl.program_id(2)
     b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     z = tile * BLOCK_Z + tl.arange(0, BLOCK_Z)
     here, inside = b < BATCH, z < STATES
     mask = here[:, None] & inside[None, :]
-    row = t.to(tl.int64) * BATCH + b
-    scores = tl.load(emission + row[:, None] * STATES + z[None, :], mask=mask, other=0.0)
-    if BEGINS:
-        guess = tl.zeros([BLOCK_B, BLOCK_Z], tl.float32) + tl.load(start + z, mask=inside, other=0.0)[None, :]
+    row = (t + back * (STEPS - 1 - 2 * t)).to(tl.int64) * BATCH + b
+    joint += back.to(tl.int64) * (STEPS + 1) * BATCH * STATES
+    partial += back.to(tl.int64) * STEPS * BATCH * TILES
+    peak = tl.load(log_peak + row, mask=here, other=0.0)
+    emission = tl.exp(
+        tl.load(scores + row[:, None] * STATES + z[None, :], mask=mask, other=-float("inf")) - peak[:, None]
+    )
+    guess = tl.zeros([BLOCK_B, BLOCK_Z], tl.float32)
+    anew = tl.where(back == 0, tl.load(start + z, mask=inside, other=0.0), 1.0)[None, :]
+    if BEGINS and not CARRIED:
+        guess += anew
     else:
-        part = tl.arange(0, TILES_WIDTH)
-        parts = tl.load(
-            partial + (row - BATCH)[:, None] * TILES + part[None, :],
-            mask=(here & (row >= BATCH))[:, None] & (part < TILES)[None, :], other=0.0,
-        )
-        mass = tl.where(row >= BATCH, tl.sum(parts, 1), 1.0)  # what a window starts from is taken as it is
+        mass = tl.full([BLOCK_B], 1.0, tl.float32)  # what a window starts from is taken as it is
+        fresh = b < 0
+        if BEGINS:
+            fresh |= back == 1
+        else:
+            part = tl.arange(0, TILES_WIDTH)
+            parts = partial + (row + (2 * back - 1) * BATCH)[:, None] * TILES + part[None, :]
+            mass = tl.sum(tl.load(parts, mask=here[:, None] & (part < TILES)[None, :], other=0.0), 1)
         some = mass >= _TINY
         power = tl.where(some, tl.exp2(-tl.floor(tl.log2(tl.where(some, mass, 1.0)))), 0.0)
-        guess = tl.zeros([BLOCK_B, BLOCK_Z], tl.float32)
+        filled = here & (fresh == 0)  # there is nothing behind the last step
         for first in range(0, STATES, BLOCK_K):
             k = first + tl.arange(0, BLOCK_K)
             x = tl.load(
-                joint + row[:, None] * STATES + k[None, :], mask=here[:, None] & (k < STATES)[None, :], other=0.0
+                joint + (row + back * BATCH)[:, None] * STATES + k[None, :],
+                mask=filled[:, None] & (k < STATES)[None, :], other=0.0,
             )
             a = tl.load(
-                transition + k[:, None] * STATES + z[None, :], mask=(k < STATES)[:, None] & inside[None, :], other=0.0
+                transition + (back * STATES + k)[:, None] * STATES + z[None, :],
+                mask=(k < STATES)[:, None] & inside[None, :], other=0.0,
             )
             x = (x.to(tl.float32) * power[:, None]).to(a.dtype)
             guess = tl.dot(x, a, guess, input_precision=PRECISION)
         guess = guess * tl.where(some, 1.0 / tl.where(some, mass * power, 1.0), 0.0)[:, None]
         if RESTARTS:
-            fresh = tl.load(restart + row, mask=here, other=0) != 0
-            guess = tl.where(fresh[:, None], tl.load(start + z, mask=inside, other=0.0)[None, :], guess)
-    tl.store(predicted + (t.to(tl.int64) * kept + b)[:, None] * STATES + z[None, :], guess, mask=mask)
-    guess = guess * scores
+            fresh |= tl.load(restart + row + back * BATCH, mask=filled, other=0) != 0
+        guess = tl.where(fresh[:, None], anew, guess)
+    if back == 0:
+        tl.store(predicted + (t.to(tl.int64) * kept + b)[:, None] * STATES + z[None, :], guess, mask=mask)
+    guess = guess * emission
     tl.store(partial + row * TILES + tile, tl.sum(guess, 1), mask=here)
-    tl.store(joint + (row + BATCH)[:, None] * STATES + z[None, :], guess.to(joint.dtype.element_ty), mask=mask)
+    at = (row + (1 - back) * BATCH)[:, None] * STATES + z[None, :]
+    tl.store(joint + at, guess.to(joint.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["t"])
+def divide_kernel(
+    guess, start, scores, log_peak, restart, joint, partial, t, kept, BATCH,
+    BACK: tl.constexpr, BEGINS: tl.constexpr, RESTARTS: tl.constexpr, STATES: tl.constexpr, BLOCK_Z: tl.constexpr,
+):  # fmt: skip
+    """Step t of one recursion after its product, a program a sequence: joint of this direction, divided."""
+    b = tl.program_id(0)
+    z = tl.arange(0, BLOCK_Z)
+    inside = z < STATES
+    row = t.to(tl.int64) * BATCH + b
+    values = tl.load(scores + row * STATES + z, mask=inside, other=-float("inf"))
+    at = guess + (t.to(tl.int64) * kept + b) * STATES + z
+    fresh = BEGINS
+    found = tl.zeros([BLOCK_Z], tl.float32)
+    if not BEGINS:
+        found = tl.load(at, mask=inside, other=0.0)
+        if RESTARTS:
+            fresh = tl.load(restart + row + BACK * BATCH) != 0
+    if fresh:
+        found = tl.full([BLOCK_Z], 1.0, tl.float32)
+        if not BACK:
+            found = tl.load(start + z, mask=inside, other=0.0)
+            tl.store(at, found, mask=inside)
+    found = found * tl.exp(values - tl.load(log_peak + row))
+    mass = tl.sum(tl.where(inside, found, 0.0), 0)
+    tl.store(partial + row, mass)
+    some = mass >= _TINY
+    found = found * tl.where(some, 1.0 / tl.where(some, mass, 1.0), 0.0)
+    to = joint + (row + (1 - BACK) * BATCH) * STATES + z
+    tl.store(to, found.to(joint.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def meet_kernel(
+    predicted, joint, partial, agreement, STEPS, BATCH,
+    DIVIDED: tl.constexpr, STATES: tl.constexpr, TILES: tl.constexpr, TILES_WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_Z: tl.constexpr,
+):  # fmt: skip
+    """agreement[row] = Σ_z predicted · joint[1]: what the past expects, under what is ahead. Divides α if need be."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    here = row < STEPS.to(tl.int64) * BATCH
+    ahead = joint + (STEPS + 1).to(tl.int64) * BATCH * STATES
+    part = tl.arange(0, TILES_WIDTH)
+    parts = partial + row[:, None] * TILES + part[None, :]
+    mass = tl.sum(tl.load(parts, mask=here[:, None] & (part < TILES)[None, :], other=0.0), 1)
+    some = mass >= _TINY
+    inverse = tl.where(some, 1.0 / tl.where(some, mass, 1.0), 0.0)[:, None]
+    total = tl.zeros([BLOCK_N], tl.float32)
+    for first in range(0, STATES, BLOCK_Z):
+        z = first + tl.arange(0, BLOCK_Z)
+        mask = here[:, None] & (z < STATES)[None, :]
+        at = row[:, None] * STATES + z[None, :]
+        guess = tl.load(predicted + at, mask=mask, other=0.0)
+        total += tl.sum(guess * tl.load(ahead + at, mask=mask, other=0.0).to(tl.float32), 1)
+        if not DIVIDED:
+            alpha = joint + at + BATCH * STATES
+            value = tl.load(alpha, mask=mask, other=0.0).to(tl.float32) * inverse
+            tl.store(alpha, value.to(joint.dtype.element_ty), mask=mask)
+    tl.store(agreement + row, total, mask=here)
 
 
 @triton.jit
 def finish_kernel(
-    partial, log_peak, emission, predicted, scale, log_likelihood, final, STEPS, kept, BATCH,
-    STATES: tl.constexpr, TILES: tl.constexpr, TILES_WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Z: tl.constexpr,
+    partial, log_peak, scores, predicted, agreement, scale, log_likelihood, final, meeting, suspect, STEPS, kept, BATCH,
+    LEAST_SCALE, LEAST_MEETING, KEPT: tl.constexpr, DIVIDED: tl.constexpr, STATES: tl.constexpr, TILES: tl.constexpr,
+    TILES_WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Z: tl.constexpr,
 ):  # fmt: skip
-    """What is left of the forward pass, a program a sequence: scale, log-likelihood and the last α."""
+    """What is left of the forward pass, a program a sequence. See triton.py, `Forward`."""
     b = tl.program_id(0)
     part = tl.arange(0, TILES_WIDTH)
     total = tl.zeros([BLOCK_T], tl.float64)
+    least = tl.full([BLOCK_T], float("inf"), tl.float32)
+    near = tl.full([BLOCK_T], float("inf"), tl.float32)
+    bad = tl.zeros([BLOCK_T], tl.int32)  # NaN is not noticed by a minimum
     for first in range(0, STEPS, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
         row = t.to(tl.int64) * BATCH + b
@@ -108,80 +193,82 @@ def finish_kernel(
         mask = inside[:, None] & (part < TILES)[None, :]
         mass = tl.sum(tl.load(partial + row[:, None] * TILES + part[None, :], mask=mask, other=0.0), 1)
         tl.store(scale + row, mass, mask=inside)
+        mass = tl.where(inside, mass, 1.0)
         peak = tl.load(log_peak + row, mask=inside, other=0.0)
-        total += tl.log(tl.where(inside, mass, 1.0).to(tl.float64)) + peak.to(tl.float64)
+        total += tl.log(mass.to(tl.float64)) + peak.to(tl.float64)
+        least = tl.minimum(least, mass)
+        bad |= (mass != mass).to(tl.int32)
+        if KEPT:
+            met = tl.load(agreement + row, mask=inside, other=1.0)
+            if DIVIDED:  # relative to what was there before
+                met *= tl.load(partial + STEPS.to(tl.int64) * BATCH + row, mask=inside, other=1.0)
+            near = tl.minimum(near, met)
+            bad |= (met != met).to(tl.int32)
     tl.store(log_likelihood + b, tl.sum(total, 0).to(tl.float32))
+    tl.store(meeting + b, tl.min(near, 0))
+    sound = (tl.min(least, 0) >= LEAST_SCALE) & (tl.min(near, 0) >= LEAST_MEETING) & (tl.max(bad, 0) == 0)
+    tl.store(suspect + b, tl.where(sound, 0, 1).to(tl.uint8))
     last = (STEPS - 1).to(tl.int64)
     row = last * BATCH + b
     mass = tl.sum(tl.load(partial + row * TILES + part, mask=part < TILES, other=0.0), 0)
     inverse = 1.0 / tl.maximum(mass, _TINY)
+    peak = tl.load(log_peak + row)
     for first in range(0, STATES, BLOCK_Z):
         z = first + tl.arange(0, BLOCK_Z)
         guess = tl.load(predicted + (last * kept + b) * STATES + z, mask=z < STATES, other=0.0)
-        scores = tl.load(emission + row * STATES + z, mask=z < STATES, other=0.0)
-        tl.store(final + b * STATES + z, guess * scores * inverse, mask=z < STATES)
+        emission = tl.exp(tl.load(scores + row * STATES + z, mask=z < STATES, other=-float("inf")) - peak)
+        tl.store(final + b * STATES + z, guess * emission * inverse, mask=z < STATES)
 
 
-@triton.jit(do_not_specialize=["t"])
-def backward_kernel(
-    weights, transition, emission, predicted, scale, seed, restart, alpha, posterior, t, FLOOR, BATCH,
-    LAST: tl.constexpr, RESTARTS: tl.constexpr, STATES: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Step t for a block of sequences and of states: posterior p(z_t | x) and weights, times seed; alpha[t + 1] = α_t.
-
-    weights[t] = posterior / predicted, zero where the chain restarts: nothing leads there. See `torch.backward`.
-    """
-    b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
-    z = tl.program_id(0) * BLOCK_Z + tl.arange(0, BLOCK_Z)
-    here, inside = b < BATCH, z < STATES
-    mask = here[:, None] & inside[None, :]
-    row = t.to(tl.int64) * BATCH + b
-    at = row[:, None] * STATES + z[None, :]
-    scores = tl.load(emission + at, mask=mask, other=0.0)
-    guess = tl.load(predicted + at, mask=mask, other=0.0)
-    mass = tl.load(scale + row, mask=here, other=0.0)
+@triton.jit
+def _factor(agreement, seed, row, b, here):
+    """Of joint[1], to make it w times the seed (see torch.py, `backward`); 0 where nothing may count."""
+    met = tl.load(agreement + row, mask=here, other=0.0)
     weight = tl.load(seed + b, mask=here, other=0.0)
-    message = tl.zeros([BLOCK_B, BLOCK_Z], tl.float32)
-    if LAST:
-        message += weight[:, None]
-    else:
-        for first in range(0, STATES, BLOCK_K):
-            k = first + tl.arange(0, BLOCK_K)
-            x = tl.load(
-                weights + (row + BATCH)[:, None] * STATES + k[None, :],
-                mask=here[:, None] & (k < STATES)[None, :], other=0.0,
-            )
-            a = tl.load(
-                transition + z[None, :] * STATES + k[:, None], mask=(k < STATES)[:, None] & inside[None, :], other=0.0
-            )
-            message = tl.dot(x, a, message, input_precision=PRECISION)
+    some = met >= _TINY
+    return tl.where(some, weight / tl.where(some, met, 1.0), 0.0)
+
+
+@triton.jit
+def weigh_kernel(
+    ahead, agreement, seed, restart, weights, begun, BATCH,
+    CARRIED: tl.constexpr, RESTARTS: tl.constexpr, STATES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_Z: tl.constexpr,
+):  # fmt: skip
+    """w times seed, a program a step and block of states: weights where something leads there, begun[t, z] the sum of
+    the others, where the chain begins."""
+    t = tl.program_id(1)
+    z = tl.program_id(0) * BLOCK_Z + tl.arange(0, BLOCK_Z)
+    total = tl.zeros([BLOCK_Z], tl.float32)
+    for first in range(0, BATCH, BLOCK_B):
+        b = first + tl.arange(0, BLOCK_B)
+        here = b < BATCH
+        row = t.to(tl.int64) * BATCH + b
+        factor = _factor(agreement, seed, row, b, here)
+        mask = here[:, None] & (z < STATES)[None, :]
+        at = row[:, None] * STATES + z[None, :]
+        value = tl.load(ahead + at, mask=mask & (factor != 0)[:, None], other=0.0).to(tl.float32) * factor[:, None]
+        begins = b < 0
+        if not CARRIED:
+            begins |= t == 0
         if RESTARTS:
-            fresh = tl.load(restart + row + BATCH, mask=here, other=0) != 0
-            message = tl.where(fresh[:, None], weight[:, None], message)
-    some = mass >= _TINY
-    factor = scores * tl.where(some, 1.0 / tl.where(some, mass, 1.0), 0.0)[:, None]
-    share = guess * factor
-    # Predicted too, where a step had little mass: 1 / predicted bounds the weight, so nothing overflows.
-    weight_of = tl.where((share >= FLOOR) & (guess >= FLOOR), message * factor, 0.0)
-    tl.store(posterior + at, guess * weight_of, mask=mask)
-    tl.store(alpha + at + BATCH * STATES, tl.where(share > 0, share, 0.0).to(alpha.dtype.element_ty), mask=mask)
-    if RESTARTS:
-        begins = tl.load(restart + row, mask=here, other=0) != 0
-        weight_of = tl.where(begins[:, None], 0.0, weight_of)
-    tl.store(weights + at, weight_of.to(weights.dtype.element_ty), mask=mask)
+            begins |= tl.load(restart + row, mask=here, other=0) != 0
+        total += tl.sum(tl.where(begins[:, None], value, 0.0), 0)
+        value = tl.where(begins[:, None], 0.0, value)
+        tl.store(weights + at, value.to(weights.dtype.element_ty), mask=mask)
+    tl.store(begun + t * STATES + z, total, mask=z < STATES)
 
 
 @triton.jit
 def emission_counts_kernel(
-    words, order, edges, posterior, counts, N_WORDS,
-    STATES: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_N: tl.constexpr,
+    words, order, edges, predicted, ahead, agreement, seed, counts, N_WORDS, BATCH,
+    STATES: tl.constexpr, PARTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """counts[z, v] = Σ posterior[row, z] over the rows where v is, for a block of words and of states.
+    """counts[z, v] = Σ posterior · seed over the rows where v is, for a block of words and of states.
 
     Rows in the order of words: those of this block's words are edges[block] up to edges[block + 1]. Which of them go to
     which word is a product with zeros and ones, so frequent words take no longer than as many rare ones; no two
-    programs write to the same place, so the sum is always in the same order.
+    programs write to the same place, so the sum is always in the same order. The product is of bfloat16, of which a
+    number is PARTS: 2 have 16 bits, 3 all 24 of float32.
     """
     block = tl.program_id(0)
     v = block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -191,13 +278,18 @@ def emission_counts_kernel(
     total = tl.zeros([BLOCK_V, BLOCK_Z], tl.float32)
     for first in range(begin, end, BLOCK_N):
         k = first + tl.arange(0, BLOCK_N)
-        row = tl.load(order + k, mask=k < end, other=0)
-        word = tl.load(words + k, mask=k < end, other=-1).to(tl.int32)
-        values = tl.load(
-            posterior + row[:, None].to(tl.int64) * STATES + z[None, :],
-            mask=(k < end)[:, None] & (z < STATES)[None, :], other=0.0,
-        )
-        is_word = (word[None, :] == v[:, None]).to(tl.float32)
-        total = tl.dot(is_word, values, total, input_precision="tf32x3")
+        here = k < end
+        row = tl.load(order + k, mask=here, other=0)
+        word = tl.load(words + k, mask=here, other=-1).to(tl.int32)
+        factor = _factor(agreement, seed, row, row % BATCH, here)
+        at = row[:, None].to(tl.int64) * STATES + z[None, :]
+        mask = (factor != 0)[:, None] & (z < STATES)[None, :]
+        value = tl.load(ahead + at, mask=mask, other=0.0).to(tl.float32) * factor[:, None]
+        value *= tl.load(predicted + at, mask=mask, other=0.0)
+        is_word = (word[None, :] == v[:, None]).to(tl.float32).to(tl.bfloat16)
+        for _ in tl.static_range(PARTS):
+            piece = value.to(tl.bfloat16)
+            total = tl.dot(is_word, piece, total)
+            value -= piece.to(tl.float32)
     mask = (v < N_WORDS)[:, None] & (z < STATES)[None, :]
     tl.store(counts + z[None, :].to(tl.int64) * N_WORDS + v[:, None], total, mask=mask)

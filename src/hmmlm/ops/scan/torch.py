@@ -265,7 +265,7 @@ def accumulate(chain: Chain, result: Forward, seed: Tensor, shape: torch.Size) -
     return counts, weights[0]
 
 
-def faint(parameters: Parameters, result: Forward) -> Tensor:
+def faint(parameters: Parameters, scale: Tensor, floor: float) -> Tensor:
     """[B] (sorted rows) True where a cheap argument does not exclude that mass flushed to zero matters.
 
     If no column of the transition matrix varies by more than a factor ρ, then after one step whatever was flushed is at
@@ -274,8 +274,13 @@ def faint(parameters: Parameters, result: Forward) -> Tensor:
     log_transition = parameters.log_transition
     # A column of zeros (NaN here) is a state that nothing leads to: it can lose nothing.
     log_ratio = (log_transition.amax(0) - log_transition.amin(0)).nan_to_num(nan=0.0, posinf=math.inf).amax()
-    margin = math.log(result.floor * len(log_transition) / TOLERANCE[log_transition.dtype]) + log_ratio
-    return result.scale.amin(0).log() < margin
+    margin = math.log(least_mass(floor, len(log_transition), log_transition.dtype)) + log_ratio
+    return scale.amin(0).log() < margin
+
+
+def least_mass(floor: float, states: int, dtype: torch.dtype) -> float:
+    """Of a sum over states: what may be lost of each below `floor` does not matter to it then."""
+    return floor * states / TOLERANCE[dtype]
 
 
 def suspicious(result: Forward) -> Tensor:
@@ -286,7 +291,7 @@ def suspicious(result: Forward) -> Tensor:
     been lost (or nothing does).
     """
     dtype, states = result.scale.dtype, result.final.shape[1]
-    return ~(result.scale.amin(0) >= result.floor * states * SURE_RATIO / TOLERANCE[dtype])  # NaN is not either
+    return ~(result.scale.amin(0) >= least_mass(result.floor, states, dtype) * SURE_RATIO)  # NaN is not either
 
 
 def doubtful(parameters: Parameters, chain: Chain, result: Forward) -> Tensor:
@@ -296,7 +301,7 @@ def doubtful(parameters: Parameters, chain: Chain, result: Forward) -> Tensor:
     raised to a floor: if that upper bound agrees with the result, nothing was lost.
     """
     dtype = chain.start.dtype
-    suspect = faint(parameters, result)
+    suspect = faint(parameters, result.scale, result.floor)
     if not bool(suspect.any()):
         return suspect
     if chain.transition.dtype != dtype:  # the rounding of low precision would hide what is looked for
