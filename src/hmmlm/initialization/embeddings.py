@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 from hmmlm.data.tokenizer import Tokenizer
 from hmmlm.errors import InputError
 from hmmlm.initialization.alignment import align_texts, same_tokens, student_spans
+from hmmlm.initialization.decoder import layer_index
 from hmmlm.initialization.teacher import Teacher
-from hmmlm.initialization.transformer_lm import layer_index
 
 Align = Literal["read", "predict"]
 """read: the state at the token itself; predict: the state that predicts it, one position before."""

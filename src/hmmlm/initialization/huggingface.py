@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
+from hmmlm.initialization.decoder import DecoderTeacher, check_vocabulary, layer_index
+from hmmlm.initialization.llama import LlamaFiles, llama_folder, llama_gguf
 from hmmlm.initialization.offsets import FastTokenizer
-from hmmlm.initialization.transformer_lm import layer_index
 
 INSTALL = 'pip install "hmmlm[teacher]"'
 _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")
@@ -32,11 +34,7 @@ class HuggingFaceTeacher:
         self.hidden_size, self.layers = int(config.hidden_size), int(config.num_hidden_layers)
         self.context = int(getattr(config, "max_position_embeddings", None) or 1 << 31)  # recurrent ones have no limit
         self.vocab_size = self.model.get_input_embeddings().weight.shape[0]
-        if len(tokenizer.pieces) > self.vocab_size:
-            raise InputError(
-                f"the tokenizer of the teacher {name} has {len(tokenizer.pieces)} tokens and its network "
-                f"{self.vocab_size}: they do not belong together"
-            )
+        check_vocabulary(name, tokenizer, self.vocab_size)
 
     @torch.no_grad()
     def embed(self, tokens: Tensor, layer: int = -1) -> Tensor:
@@ -58,11 +56,21 @@ class HuggingFaceTeacher:
 
 def open_huggingface(
     name: str, *, random: bool, gguf_file: str | None, device: torch.device, seed: int
-) -> HuggingFaceTeacher:
-    """See `open_teacher`. What is wrong with the files is said before anything large is read."""
+) -> HuggingFaceTeacher | DecoderTeacher:
+    """See `open_teacher`. What is wrong with the files is said before anything large is read.
+
+    Llamas on the disk are read by `llama`, all others by transformers.
+    """
     source, gguf_file = _find(name, gguf_file, random)
-    transformers = _import_transformers(gguf_file)
     arguments = {} if gguf_file is None else {"gguf_file": gguf_file}
+    llama = _find_llama(Path(source), gguf_file)
+    if llama is not None:
+        tokenizer = llama.tokenizer
+        if tokenizer is None:
+            transformers = _import_packages("transformers")
+            tokenizer = _tokenizer(name, _read(name, transformers.AutoTokenizer, source, **arguments))
+        return llama.open(name, tokenizer, random, device, seed)
+    transformers = _import_packages("transformers", *(["gguf", "accelerate"] if gguf_file else []))
     with _quiet(transformers):
         config = _read(name, transformers.AutoConfig, source, **arguments)
         if config.is_encoder_decoder:
@@ -111,13 +119,21 @@ def _find(name: str, gguf_file: str | None, random: bool) -> tuple[str, str | No
     return name, None
 
 
-def _import_transformers(gguf_file: str | None) -> Any:
-    for package in ("transformers", *(["gguf", "accelerate"] if gguf_file else [])):
+def _find_llama(folder: Path, gguf_file: str | None) -> LlamaFiles | None:
+    if not folder.is_dir():
+        return None
+    if gguf_file is None:
+        return llama_folder(folder)
+    _import_packages("gguf")
+    return llama_gguf(folder / gguf_file)
+
+
+def _import_packages(*packages: str) -> Any:
+    """The first of them."""
+    for package in packages:
         if importlib.util.find_spec(package) is None:
             raise InputError(f"this teacher needs the package {package}, which is not installed: {INSTALL}")
-    import transformers
-
-    return transformers
+    return importlib.import_module(packages[0])
 
 
 class _quiet:

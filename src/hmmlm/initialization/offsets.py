@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import sentencepiece
 import tokenizers
+from tokenizers import decoders, models, normalizers
 
+from hmmlm.data.files import read_bytes
 from hmmlm.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from hmmlm.errors import InputError
 
@@ -51,6 +55,65 @@ class FastTokenizer:
         tokenizer.no_truncation()  # sentence encoders ask for both
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True  # "</s>" in a text is text, not the end of it
+
+    @classmethod
+    def from_file(cls, path: Path, settings: dict[str, Any] | None, first: int | None) -> FastTokenizer:
+        """Of a tokenizer.json; texts begin with the bos token of its `settings`, with `first` where there are none."""
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(read_bytes(path).decode())
+        except Exception as error:  # tokenizers raises bare Exception
+            reason = next(iter(str(error).splitlines()), "empty file")
+            raise InputError(f"{path} is not a whole tokenizer.json: {reason}") from None
+        if settings is None:
+            return cls(tokenizer, before=first)
+        names = [settings.get(name) for name in ("bos_token", "unk_token")]
+        before, unknown = (name["content"] if isinstance(name, dict) else name for name in names)
+        return cls(
+            tokenizer, before=None if before is None else tokenizer.token_to_id(before),
+            unk_id=None if unknown is None else tokenizer.token_to_id(unknown),
+        )  # fmt: skip
+
+    @classmethod
+    def from_sentencepiece(cls, path: Path, first: int | None) -> FastTokenizer:
+        """Of a sentencepiece `.model` of byte pairs, such as Llama's."""
+        try:
+            model = sentencepiece.SentencePieceProcessor(model_proto=read_bytes(path))
+        except RuntimeError:
+            raise InputError(f"{path} is not a whole sentencepiece model: get the file again") from None
+        ids = range(model.vocab_size())
+        special = [model.is_control(i) or model.is_unknown(i) or model.is_byte(i) for i in ids]
+        return cls.from_pieces([model.id_to_piece(i) for i in ids], [model.get_score(i) for i in ids], special, first)
+
+    @classmethod
+    def from_pieces(
+        cls, pieces: Sequence[str], scores: Sequence[float], special: Sequence[bool], first: int | None
+    ) -> FastTokenizer:
+        """Of sentencepiece's pieces: neighbours are joined to the piece of the highest score, `special` ones never."""
+        ids = {piece: i for i, piece in enumerate(pieces)}
+        merges: list[tuple[str, str]] = []
+        for i in sorted(range(len(pieces)), key=lambda i: -scores[i]):
+            piece = pieces[i]
+            splits = () if special[i] else ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+            merges += sorted((s for s in splits if s[0] in ids and s[1] in ids), key=lambda s: (ids[s[0]], ids[s[1]]))
+        unknown = "<unk>" if "<unk>" in ids else None
+        tokenizer = tokenizers.Tokenizer(
+            models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        )  # fmt: skip
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(steps)
+        return cls(tokenizer, before=first, unk_id=None if unknown is None else ids[unknown])
+
+    def save(self, path: Path, settings: Path) -> None:
+        """For `from_file`, and for Hugging Face."""
+        path.write_text(self._tokenizer.to_str(), encoding="utf-8")
+        named = {"bos_token": self.before, "unk_token": self.unk_id}
+        content = {name: None if i is None else self._tokenizer.id_to_token(i) for name, i in named.items()}
+        settings.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **content}, indent=1) + "\n")
+
+    def has_pieces(self, pieces: Sequence[str]) -> bool:
+        """Whether these, in order, are its tokens."""
+        return self._tokenizer.get_vocab(with_added_tokens=True) == {piece: i for i, piece in enumerate(pieces)}
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
         if self._line_end is not None:

@@ -15,8 +15,8 @@ from hmmlm.data.tokenizer import Tokenizer
 from hmmlm.errors import InputError
 from hmmlm.initialization.alignment import same_tokens
 from hmmlm.initialization.clustering import Clusters
+from hmmlm.initialization.decoder import Decoder
 from hmmlm.initialization.teacher import Teacher
-from hmmlm.initialization.transformer_lm import TransformerLM
 from hmmlm.parameterization import Factored
 
 
@@ -28,12 +28,12 @@ class PretrainedStack(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.graphable = isinstance(model, TransformerLM)  # in a CUDA graph; others may wait for the device
-        if not isinstance(model, TransformerLM):
+        self.graphable = isinstance(model, Decoder)  # in a CUDA graph; others may wait for the device
+        if isinstance(model, Decoder):
+            model.without_words()
+        else:
             model = model.base_model
             model.set_input_embeddings(nn.Identity())  # read by nobody now, and large
-        else:
-            model.embedding = nn.Identity()  # type: ignore[assignment]
         self.model = model.float().requires_grad_(True)
         self.train()
 
@@ -43,7 +43,7 @@ class PretrainedStack(nn.Module):
 
     def forward(self, vectors: Tensor) -> Tensor:
         rows = vectors.reshape(-1, *vectors.shape[-2:])
-        if isinstance(self.model, TransformerLM):
+        if isinstance(self.model, Decoder):
             result = self.model.read(rows, len(self.model.blocks))
         else:
             result = self.model(inputs_embeds=rows, use_cache=False).last_hidden_state
@@ -60,7 +60,7 @@ def from_pretrained(
     """
     assert hasattr(teacher, "model")
     model = teacher.model
-    table = (model.embedding if isinstance(model, TransformerLM) else model.get_input_embeddings()).weight.float().cpu()
+    table = (model.embedding if isinstance(model, Decoder) else model.get_input_embeddings()).weight.float().cpu()
     mean, spread = table.mean(0), table.std(0)
     stack = PretrainedStack(model.cpu())
     positions = min([m.num_embeddings for name, m in stack.named_modules() if _is_positions(name, m)], default=states)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hmmlm.data.files import read_bytes
 from hmmlm.data.tokenizer import Tokenizer, load_tokenizer
 from hmmlm.errors import InputError
+from hmmlm.initialization.decoder import Decoder, DecoderTeacher, rotate
 from hmmlm.initialization.offsets import own_tokenizer
 
 FORMAT = "hmmlm teacher"
@@ -47,11 +48,11 @@ class TransformerShape:
             )
 
 
-class TransformerLM(nn.Module):
+class TransformerLM(Decoder):
     """log p of every token given those before it."""
 
     def __init__(self, shape: TransformerShape, generator: torch.Generator | None = None) -> None:
-        super().__init__()
+        super().__init__(shape.hidden // shape.heads)
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden)
         self.blocks = nn.ModuleList(_Block(shape.hidden, shape.heads) for _ in range(shape.layers))
@@ -63,17 +64,6 @@ class TransformerLM(nn.Module):
                 nn.init.normal_(parameter, std=0.02 * scale, generator=generator)
             elif name.endswith("bias"):  # drawn by the framework from another generator
                 nn.init.zeros_(parameter)
-
-    def states(self, tokens: Tensor, layer: int) -> Tensor:
-        """tokens [B,T] → contextual embeddings [B,T,H]: layer 0 the token embeddings, the last one normalised."""
-        return self.read(self.embedding(tokens), layer)
-
-    def read(self, x: Tensor, layer: int) -> Tensor:
-        """The same from vectors [B,T,H] in the place of token embeddings."""
-        rotation = _rotation(x.shape[1], self.shape.hidden // self.shape.heads, x)
-        for block in self.blocks[:layer]:
-            x = block(x, rotation)
-        return self.norm(x) if layer == len(self.blocks) else x
 
     def log_likelihood(self, tokens: Tensor, first: int) -> Tensor:
         """Natural log-likelihood [B] of tokens [B,T] read after the token `first`; −1 beyond a row's length."""
@@ -96,52 +86,10 @@ class _Block(nn.Module):
         projected = self.attention_in(self.attention_norm(x))
         query, key, value = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each [B,heads,T,D]
         mixed = F.scaled_dot_product_attention(
-            _rotate(query, *rotation), _rotate(key, *rotation), value, is_causal=True
+            rotate(query, *rotation), rotate(key, *rotation), value, is_causal=True
         )
         x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
-
-
-def _rotation(length: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [T,D/2] of the angle by which each pair of a head's values is turned at each position."""
-    place = torch.arange(length, device=like.device, dtype=torch.float32)
-    speed = 10_000.0 ** -(torch.arange(0, size, 2, device=like.device, dtype=torch.float32) / size)
-    angle = place[:, None] * speed
-    return angle.cos(), angle.sin()
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.float().chunk(2, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
-
-
-class TransformerTeacher:
-    """A `TransformerLM` as a `Teacher`."""
-
-    def __init__(self, model: TransformerLM, tokenizer: Tokenizer, folder: Path, device: torch.device) -> None:
-        shape = model.shape
-        self.name, self.device, self.context = str(folder), device, shape.context + 1  # and the eos before a chunk
-        self.hidden_size, self.layers, self.vocab_size = shape.hidden, shape.layers, shape.vocab_size
-        self.tokenizer = own_tokenizer(tokenizer, folder)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model = model.to(device, dtype).eval().requires_grad_(False)
-
-    @torch.no_grad()
-    def embed(self, tokens: Tensor, layer: int = -1) -> Tensor:
-        # causal, and padding is on the right: nothing that is asked for sees it
-        return self.model.states(tokens.to(self.device).clamp(min=0), layer_index(layer, self.layers))
-
-    def head(self) -> Tensor:
-        return self.model.embedding.weight
-
-
-def layer_index(layer: int, layers: int) -> int:
-    """0 (token embeddings) to `layers` (the last); negative ones count from the last, −1."""
-    if not -layers - 1 <= layer <= layers:
-        raise InputError(
-            f"the teacher has no layer {layer}: 0 is its token embeddings, 1 to {layers} its layers, -1 the last"
-        )
-    return layer if layer >= 0 else layers + 1 + layer
 
 
 def save_teacher(folder: Path, model: TransformerLM, tokenizer: Tokenizer) -> None:
@@ -159,7 +107,7 @@ def is_teacher(path: Path) -> bool:
     return _config(path) is not None or _config(path / "best") is not None
 
 
-def load_teacher(path: Path, *, random: bool, device: torch.device, seed: int) -> TransformerTeacher:
+def load_teacher(path: Path, *, random: bool, device: torch.device, seed: int) -> DecoderTeacher:
     """The teacher in `path`, or the best one of the run in `path`."""
     folder = path if _config(path) is not None else path / "best"
     content = _config(folder)
@@ -176,7 +124,8 @@ def load_teacher(path: Path, *, random: bool, device: torch.device, seed: int) -
     model = TransformerLM(shape, torch.Generator().manual_seed(seed))
     if not random:
         _load_weights(model, folder)
-    return TransformerTeacher(model, tokenizer, folder, device)
+    context = shape.context + 1  # and the eos before a chunk
+    return DecoderTeacher(str(folder), model, own_tokenizer(tokenizer, folder), context, device)
 
 
 def _load_weights(model: TransformerLM, folder: Path) -> None:
