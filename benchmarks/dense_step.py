@@ -3,9 +3,10 @@
     PYTHONPATH=src python benchmarks/dense_step.py --out dense_step.json [--compare] [--profile]
 
 A step is θ → distributional parameters → likelihood → gradient → clip → AdamW on chunks of tokens drawn by Zipf's law;
-on a GPU it is the replay of a CUDA graph. Before, a smaller batch is checked against float64 of the portable
+on a GPU it is the replay of a CUDA graph. A smaller batch is also checked against float64 of the portable
 implementation: relative errors of the likelihood and of every gradient. With --compare the portable implementation is
-timed as well, in turns with the other.
+timed as well, in turns with the other. With --profile what a step spends its time on is written beside the JSON file,
+as a table with the suffix .txt.
 """
 
 import argparse
@@ -129,19 +130,22 @@ def measure(kind: str, options: argparse.Namespace, fabric: Fabric) -> list[dict
             "times_portable": statistics.median(times["torch"]) / median if options.compare else None,
         })  # fmt: skip
     if options.profile:
-        profile(training["auto"])
+        with options.out.with_suffix(".txt").open("a") as file:
+            file.write(f"{kind}, {options.states} states\n{profile(training['auto'])}\n")
     return rows
 
 
-def profile(training: Training) -> None:
-    """What one step spends its time on."""
+def profile(training: Training) -> str:
+    """What one step spends its time on: kernels, the most expensive first."""
     kind = torch.profiler.ProfilerActivity.CUDA if training.cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[kind]) as recorded:
         training.run(1)
         if training.cuda:
             torch.cuda.synchronize()
-    by = "self_cuda_time_total" if training.cuda else "self_cpu_time_total"
-    print(recorded.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=70))
+    spent = "self_device_time_total" if training.cuda else "self_cpu_time_total"  # µs
+    found = sorted(((getattr(event, spent), event.count, event.key) for event in recorded.key_averages()), reverse=True)
+    lines = [f"{total:10.1f} {count:6d} {total / count:9.2f}  {name[:60]}" for total, count, name in found if total]
+    return "\n".join([f"{'µs':>10} {'count':>6} {'µs each':>9}  kernel", *lines]) + "\n"
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -165,15 +169,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="bf16-mixed")
     parser.add_argument("--steps", type=int, default=50, help="in each of the rounds that are timed")
     parser.add_argument("--compare", action="store_true", help="time the portable implementation as well")
-    parser.add_argument("--profile", action="store_true", help="print what a step spends its time on")
+    parser.add_argument("--profile", action="store_true", help="write what a step spends its time on")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
+    if options.profile:
+        if options.out is None:
+            parser.error("--profile writes beside the JSON file: give --out")
+        options.out.with_suffix(".txt").unlink(missing_ok=True)
     fabric = Fabric(accelerator="cuda" if torch.cuda.is_available() else "cpu", devices=1, precision=options.precision)
     cuda = fabric.device.type == "cuda"
-    errors = check(options, fabric.device, options.precision)
-    print("relative errors:", "  ".join(f"{name} {value:.1e}" for name, value in errors.items()), flush=True)
     rows = [row for kind in options.models for row in measure(kind, options, fabric)]
     show(rows)
+    errors = check(options, fabric.device, options.precision)
+    print("\n| relative error of | |\n|---|---|")
+    print("\n".join(f"| {name} | {value:.1e} |" for name, value in errors.items()))
     if options.out is not None:
         device = torch.cuda.get_device_name() if cuda else "cpu"
         options.out.write_text(

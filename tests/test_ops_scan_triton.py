@@ -297,12 +297,18 @@ if not INTERPRETING:
     def test_the_benchmark_of_a_step_runs(tmp_path: Path) -> None:
         script = Path(__file__).parents[1] / "benchmarks" / "dense_step.py"
         out = tmp_path / "step.json"
-        sizes = ["--states", "6", "--batch", "3", "--length", "5", "--vocab", "12", "--steps", "1", "--compare"]
-        runpy.run_path(str(script))["main"]([*sizes, "--precision", "32-true", "--out", str(out)])
+        sizes = ["--states", "6", "--batch", "3", "--length", "5", "--vocab", "12", "--steps", "1"]
+        runpy.run_path(str(script))["main"]([*sizes, "--compare", "--profile", "--precision", "32-true", "--out", str(out)])
         found = json.loads(out.read_text())
         assert max(found["errors"].values()) < 1e-5
         assert [(row["model"], row["impl"]) for row in found["rows"]] == [
             ("scalar", "auto"), ("scalar", "torch"), ("linear", "auto"), ("linear", "torch")]  # fmt: skip
+        profiles = out.with_suffix(".txt").read_text().split("\n\n")
+        for kind, text in zip(("scalar", "linear"), profiles, strict=False):
+            heading, columns, *lines = text.splitlines()
+            spent = [float(line.split()[0]) for line in lines]
+            assert heading == f"{kind}, 6 states" and columns.split()[1] == "count"
+            assert len(spent) > 10 and spent == sorted(spent, reverse=True) and max(map(len, lines)) <= 89
         assert all(row["tokens_per_second"] == pytest.approx(15 / row["ms"] * 1e3) for row in found["rows"])
 
 
