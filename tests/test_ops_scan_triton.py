@@ -298,7 +298,8 @@ if not INTERPRETING:
         script = Path(__file__).parents[1] / "benchmarks" / "dense_step.py"
         out = tmp_path / "step.json"
         sizes = ["--states", "6", "--batch", "3", "--length", "5", "--vocab", "12", "--steps", "1"]
-        runpy.run_path(str(script))["main"]([*sizes, "--compare", "--profile", "--precision", "32-true", "--out", str(out)])
+        options = ["--compare", "--profile", "--precision", "32-true", "--out", str(out)]
+        runpy.run_path(str(script))["main"]([*sizes, *options])
         found = json.loads(out.read_text())
         assert max(found["errors"].values()) < 1e-5
         assert [(row["model"], row["impl"]) for row in found["rows"]] == [

@@ -222,7 +222,10 @@ def finish_kernel(
 
 @triton.jit
 def _factor(agreement, seed, row, b, here):
-    """Of joint[1], to make it w times the seed (see torch.py, `backward`); 0 where nothing may count."""
+    """Of joint[1], to make it w times the seed (see torch.py, `backward`); 0 where nothing may count.
+
+    It cannot overflow: sequences that hardly agree are not trusted, and have a seed of 0.
+    """
     met = tl.load(agreement + row, mask=here, other=0.0)
     weight = tl.load(seed + b, mask=here, other=0.0)
     some = met >= _TINY
