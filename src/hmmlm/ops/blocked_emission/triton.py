@@ -141,7 +141,8 @@ def backward(grad: Tensor, hidden: Tensor, words: Tensor, out: Tensor, tiles: Ti
     _hidden_kernel[(blocks, triton.cdiv(kept, int(options["BLOCK_K"])))](
         grad, words, out, totals, grad_hidden, tiles.word, tiles.empty, tiles.first, kept, **options
     )
-    options |= {"BLOCK_H": min(int(options["BLOCK_H"]), 128), "num_warps": 4}
+    # one stage: with more the compiler starts the next product while this one still reads its registers
+    options |= {"BLOCK_H": min(int(options["BLOCK_H"]), 128), "num_warps": 4, "num_stages": 1}
     _words_kernel[(len(tiles.block), triton.cdiv(h, int(options["BLOCK_H"])))](
         grad, hidden, out, totals, grad_words, grad_bias, tiles.word, tiles.empty, tiles.block, kept, **options
     )

@@ -180,8 +180,10 @@ def factor_kernel(
                         other_factor + (far * OTHER + other)[:, None] * H + inner[None, :],
                         mask=(other < OTHER)[:, None] & (inner < H)[None, :], other=0.0,
                     )
-                    pairs = (x[:, None] * a.to(tl.float32) * y[None, :]).to(factor.dtype)
-                    total = tl.dot(pairs, factor, total, input_precision=PRECISION)
+                    weighted = (a.to(tl.float32) * y[None, :]).to(factor.dtype)
+                    # own_i after the product, not before: what is used at once is also waited for. A product added to
+                    # in the next turn would still be reading the registers that `weighted` is then written to.
+                    total += x[:, None] * tl.dot(weighted, factor, input_precision=PRECISION)
         at = own[:, None] * H + inner[None, :]
         mask = (own < OWN)[:, None] & (inner < H)[None, :]
         if _piece(offsets, g, PIECE) == 1:
