@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hmmlm.cli.main import main
 from hmmlm.data.tokenizer import SentencePieceTokenizer
 from hmmlm.errors import InputError
 from hmmlm.initialization.alignment import same_tokens
@@ -268,3 +269,11 @@ if importlib.util.find_spec("gguf") is not None:
         with pytest.raises(InputError, match="no whole GGUF file") as error:
             open_teacher(str(path), device="cpu")
         assert "\n" not in str(error.value)
+
+    def test_converted_by_the_command(pieces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        teacher, source, out = made(pieces), tmp_path / "model.gguf", tmp_path / "folder"
+        write_gguf(source, teacher, pieces)
+        assert main(["teacher", "--convert", str(source)]) == 2
+        assert "--convert needs a folder" in capsys.readouterr().err
+        assert main(["teacher", "--convert", str(source), "--out", str(out)]) == 0
+        torch.testing.assert_close(open_teacher(str(out), device="cpu").embed(TOKENS), teacher.embed(TOKENS))

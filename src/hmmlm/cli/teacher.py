@@ -19,10 +19,14 @@ contextual embeddings a hidden Markov model can be initialised.
 Give the HMM the same tokenizer and token files, by --data of the run or of
 `hmmlm data`, so that their tokens line up one to one. Ctrl-C saves and stops.
 
+With --convert nothing is trained: a Llama in a GGUF file, which takes a minute to
+open, is written as a folder that takes seconds.
+
 examples:
   hmmlm teacher --data my.txt --tokenizer.kind bpe --out teachers/mine
   hmmlm teacher --data runs/mine --model.layers 6 --train.epochs 5
-  hmmlm teacher --resume teachers/mine"""
+  hmmlm teacher --resume teachers/mine
+  hmmlm teacher --convert tinyllama-1.1b.gguf --out teachers/tinyllama-1.1b"""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Arguments:
     """Folder of the run, to be given as --teacher; None: teachers/, then the name of the data and the time."""
     resume: Path | None = None
     """Go on with the run in this folder, with its settings."""
+    convert: Path | None = None
+    """A GGUF file to write as a folder (--out), in float16."""
 
 
 def run(argv: list[str]) -> int:
@@ -40,6 +46,8 @@ def run(argv: list[str]) -> int:
     arguments = parse(Arguments, argv, "teacher", DESCRIPTION, Arguments(start))
     if resume is not None and arguments.out is not None:
         raise InputError("--resume has the folder of its run: leave out --out")
+    if arguments.convert is not None:
+        return _convert(arguments.convert, arguments.out)
     out = resume or arguments.out or _new_folder(arguments.run.data)
 
     from hmmlm.cli.main import INTERRUPTED
@@ -52,6 +60,21 @@ def run(argv: list[str]) -> int:
         return INTERRUPTED
     print(f"valid perplexity {result.best_perplexity:,.1f} after {result.steps:,} steps, {result.seconds:,.0f} s")
     print(f"the teacher is in {out / 'best'}")
+    return 0
+
+
+def _convert(source: Path, out: Path | None) -> int:
+    from hmmlm.initialization.decoder import DecoderTeacher
+    from hmmlm.initialization.llama import Llama, save_llama
+    from hmmlm.initialization.teacher import open_teacher
+
+    if out is None:
+        raise InputError("--convert needs a folder to write to: give --out")
+    teacher = open_teacher(str(source), device="cpu")
+    if not isinstance(teacher, DecoderTeacher) or not isinstance(teacher.model, Llama):
+        raise InputError(f"{source} is no Llama, which is all that --convert writes: use it as it is")
+    save_llama(out, teacher)
+    print(f"the teacher is in {out}")
     return 0
 
 

@@ -135,10 +135,11 @@ def _rates() -> list[Run]:
 
 
 TEACHERS = {
-    "stories15M": "teachers/stories15M", "SmolLM2-135M": "teachers/smollm2-135m.gguf",
-    "TinyLlama-1.1B": "teachers/tinyllama-1.1b.gguf",
+    "stories15M": "teachers/stories15M", "SmolLM2-135M": "teachers/smollm2-135m",
+    "TinyLlama-1.1B": "teachers/tinyllama-1.1b",
 }
-"""Folders and files, where the runs are started, that the studies of initialization read, weakest teacher first."""
+"""Folders, where the runs are started, that the studies of initialization read, weakest teacher first. Of the GGUF
+files that the last two come as, `hmmlm teacher --convert` makes them."""
 OWN_TEACHER = "teachers/own"
 """A run of `hmmlm teacher` on the training text."""
 NO_LVD = {"initialization.kind": "none", "initialization.teacher": None}
@@ -156,7 +157,8 @@ def _teachers() -> list[Run]:
 def _lvd_architectures() -> list[Run]:
     """Figure 4; networks have 2^22 parameters."""
     lvd = {"initialization.kind": "lvd", "initialization.teacher": TEACHERS["TinyLlama-1.1B"],
-           "initialization.tokens": 10_000_000, "initialization.kmeans.tokens": 10_000_000,
+           "initialization.tokens": 10_000_000, "initialization.shared": "runs/shared",
+           "initialization.kmeans.tokens": 10_000_000, "initialization.kmeans.seed": SEEDS[0],
            "initialization.kmeans.memory_gb": 48.0}  # fmt: skip
     rows = [Run("scalar", "lee-table1-scalar"), Run("scalar, no decay", "lee-scalar-tuned"),
             Run("ablation B", "lee-table1-ablation-b"), *(_capacity(512, 22, kind) for kind in ARCHITECTURES)]
