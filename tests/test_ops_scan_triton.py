@@ -132,7 +132,7 @@ if INTERPRETING:
     def test_agrees_with_log_space(size: tuple[int, int, int, int], options: dict[str, Any]) -> None:
         assert_agrees(*problem(*size, **options))
 
-    @pytest.mark.parametrize("tile", [(16, 32), (32, 64), (128, 64)])
+    @pytest.mark.parametrize("tile", [(16, 32), (128, 64)])
     def test_agrees_whatever_the_tile(tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
         from hmmlm.ops.scan import triton as fast
 
@@ -140,7 +140,7 @@ if INTERPRETING:
         assert_agrees(*problem(75, 20, 18, 4, carried=True, restarts=True, seed=3))
 
     @both
-    @pytest.mark.parametrize(("seed", "sharpness"), [(0, 30.0), (1, 8.0), (1, 30.0), (2, 30.0)])
+    @pytest.mark.parametrize(("seed", "sharpness"), [(0, 30.0), (1, 30.0), (2, 8.0)])
     def test_peaked_parameters_agree_with_log_space(seed: int, sharpness: float) -> None:
         parameters, evidence = problem(12, 9, 4, 10, sharpness=sharpness, carried=seed == 1, restarts=seed == 2,
                                        seed=seed)

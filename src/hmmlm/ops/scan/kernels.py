@@ -246,10 +246,10 @@ def weigh_kernel(
         b = first + tl.arange(0, BLOCK_B)
         here = b < BATCH
         row = t.to(tl.int64) * BATCH + b
-        factor = _factor(agreement, seed, row, b, here)
+        factor = _factor(agreement, seed, row, b, here)[:, None]
         mask = here[:, None] & (z < STATES)[None, :]
         at = row[:, None] * STATES + z[None, :]
-        value = tl.load(ahead + at, mask=mask & (factor != 0)[:, None], other=0.0).to(tl.float32) * factor[:, None]
+        value = tl.where(factor != 0, tl.load(ahead + at, mask=mask, other=0.0).to(tl.float32) * factor, 0.0)
         begins = b < 0
         if not CARRIED:
             begins |= t == 0
@@ -284,11 +284,11 @@ def emission_counts_kernel(
         here = k < end
         row = tl.load(order + k, mask=here, other=0)
         word = tl.load(words + k, mask=here, other=-1).to(tl.int32)
-        factor = _factor(agreement, seed, row, row % BATCH, here)
+        factor = _factor(agreement, seed, row, row % BATCH, here)[:, None]
         at = row[:, None].to(tl.int64) * STATES + z[None, :]
-        mask = (factor != 0)[:, None] & (z < STATES)[None, :]
-        value = tl.load(ahead + at, mask=mask, other=0.0).to(tl.float32) * factor[:, None]
-        value *= tl.load(predicted + at, mask=mask, other=0.0)
+        mask = here[:, None] & (z < STATES)[None, :]  # not by the factor: no load waits for another more than it must
+        value = tl.load(ahead + at, mask=mask, other=0.0).to(tl.float32) * factor
+        value = tl.where(factor != 0, value * tl.load(predicted + at, mask=mask, other=0.0), 0.0)
         is_word = (word[None, :] == v[:, None]).to(tl.float32).to(tl.bfloat16)
         for _ in tl.static_range(PARTS):
             piece = value.to(tl.bfloat16)
