@@ -13,9 +13,9 @@ from learning_runs import planted, random_hmm, tiny_config, write_text
 
 import hmmlm
 from hmmlm.errors import InputError
-from hmmlm.learning import updaters
+from hmmlm.learning import loop, updaters
 from hmmlm.learning.baum_welch import maximise
-from hmmlm.learning.evaluate import evaluate
+from hmmlm.learning.evaluate import Evaluation, evaluate
 from hmmlm.learning.history import read_history
 from hmmlm.learning.interrupt import StopRequest
 from hmmlm.learning.loop import Trainer, TrainingError, make_batches
@@ -163,7 +163,8 @@ def test_parameters_that_are_not_numbers_stop_at_their_step_and_keep_the_last_go
 
     monkeypatch.setattr(updaters.AdamW, "step", poison)
     data = planted(random_hmm(3, 6, seed=0, dtype=torch.float32), 40, 10)
-    with pytest.raises(TrainingError, match=r"the loss is nan at step 7 .*lower optimizer\.rate.* is of step 5"):
+    what = r"the loss in training is nan at step 7 .*lower optimizer\.rate.* is of step 5"
+    with pytest.raises(TrainingError, match=what):
         run(tmp_path, data, train={"log_every": 9, "checkpoint_every": 5, "checks_per_epoch": 1})
     trainer = Trainer(tiny_config("unused", train={"log_every": 9}), tmp_path, data, Progress())
     trainer.load()
@@ -178,15 +179,54 @@ def test_parameters_gone_bad_since_the_last_loss_are_not_saved(tmp_path: Path) -
     with torch.no_grad():
         trainer.parameterization.get_parameter("start")[0] = math.nan
     trainer.position.step += 1
-    with pytest.raises(TrainingError, match="the loss is nan"):
+    with pytest.raises(TrainingError, match=r"parameters are nan after step \d+ "):
         trainer.save()
     assert (tmp_path / "last").resolve() == before
+
+
+def test_a_loss_that_is_bad_only_in_validation_is_said_to_be_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = planted(random_hmm(3, 6, seed=0, dtype=torch.float32), 40, 10)
+    monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(math.nan, 100, math.nan))
+    with pytest.raises(TrainingError, match=r"the loss in validation is nan after step 9 \(epoch 0\): lower"):
+        run(tmp_path, data)
+
+
+@pytest.mark.parametrize(("rows", "parameters"), [(3, 0.0), (2, 0.0), (1, 0.0), (0, math.nan)])
+def test_what_a_graph_hides_ends_the_run_when_the_loss_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, parameters: float
+) -> None:
+    """There a sequence that cannot be trusted has likelihood 0 and is counted, also if it is so for NaN."""
+    learn, steps = updaters.AdamW.step, []
+
+    def graphed(self: updaters.AdamW, *args: Any) -> Any:
+        result = learn(self, *args)
+        steps.append(None)
+        if len(steps) > 4:
+            self.parameterization.skipped += rows
+            with torch.no_grad():
+                self.parameterization.get_parameter("start")[0] += parameters
+        return result._replace(log_likelihood=result.log_likelihood.nan_to_num(0.0))
+
+    monkeypatch.setattr(updaters.AdamW, "step", graphed)
+    data = planted(random_hmm(3, 6, seed=0, dtype=torch.float32), 40, 10)
+    options = {"log_every": 4, "checks_per_epoch": 1, "checkpoint_every": 1000}
+    if rows == 1:  # few are nothing to end a run for
+        run(tmp_path, data, train=options)
+        assert [record["skipped"] for record in records(tmp_path, "valid")] == [13, 30]
+        return
+    what = "parameters are nan after" if rows == 0 else rf"probability of {4 * rows} of the last 12 .* until"
+    with pytest.raises(TrainingError, match=f"{what} step 8 "):
+        run(tmp_path, data, train=options)
+    assert [record["step"] for record in records(tmp_path, "train")] == [4]
 
 
 def test_a_word_made_impossible_by_mini_batch_em_is_explained(tmp_path: Path) -> None:
     data = planted(random_hmm(2, 6, seed=0, dtype=torch.float32), 30, 6)
     optimizer = {"kind": "baum-welch", "baum_welch": {"full_batch": False}}
-    with pytest.raises(TrainingError, match=r"the loss is inf at step \d+ .*set optimizer\.baum_welch\.pseudocount"):
+    what = r"the loss in training is inf at step \d+ .*set optimizer\.baum_welch\.pseudocount"
+    with pytest.raises(TrainingError, match=what):
         run(tmp_path, data, optimizer=optimizer, batches={"kind": "chunks", "batch_size": 1, "length": 3})
     optimizer["baum_welch"] = {"full_batch": False, "pseudocount": 0.1}
     run(tmp_path / "again", data, optimizer=optimizer, batches={"kind": "chunks", "batch_size": 1, "length": 3})

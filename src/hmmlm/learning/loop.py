@@ -78,6 +78,7 @@ class Trainer:
         # log-likelihoods of the steps since the loss was last logged, and their tokens
         self.window = torch.zeros(config.train.log_every, dtype=torch.float64, device=self.fabric.device)
         self.window_tokens: list[int] = []
+        self.sequences, self.skipped = 0, 0  # learnt from since the loss was last read; left out until then
 
     # --- what the position says is next ---
 
@@ -161,6 +162,7 @@ class Trainer:
         self.final, self.joint = result.final, labels is not None
         self.window[len(self.window_tokens)] = result.log_likelihood.sum(dtype=torch.float64)
         self.window_tokens.append(tokens)
+        self.sequences += batch.tokens.shape[0]
         self.rate = self.updater.peak * step.factor
         position.step, position.index, position.tokens = position.step + 1, position.index + 1, position.tokens + tokens
         self.phase.advance(tokens)
@@ -201,11 +203,22 @@ class Trainer:
         self.phase.advance(0, loss=f"{loss:.3f}")
 
     def read_window(self) -> list[float]:
-        """Log-likelihoods of the last steps; waits for the device. One that is not finite ends the run."""
+        """Log-likelihoods of the last steps; waits for the device. One that is not finite ends the run.
+
+        So does what a CUDA graph hides, where a sequence that cannot be trusted counts as 0: parameters that are not
+        numbers, and most of the sequences left out.
+        """
         values: list[float] = self.window[: len(self.window_tokens)].tolist()
         for step, value in enumerate(values, self.position.step - len(values) + 1):
             if not math.isfinite(value):
-                raise self.failure(step, -value)
+                raise self.failure(f"the loss in training is {-value} at step {step}")
+        if bool(torch.stack([p.isnan().any() for p in self.parameterization.parameters()]).any()):
+            raise self.failure(f"parameters are nan after step {self.position.step}")
+        skipped, sequences = int(self.parameterization.skipped), self.sequences
+        lost, self.skipped, self.sequences = skipped - self.skipped, skipped, 0
+        if 2 * lost > sequences:
+            what = f"the probability of {lost} of the last {sequences} sequences vanished"
+            raise self.failure(f"{what} until step {self.position.step}")
         return values
 
     def check(self, request: StopRequest) -> None:
@@ -221,7 +234,7 @@ class Trainer:
             result = evaluate(hmm, self.valid_batches.epoch(0), on_batch)
         loss = -result.log_likelihood / result.tokens
         if math.isnan(loss):
-            raise self.failure(self.position.step, loss)
+            raise self.failure(f"the loss in validation is nan after step {self.position.step}")
         best = loss < self.plateau.best or not self.position.checked
         self.plateau.check(loss)
         self.position.checked = self.position.step
@@ -244,13 +257,13 @@ class Trainer:
             + (" (best so far)" if best else "")
         )
 
-    def failure(self, step: int, loss: float) -> TrainingError:
+    def failure(self, what: str) -> TrainingError:
         if self.config.optimizer.kind == "baum-welch":
             advice = "set optimizer.baum_welch.pseudocount above 0, or lower optimizer.baum_welch.step"
         else:
             advice = f"lower optimizer.rate (now {self.rate:.3g}) or optimizer.clip, or lengthen the warm-up"
         return TrainingError(
-            f"the loss is {loss} at step {step} (epoch {self.position.epoch}): {advice}; "
+            f"{what} (epoch {self.position.epoch}): {advice}; "
             f"the last good checkpoint, {self.out / 'last'}, is of step {self.saved.step}"
         )
 
@@ -271,12 +284,10 @@ class Trainer:
         save_folder(self.out, link, f"{link}-{self.position.step:08}", model.save)
 
     def save(self) -> None:
-        """A checkpoint to resume from in `out/last`, unless it is there already or the parameters are not numbers."""
+        """A checkpoint to resume from in `out/last`, unless it is there already."""
         if self.saved == self.position:
             return
         self.read_window()
-        if any(bool(p.isnan().any()) for p in self.parameterization.parameters()):
-            raise self.failure(self.position.step, math.nan)
         tensors = {f"parameters.{name}": t for name, t in self.parameterization.state_dict().items()}
         tensors |= {f"optimizer.{name}": t for name, t in self.updater.tensors().items()}
         tensors |= {"window": self.window, "rng.cpu": torch.get_rng_state()}
