@@ -6,16 +6,14 @@ imported); benchmarks/dense_step.py runs them on a GPU. Where Triton is not inst
 
 import json
 import math
-import os
 import runpy
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_ops_compiled as compiled
 import torch
+from interpreter import INTERPRETING, STARTS, run_in_the_interpreter
 from oracle import random_hmm
 from torch import Tensor
 
@@ -26,7 +24,6 @@ from hmmlm.ops.scan import Evidence, Parameters, function
 from hmmlm.ops.scan import torch as scaled
 from hmmlm.parameterization import Scalar
 
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 NEG_INF = -math.inf
 
 
@@ -313,11 +310,22 @@ if not INTERPRETING:
         assert all(row["tokens_per_second"] == pytest.approx(15 / row["ms"] * 1e3) for row in found["rows"])
 
 
-if not INTERPRETING and find_spec("triton"):
+if STARTS:
 
     def test_triton_kernels_in_the_interpreter() -> None:
         """Everything above but the last, with triton."""
-        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_in_the_interpreter(__file__)
+
+    @pytest.mark.parametrize("states", [1024, 1984])
+    def test_products_are_waited_for(states: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """On a Hopper GPU, with the tiles that 200 sequences have there."""
+        from hmmlm.ops.scan import triton as fast
+
+        for dtype, name in ((torch.int16, "*i16"), (torch.uint8, "*u8")):
+            monkeypatch.setitem(compiled.TYPES, dtype, name)
+        launches = compiled.record(monkeypatch, fast)
+        parameters = Parameters(torch.zeros(states), torch.zeros(states, states), torch.zeros(states, 64))
+        chain = fast.prepare(parameters, Evidence(torch.zeros(200, 3, dtype=torch.long)), torch.bfloat16)
+        fast.accumulate(chain, fast.forward(chain), torch.ones(200), torch.Size((states, 64)))
+        last = {launch[0].__name__: launch for launch in launches}  # the first step has no product
+        compiled.check(list(last.values()), "step_kernel", "emission_counts_kernel")

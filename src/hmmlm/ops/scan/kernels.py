@@ -87,6 +87,7 @@ def step_kernel(
             mass = tl.sum(tl.load(parts, mask=here[:, None] & (part < TILES)[None, :], other=0.0), 1)
         some = mass >= _TINY
         power = tl.where(some, tl.exp2(-tl.floor(tl.log2(tl.where(some, mass, 1.0)))), 0.0)
+        rest = tl.where(some, 1.0 / tl.where(some, mass * power, 1.0), 0.0)
         filled = here & (fresh == 0)  # there is nothing behind the last step
         for first in range(0, STATES, BLOCK_K):
             k = first + tl.arange(0, BLOCK_K)
@@ -99,8 +100,9 @@ def step_kernel(
                 mask=(k < STATES)[:, None] & inside[None, :], other=0.0,
             )
             x = (x.to(tl.float32) * power[:, None]).to(a.dtype)
-            guess = tl.dot(x, a, guess, input_precision=PRECISION)
-        guess = guess * tl.where(some, 1.0 / tl.where(some, mass * power, 1.0), 0.0)[:, None]
+            # The rest here and not after the loop: what is used at once is also waited for. Else, on a Hopper GPU, a
+            # product would still be reading x from the registers that the next turn writes it to.
+            guess += rest[:, None] * tl.dot(x, a, input_precision=PRECISION)
         if RESTARTS:
             fresh |= tl.load(restart + row + back * BATCH, mask=filled, other=0) != 0
         guess = tl.where(fresh[:, None], anew, guess)
