@@ -122,7 +122,7 @@ if INTERPRETING:
             ((16, 8, 9, 5), {"restarts": True}),
             ((33, 70, 3, 6), {"carried": True, "restarts": True}),
             ((1, 1, 1, 2), {"carried": True}),
-            ((40, 130, 19, 3), {"zeros": 0.4}),
+            ((40, 130, 17, 2), {"zeros": 0.4}),
             ((70, 12, 2, 4), {"carried": True, "zeros": 0.4, "restarts": True}),
         ],
     )
@@ -134,7 +134,7 @@ if INTERPRETING:
         from hmmlm.ops.scan import triton as fast
 
         monkeypatch.setattr(fast, "_TILES", (tile,))
-        assert_agrees(*problem(75, 20, 18, 4, carried=True, restarts=True, seed=3))
+        assert_agrees(*problem(75, 20, 18, 3, carried=True, restarts=True, seed=3))
 
     @both
     @pytest.mark.parametrize(("seed", "sharpness"), [(0, 30.0), (1, 30.0), (2, 8.0)])
@@ -158,7 +158,7 @@ if INTERPRETING:
 
     @both
     def test_bfloat16_products() -> None:
-        parameters, evidence = problem(40, 25, 6, 8, carried=True, restarts=True, seed=5)
+        parameters, evidence = problem(24, 20, 3, 6, carried=True, restarts=True, seed=5)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             got, gradients = solve(parameters, evidence, "triton", torch.float32)
         want, expected = solve(parameters, evidence, "naive", torch.float64)
@@ -240,11 +240,11 @@ def test_a_future_for_excluded_states_in_a_graph(log_leak: float, capturing: Non
 
 
 @both
-@pytest.mark.parametrize("sharpness", [1.0, 8.0, 30.0])
+@pytest.mark.parametrize("sharpness", [1.0, 30.0])
 def test_ordinary_and_peaked_models_are_not_suspected(sharpness: float, capturing: None) -> None:
     """Text of the model itself, as it is during training."""
     hmm = HMM(*(p.log().float() for p in random_hmm(24, 30, 1, sharpness)))
-    tokens, _ = hmm.sample(8, 12, torch.Generator().manual_seed(0))
+    tokens, _ = hmm.sample(5, 9, torch.Generator().manual_seed(0))
     result = ops.scan(*hmm.parameters, tokens, impl=IMPL)
     assert result.suspect is not None and not result.suspect.any()
     torch.testing.assert_close(result.log_likelihood, hmm.log_likelihood(tokens), rtol=1e-4, atol=1e-4)
@@ -255,7 +255,7 @@ def test_ordinary_and_peaked_models_are_not_suspected(sharpness: float, capturin
 def test_nothing_that_is_not_finite_reaches_a_parameter(seed: int, capturing: None) -> None:
     """Logits of a standard deviation of 60, and words that nothing explains."""
     model = Scalar(13, 10, scale=60.0, generator=torch.Generator().manual_seed(seed))
-    tokens = torch.randint(0, 10, (6, 14), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(0, 10, (5, 9), generator=torch.Generator().manual_seed(seed))
     hmm = model()
     hmm.impl = IMPL
     model.forward = lambda: hmm  # type: ignore[method-assign]
@@ -263,7 +263,7 @@ def test_nothing_that_is_not_finite_reaches_a_parameter(seed: int, capturing: No
     suspects = int(result.suspect.sum())
     assert int(model.skipped) == suspects > 0
     assert result.log_likelihood.isfinite().all() and result.final.isfinite().all()
-    torch.testing.assert_close(result.final.sum(1), torch.ones(6))
+    torch.testing.assert_close(result.final.sum(1), torch.ones(5))
     result.log_likelihood.sum().backward()
     for parameter in model.parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all()
