@@ -7,10 +7,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
+from hmmlm.ops.product import product
 from hmmlm.parameterization.base import Parameterization
 from hmmlm.parameterization.dense_networks import Mlp, Transformer
 from hmmlm.parameterization.networks import initialise_linears_
@@ -106,9 +106,8 @@ class Factored(Parameterization):
     def forward(self) -> HMM:
         h = dict(zip(self.roles, self.features(), strict=True))
         start = h["in"] @ self.start if self.factored["start"] else self.start
-        transition = h["in"] @ h["out"].T if self.transition is None else self.transition
-        emission = functional.linear(h["emit"], self.emission) if self.factored["emission"] else self.emission
-        # parameters are float32 even where products are not, and so are the sums of a softmax
+        transition = product(h["in"], h["out"]) if self.transition is None else self.transition
+        emission = product(h["emit"], self.emission) if self.factored["emission"] else self.emission
         log_start, log_transition, log_emission = (
             torch.log_softmax(logits, -1, dtype=self.start.dtype) for logits in (start, transition, emission)
         )
