@@ -69,12 +69,11 @@ def from_pretrained(
             f"the network of {teacher.name} knows {positions} positions, and there are {states} states to read: use "
             "fewer states, or a teacher with rotary positions"
         )
-    weights = {name: tensor.clone() for name, tensor in stack.state_dict().items()}
     made = Factored(
-        states, vocab_size, teacher.hidden_size, make_network=lambda: stack, split=False, mono=True,  # type: ignore[arg-type, return-value]
+        states, vocab_size, teacher.hidden_size, make_network=nn.Identity, split=False, mono=True,  # type: ignore[arg-type]
         initial="normal", generator=generator,
     )  # fmt: skip
-    stack.load_state_dict(weights)  # which were drawn again on the way
+    made.networks[0] = stack  # only now: it would be drawn again
     unit = teacher.hidden_size**-0.25
     with torch.no_grad():
         made.embeddings[0].mul_(spread).add_(mean)
