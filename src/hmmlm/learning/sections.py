@@ -148,8 +148,9 @@ class ModelConfig(Section):
         if self.structure != "none" and self.parameterization == "transformer":
             raise ValueError("a transformer looks at all states at once: set structure to 'none', or use linear or mlp")
         if self.structure != "none" and not (self.factor_start and self.factor_transition and self.factor_emission):
-            names = "factor_start, factor_transition and factor_emission"
-            raise ValueError(f"a blocked model is factored throughout: leave out {names}")
+            raise ValueError(
+                "a blocked model is factored throughout: leave out factor_start, factor_transition and factor_emission"
+            )
         if self.capacity is not None and self.hidden != type(self).model_fields["hidden"].default:
             raise ValueError(f"hidden follows from capacity: leave out hidden = {self.hidden}, or capacity")
         if self.heads is not None and self.capacity is None and self.hidden % self.heads:
