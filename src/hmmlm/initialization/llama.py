@@ -90,7 +90,8 @@ class _Block(nn.Module):
             for linear, heads in ((self.queries, self.heads), (self.keys, self.pairs), (self.values, self.pairs))
         )
         query, key = rotate(query, *rotation), rotate(key, *rotation)
-        key, value = (each.repeat_interleave(self.heads // self.pairs, 1) for each in (key, value))
+        readers = self.heads // self.pairs
+        key, value = (each.unsqueeze(2).expand(-1, -1, readers, -1, -1).flatten(1, 2) for each in (key, value))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attended(mixed.transpose(1, 2).flatten(2))
         normed = self.mlp_norm(x)
