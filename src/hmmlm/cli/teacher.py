@@ -19,8 +19,8 @@ contextual embeddings a hidden Markov model can be initialised.
 Give the HMM the same tokenizer and token files, by --data of the run or of
 `hmmlm data`, so that their tokens line up one to one. Ctrl-C saves and stops.
 
-With --convert nothing is trained: a Llama in a GGUF file, which takes a minute to
-open, is written as a folder that takes seconds.
+With --convert nothing is trained: a Llama in a GGUF file, which takes a minute
+to open, is written as a folder that takes seconds.
 
 examples:
   hmmlm teacher --data my.txt --tokenizer.kind bpe --out teachers/mine
