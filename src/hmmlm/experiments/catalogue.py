@@ -160,7 +160,7 @@ def _lvd_architectures() -> list[Run]:
            "initialization.tokens": 10_000_000, "initialization.shared": "runs/shared",
            "initialization.kmeans.tokens": 10_000_000, "initialization.kmeans.seed": SEEDS[0],
            "initialization.kmeans.memory_gb": 48.0}  # fmt: skip
-    rows = [Run("scalar", "lee-table1-scalar"), Run("scalar, no decay", "lee-scalar-tuned"),
+    rows = [Run("scalar", "lee-table1-scalar"), Run("scalar, tuned", "lee-scalar-tuned"),
             Run("ablation B", "lee-table1-ablation-b"), *(_capacity(512, 22, kind) for kind in ARCHITECTURES)]
     return [
         Run(f"{run.row}, {name}", run.recipe, {**run.settings, **settings}, seed)
@@ -240,7 +240,7 @@ STUDIES: dict[str, list[Run]] = {
     "lee2025-rates": _rates(),
     "lee2025-tuned": [
         _lee_states(states, *row) for states in (512, 4096) for row in (
-            ("scalar, no decay", "lee-scalar-tuned"), ("ablation B", "lee-table1-ablation-b"),
+            ("scalar, tuned", "lee-scalar-tuned"), ("ablation B", "lee-table1-ablation-b"),
             ("Chiu and Rush", "lee-table1-mlp"), ("scalar, Baum-Welch", "lee-baum-welch"),
         )
     ],
@@ -252,7 +252,7 @@ STUDIES: dict[str, list[Run]] = {
     "lee2025-table3": TABLE3,
     "lee2025-figure1": [
         _lee_states(2**power, *row) for power in range(7, 13) for row in (
-            ("scalar", "lee-table1-scalar"), ("scalar, no decay", "lee-scalar-tuned"), ("ablation B", "lee-figure1"),
+            ("scalar", "lee-table1-scalar"), ("scalar, tuned", "lee-scalar-tuned"), ("ablation B", "lee-figure1"),
         )
     ],
     "lee2025-figure2": [_capacity(512, power, kind) for power in POWERS for kind in ARCHITECTURES],
