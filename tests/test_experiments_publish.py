@@ -69,7 +69,7 @@ def test_ratios_are_within_a_number_of_states_and_a_length() -> None:
         rows = rows_of("lee2025-tuned", records)
         return [ratio(row, rows)[0] for row in rows]
 
-    names = ("512 states, scalar, no decay", "512 states, ablation B", "4096 states, scalar, no decay",
+    names = ("512 states, scalar, tuned", "512 states, ablation B", "4096 states, scalar, tuned",
              "4096 states, ablation B")  # fmt: skip
     assert found(*map(record, names, (300.0, 270.0, 250.0, 200.0))) == [1, 0.9, 1, 0.8]
     assert found(record(names[0], 300.0, tokens=5e8), record(names[1], 270.0, tokens=1e8)) == [1, None]
