@@ -1,0 +1,86 @@
+"""Time an EM step of PyJuice's HMM beside a training step of ours, in turns, on one GPU.
+
+    pip install pyjuice
+    PYTHONPATH=src python benchmarks/pyjuice_step.py --states 512 --out pyjuice_step.json
+
+Both read tokens of the same shape. PyJuice: forward, backward (expected counts) and its mini-batch M step, with its
+CUDA graphs. Ours: the whole step of `dense_step.py` for the scalar model: parameters, likelihood, gradient, clip, AdamW.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from dense_step import ROUNDS, WARM_UP, Training, draw_tokens
+from lightning_fabric import Fabric
+
+
+class PyJuice:
+    """EM steps of `pyjuice.structures.HMM`."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        import pyjuice
+
+        root = pyjuice.structures.HMM(
+            seq_length=options.length, num_latents=options.states, num_emits=options.vocab, homogeneous=True
+        )
+        self.circuit = pyjuice.compile(root)
+        self.circuit.to(device)
+        self.batches = [draw_tokens(options.batch, options.length, options.vocab, device) for _ in range(4)]
+        self.done, self.log_likelihood = 0, 0.0
+        self.run(WARM_UP)
+
+    @torch.no_grad()
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            tokens = self.batches[self.done % len(self.batches)]
+            likelihoods = self.circuit(tokens, record_cudagraph=True)
+            self.circuit.backward(tokens, flows_memory=0.0, record_cudagraph=True, propagation_alg="LL")
+            self.circuit.mini_batch_em(step_size=0.1, pseudocount=1e-3)
+            self.done += 1
+        self.log_likelihood = float(likelihoods.mean())  # also shows that something was computed
+
+    def seconds(self, steps: int) -> float:
+        """Of one step."""
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        first.record()
+        self.run(steps)
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3 / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--states", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=200)
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--steps", type=int, default=20, help="in each of the rounds that are timed")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    options = parser.parse_args()
+    fabric = Fabric(accelerator="cuda", devices=1, precision="bf16-mixed")
+    ours, theirs = Training("scalar", "auto", options, fabric), PyJuice(options, fabric.device)
+    times: dict[str, list[float]] = {"ours": [], "pyjuice": []}
+    for _ in range(ROUNDS):
+        times["ours"].append(ours.seconds(options.steps))
+        times["pyjuice"].append(theirs.seconds(options.steps))
+    tokens = options.batch * options.length
+    median = {name: statistics.median(taken) for name, taken in times.items()}
+    found: dict[str, Any] = {
+        "ms": {name: 1e3 * seconds for name, seconds in median.items()},
+        "tokens_per_second": {name: tokens / seconds for name, seconds in median.items()},
+        "ratio": median["pyjuice"] / median["ours"], "pyjuice_log_likelihood": theirs.log_likelihood,
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "states": options.states,
+    }  # fmt: skip
+    print(json.dumps(found, indent=1))
+    if options.out is not None:
+        options.out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
