@@ -128,9 +128,11 @@ def _rates() -> list[Run]:
         for family, recipe, settings, pairs in grid for rate, decay in pairs
     ]  # fmt: skip
     return runs + [
-        Run(f"Baum-Welch, step {step:g}, pseudocount {count:g}", "lee-baum-welch",
-            {**few, "optimizer.baum_welch.step": step, "optimizer.baum_welch.pseudocount": count}, SEEDS[0])
-        for step, count in ((0.03, 1e-5), (0.1, 1e-5), (0.3, 1e-5), (0.1, 1e-3))
+        Run(f"Baum-Welch, step {step:g}, pseudocount {count:g}, momentum {momentum:g}", "lee-baum-welch",
+            {**few, "optimizer.baum_welch.step": step, "optimizer.baum_welch.pseudocount": count,
+             "optimizer.baum_welch.momentum": momentum}, SEEDS[0])
+        for step, count, momentum in (
+            (0.03, 1e-5, 0.0), (0.1, 1e-5, 0.0), (0.3, 1e-5, 0.0), (0.1, 1e-3, 0.0), (0.3, 1e-5, 0.9), (1.0, 1e-5, 0.98))
     ]  # fmt: skip
 
 
