@@ -4,7 +4,7 @@
     PYTHONPATH=src python benchmarks/pyjuice_step.py --states 512 --out pyjuice_step.json
 
 Both read tokens of the same shape. PyJuice: forward, backward (expected counts) and its mini-batch M step, with its
-CUDA graphs. Ours: the whole step of `dense_step.py` for the scalar model: parameters, likelihood, gradient, clip, AdamW.
+CUDA graphs. Ours: the whole step of `dense_step.py` for the scalar model, from parameters to AdamW.
 """
 
 import argparse
