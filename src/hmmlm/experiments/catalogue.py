@@ -132,8 +132,7 @@ def _rates() -> list[Run]:
             {**few, "optimizer.baum_welch.step": step, "optimizer.baum_welch.pseudocount": count,
              "optimizer.baum_welch.momentum": momentum}, SEEDS[0])
         for step, count, momentum in (
-            (0.03, 1e-5, 0.0), (0.1, 1e-5, 0.0), (0.3, 1e-5, 0.0), (0.1, 1e-3, 0.0),
-            (0.3, 1e-5, 0.9), (1.0, 1e-5, 0.98),
+            (0.1, 1e-5, 0.0), (0.3, 1e-5, 0.0), (0.6, 1e-5, 0.0), (0.3, 1e-6, 0.0), (0.6, 1e-5, 0.9), (1.0, 1e-5, 0.9),
         )
     ]  # fmt: skip
 
