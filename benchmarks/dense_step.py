@@ -78,13 +78,18 @@ class Training:
             begin = time.perf_counter()
             self.run(steps)
             return (time.perf_counter() - begin) / steps
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        first.record()
-        self.run(steps)
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last) / 1e3 / steps
+        return seconds_on_gpu(self.run, steps)
+
+
+def seconds_on_gpu(run: Callable[[int], None], steps: int) -> float:
+    """Of one of the steps of run(steps)."""
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    first.record()
+    run(steps)
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3 / steps
 
 
 def check(options: argparse.Namespace, device: torch.device, precision: str) -> dict[str, float]:

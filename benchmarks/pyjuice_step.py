@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dense_step import ROUNDS, WARM_UP, Training, draw_tokens
+from dense_step import ROUNDS, WARM_UP, Training, draw_tokens, seconds_on_gpu
 from lightning_fabric import Fabric
 
 
@@ -43,16 +43,6 @@ class PyJuice:
             self.done += 1
         self.log_likelihood = float(likelihoods.mean())  # also shows that something was computed
 
-    def seconds(self, steps: int) -> float:
-        """Of one step."""
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        first.record()
-        self.run(steps)
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last) / 1e3 / steps
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -68,7 +58,7 @@ def main() -> None:
     times: dict[str, list[float]] = {"ours": [], "pyjuice": []}
     for _ in range(ROUNDS):
         times["ours"].append(ours.seconds(options.steps))
-        times["pyjuice"].append(theirs.seconds(options.steps))
+        times["pyjuice"].append(seconds_on_gpu(theirs.run, options.steps))
     tokens = options.batch * options.length
     median = {name: statistics.median(taken) for name, taken in times.items()}
     found: dict[str, Any] = {
