@@ -100,7 +100,8 @@ def draw(study: str, rows: Sequence[Row]) -> Figure | None:
     return bars(list(dict.fromkeys(label for label, _, _ in points)), series, unit)
 
 
-def _lines(drawing: Drawing, points: Sequence[tuple[str, str, Row]], metric: str, unit: str) -> Figure:
+def _lines(drawing: Drawing, points: Sequence[tuple[str, str, Row]], metric: str, unit: str) -> Figure | None:
+    """None where there is one point so far: that is no line."""
     series: dict[str, dict[float, Spread]] = {}
     printed: dict[str, dict[float, float]] = {}
     ticks = {}
@@ -110,7 +111,7 @@ def _lines(drawing: Drawing, points: Sequence[tuple[str, str, Row]], metric: str
         ticks[x] = tick
         if metric in row.paper:
             printed.setdefault(name or OURS, {})[x] = row.paper[metric]
-    return lines(series, printed, ticks, drawing.axis, unit)
+    return lines(series, printed, ticks, drawing.axis, unit) if len(ticks) > 1 else None
 
 
 def _spread(row: Row, metric: str) -> Spread:

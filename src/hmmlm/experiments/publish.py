@@ -47,6 +47,7 @@ TITLES = {
     "lee2025-figure6": f"{LEE}, Figure 6: a pretrained network and the learning rate",
     "lee2025-figure7": f"{LEE}, Figure 7: networks of other transformers",
     "lee2025-table4": f"{LEE}, Table 4: a pretrained network with and without LVD",
+    "lee2025-cpu-trials": "Trials with 64 states on two CPU cores",
     "lee2025-throughput": "Speed of training at the setting of Lee & Berg-Kirkpatrick",
 }
 README_STUDIES = ("chiu2020-table1", "chiu2020-table4", "lee2025-table1", "lee2025-tuned")
