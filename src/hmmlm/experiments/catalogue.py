@@ -243,8 +243,9 @@ STUDIES: dict[str, list[Run]] = {
     "lee2025-rates": _rates(),
     "lee2025-tuned": [
         _lee_states(states, *row) for states in (512, 4096) for row in (
-            ("scalar, tuned", "lee-scalar-tuned"), ("ablation B", "lee-table1-ablation-b"),
-            ("Chiu and Rush", "lee-table1-mlp"), ("scalar, Baum-Welch", "lee-baum-welch"),
+            ("scalar, tuned", "lee-scalar-tuned"), ("ablation A", "lee-table1-ablation-a"),
+            ("ablation B", "lee-table1-ablation-b"), ("Chiu and Rush", "lee-table1-mlp"),
+            ("scalar, Baum-Welch", "lee-baum-welch"),
         )
     ],
     "lee2025-table2": _seeded(
