@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from hmmlm.experiments.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, new_figure, short
+from hmmlm.experiments.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, logarithmic, new_figure, short
 from hmmlm.experiments.summary import Row, main_rows
 
 COLOURS, MARKERS = (BLUE, ORANGE, GREEN, PURPLE, "#56b4e9", "#e69f00", "#000000"), "os^DvPX"
@@ -178,6 +178,9 @@ def lines(
     axes.margins(y=0.12)
     axes.set_xlabel(axis)
     axes.set_ylabel(unit)
+    means = [mean for spreads in series.values() for _, mean, _ in spreads.values()]
+    if max(means) > 3 * min(means):  # else the few largest would flatten what matters
+        logarithmic(axes)
     shown = len(series) + bool(printed)
     if shown > 1:
         _legend_above(axes, shown)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
@@ -37,16 +38,21 @@ def learning_curve(train: Series, valid: Series, baselines: Mapping[str, float])
         lines = [value for value in baselines.values() if math.isfinite(value)]
         low = min(lines + [p for _, p in (*train, *valid)])
         axes.set_ylim(0.85 * low, 1.6 * max([valid[0][1], *lines]))
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    logarithmic(axes)
     axes.xaxis.set_major_formatter(FuncFormatter(short))
     axes.set_xlim(left=0)
     axes.set_xlabel("training tokens")
     axes.set_ylabel("perplexity (log scale)")
     axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 1))
     return figure
+
+
+def logarithmic(axes: Axes) -> None:
+    """A logarithmic y with plain numbers, close enough to read off it."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def learning_rate(rates: Series) -> Figure:

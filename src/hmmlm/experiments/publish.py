@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ TITLES = {
     "lee2025-cpu-trials": "Trials with 64 states on two CPU cores",
     "lee2025-throughput": "Speed of training at the setting of Lee & Berg-Kirkpatrick",
 }
+TRIALS = ("lee2025-rates", "lee2025-cpu-trials")  # of settings: several rows are scalar, and none is the baseline
 README_STUDIES = ("chiu2020-table1", "chiu2020-table4", "lee2025-table1", "lee2025-tuned")
 README_COLUMNS = (
     "paper valid", "paper test", "valid", "test", "test, min / mean / max", "ratio to scalar", "paper's ratio",
@@ -59,7 +61,8 @@ INTRODUCTION = (
     "Made from `results/*.json` by `python -m hmmlm.experiments.publish`; the command of every run is there. “paper” "
     "is what the paper prints. Of runs with several seeds the table has the mean, of test also the least and the "
     "largest. Models and settings are chosen on valid; every run also prints its test figure, the exploratory ones "
-    "too, so test was seen more often than once."
+    "too, so test was seen more often than once. Runs of fewer tokens than their recipe have "
+    "a warm-up as much shorter."
 )  # fmt: skip
 PRINTED = {"valid": "valid_perplexity", "test": "test_perplexity", "train": "train_perplexity"}
 # Metrics that have a column of their own, or that nobody needs in a table.
@@ -135,7 +138,7 @@ def columns_of(name: str, rows: Sequence[Row]) -> dict[str, Callable[[Row], str]
     columns = {f"paper {title}": printed(metric) for title, metric in PRINTED.items()}
     columns["valid"] = mean_of("valid_perplexity")
     columns["test, min / mean / max" if several else "test"] = spread
-    if lee:
+    if lee and name not in TRIALS:
         columns["ratio to scalar"] = lambda row: number(ratio(row, rows)[0], "{:.2f}")
         columns["paper's ratio"] = lambda row: number(ratio(row, rows)[1], "{:.2f}")
     columns["train"] = mean_of("train_perplexity")
@@ -195,8 +198,17 @@ def shared_settings(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def unusual(row: Row) -> dict[str, str]:
-    """Settings in which a row differs from what it stands for, less those that its tokens tell."""
+    """Settings in which a row differs from what it stands for, less those that its tokens tell.
+
+    A warm-up that is as much shorter as the run is one of them.
+    """
     told_already = {"train.max_tokens"} if row.values("tokens") else set()
+    names = ("schedule.warmup_tokens", "train.max_tokens")
+    lengths = [settings.get(name) for settings in (recipe_settings(row.recipe), row.told) for name in names]
+    if all(lengths):
+        planned_warm_up, planned, warm_up, length = (float(str(value)) for value in lengths)
+        if isclose(planned_warm_up / planned, warm_up / length, rel_tol=0.1):
+            told_already.add("schedule.warmup_tokens")
     return {name: value for name, value in row.told.items() if name not in told_already}
 
 

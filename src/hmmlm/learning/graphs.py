@@ -7,7 +7,9 @@ they run. A graph needs the same shapes every time and nothing that waits for th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,7 +70,7 @@ class GraphedStep:
         self.batch = Batch(batch.tokens.clone(), None, None if restart is None else restart.clone(), batch.carry)
         self.initial = _map(torch.clone, initial)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with _no_garbage(), torch.cuda.graph(self.graph):
             self.result = self.learn(self.batch, self.initial)
 
     def fill(self, batch: Batch, initial: State) -> None:
@@ -84,6 +86,19 @@ class GraphedStep:
         if initial is not None:
             for mine, given in zip(_tensors(self.initial), _tensors(initial), strict=True):
                 mine.copy_(given)
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """What an earlier run left in a cycle, its graph and all, must not be freed during recording: that spoils it."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _map(function: Callable[[Tensor], Tensor], state: State) -> State:
