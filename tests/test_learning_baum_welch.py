@@ -9,9 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learning_runs import random_hmm
+from lightning_fabric import Fabric
 
+from hmmlm.data.batches import Batch
 from hmmlm.hmm import HMM
 from hmmlm.learning.baum_welch import RunningCounts, batches_per_update, maximise
+from hmmlm.learning.config import OptimizerConfig
+from hmmlm.learning.sections import BaumWelchConfig
+from hmmlm.learning.updaters import BaumWelch, Counted, Step
+from hmmlm.parameterization import Scalar
 
 
 def em_step(hmm: HMM, tokens: torch.Tensor, lengths: torch.Tensor | None = None, step: float = 1.0) -> HMM:
@@ -114,3 +120,37 @@ def test_batches_grow_by_a_factor_an_epoch_up_to_the_epoch() -> None:
     assert batches_per_update(2, 3.0, False, 100_000, 12) == 12
     assert batches_per_update(1, 1.0, True, 0, 12) == 12
     assert batches_per_update(5, 1.0, False, 3, 12) == 5
+
+
+def test_a_recorded_e_step_learns_as_the_eager_one_does() -> None:
+    """A stand-in for a CUDA graph: it keeps one result and writes each replay's values into it."""
+
+    def learn(recorded: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        updater = BaumWelch(
+            Fabric(accelerator="cpu", devices=1), Scalar(3, 5),
+            OptimizerConfig(kind="baum-welch", baum_welch=BaumWelchConfig(full_batch=False, step=0.5, accumulate=2)),
+        )  # fmt: skip
+        kept: list[Counted] = []
+
+        def replay(batch: Batch, initial: object) -> Counted | None:
+            if len(batch.tokens) != 4:
+                return None  # another shape: left to the eager step
+            counted = updater.count(batch, None)
+            if not kept:
+                kept.append(counted)
+            with torch.no_grad():
+                for mine, new in zip(kept[0].hmm.parameters, counted.hmm.parameters, strict=True):
+                    mine.copy_(new)
+            return kept[0]
+
+        if recorded:
+            updater.graphed = replay  # type: ignore[assignment]
+        generator = torch.Generator().manual_seed(1)
+        for number, size in enumerate((4, 4, 2, 4, 4, 4)):
+            tokens = torch.randint(0, 5, (size, 6), generator=generator)
+            updater.step(Batch(tokens, None, None, False), None, tokens.numel(), Step(0, number, 6, 1.0))
+        return [p.detach() for p in updater.parameterization().parameters]
+
+    for eager, recorded in zip(learn(False), learn(True), strict=True):
+        torch.testing.assert_close(recorded, eager)

@@ -88,11 +88,12 @@ def _lee_states(states: int, row: str, recipe: str) -> Run:
 def _capacity(states: int, power: int, architecture: str) -> Run:
     """A point of Figures 2, 11 and 12; the rates that are best at 2^22, halved for each fourfold capacity beyond."""
     kind, template = architecture.split("-")
-    settings: dict[str, Any] = {"model.states": states, "model.capacity": 2**power, "model.mono": template == "ι"}
+    settings: dict[str, Any] = {"model.capacity": 2**power, "model.mono": template == "ι"}
     settings["optimizer.rate"] = (0.003 if kind == "TRF" else 0.01) * 0.5 ** max(0, (power - 22) // 2)
     if kind == "TRF":
         settings["model.parameterization"] = "transformer"
-    return Run(f"{states} states, {architecture}, 2^{power} parameters", "lee-figure2", settings, SEEDS[0])
+    recipe = {512: "lee-figure2", 256: "lee-figure11", 1024: "lee-figure12"}[states]
+    return Run(f"{states} states, {architecture}, 2^{power} parameters", recipe, settings, SEEDS[0])
 
 
 TABLE3 = _seeded(
@@ -114,14 +115,17 @@ def _rates() -> list[Run]:
          ((0.04, 0.1), (0.4, 0.1), (0.1, 0.01), (0.1, 0.0), (0.3, 0.0), (1.0, 0.0))),
         ("scalar, eps 1e-6", "lee-table1-scalar", {"optimizer.eps": 1e-6}, ((0.3, 0.0), (1.0, 0.0))),
         ("ablation A", "lee-table1-ablation-a", {}, ((0.003, 0.1), (0.01, 0.1), (0.03, 0.1), (0.01, 0.0))),
-        ("ablation B", "lee-table1-ablation-b", {}, ((0.003, 0.1), (0.01, 0.1), (0.03, 0.1), (0.01, 0.0), (0.03, 0.0))),
+        ("ablation A, N(0, 1) tables", "lee-table1-ablation-a", {"model.init": "normal"}, ((0.003, 0.1), (0.01, 0.1))),
+        ("ablation B", "lee-table1-ablation-b", {},
+         ((0.003, 0.1), (0.01, 0.1), (0.03, 0.1), (0.1, 0.1), (0.01, 0.0), (0.03, 0.0))),
         ("Chiu and Rush", "lee-table1-mlp", {},
          ((0.001, 0.1), (0.003, 0.1), (0.01, 0.1), (0.03, 0.1), (0.01, 0.0))),
-        ("a factored", "lee-table2-a", {}, ((0.01, 0.1), (0.03, 0.1), (0.1, 0.1), (0.4, 0.1))),
-        ("b factored", "lee-table2-b", {}, ((0.003, 0.1), (0.01, 0.1), (0.03, 0.1))),
-        *((run.row, run.recipe, {}, ((0.003, 0.1), (0.01, 0.1))) for run in TABLE3 if run.seed == SEEDS[0]),
-        ("TRF-ι", "lee-figure2", {**transformer, "model.mono": True}, ((0.0003, 0.1), (0.001, 0.1), (0.003, 0.1))),
-        ("TRF-ψ", "lee-figure2", {**transformer, "model.mono": False}, ((0.0003, 0.1), (0.001, 0.1), (0.003, 0.1))),
+        ("a factored", "lee-table2-a", {}, ((0.003, 0.1), (0.01, 0.1), (0.03, 0.1), (0.1, 0.1), (0.4, 0.1))),
+        ("b factored", "lee-table2-b", {}, ((0.003, 0.1), (0.01, 0.1), (0.03, 0.1), (0.1, 0.1))),
+        *((run.row, run.recipe, {}, ((0.003, 0.1), (0.01, 0.1), (0.03, 0.1)))
+          for run in TABLE3 if run.seed == SEEDS[0]),
+        *((f"TRF-{'ι' if mono else 'ψ'}", "lee-figure2", {**transformer, "model.mono": mono},
+           ((0.0003, 0.1), (0.001, 0.1), (0.003, 0.1), (0.01, 0.1))) for mono in (True, False)),
     ]
     runs = [
         Run(f"{family}, rate {rate:g}, decay {decay:g}", recipe,
@@ -133,7 +137,8 @@ def _rates() -> list[Run]:
             {**few, "optimizer.baum_welch.step": step, "optimizer.baum_welch.pseudocount": count,
              "optimizer.baum_welch.momentum": momentum}, SEEDS[0])
         for step, count, momentum in (
-            (0.1, 1e-5, 0.0), (0.3, 1e-5, 0.0), (0.6, 1e-5, 0.0), (0.3, 1e-6, 0.0), (0.6, 1e-5, 0.9), (1.0, 1e-5, 0.9),
+            (0.03, 1e-5, 0.0), (0.1, 1e-5, 0.0), (0.1, 1e-6, 0.0), (0.3, 1e-5, 0.0), (0.6, 1e-5, 0.0), (0.3, 1e-6, 0.0),
+            (0.6, 1e-5, 0.9), (1.0, 1e-5, 0.9),
         )
     ]  # fmt: skip
 
@@ -159,13 +164,14 @@ def _teachers() -> list[Run]:
 
 
 def _lvd_architectures() -> list[Run]:
-    """Figure 4; networks have 2^22 parameters."""
+    """Figure 4, and what did best here without LVD; networks have 2^22 parameters."""
     lvd = {"initialization.kind": "lvd", "initialization.teacher": TEACHERS["TinyLlama-1.1B"],
            "initialization.tokens": 10_000_000, "initialization.shared": "runs/shared",
            "initialization.kmeans.tokens": 10_000_000, "initialization.kmeans.seed": SEEDS[0],
            "initialization.kmeans.memory_gb": 48.0}  # fmt: skip
     rows = [Run("scalar", "lee-table1-scalar"), Run("scalar, tuned", "lee-scalar-tuned"),
-            Run("ablation B", "lee-table1-ablation-b"), *(_capacity(512, 22, kind) for kind in ARCHITECTURES)]
+            Run("scalar, Baum-Welch", "lee-baum-welch"), Run("ablation B", "lee-table1-ablation-b"),
+            Run("1 layer", "lee-table3-linear"), *(_capacity(512, 22, kind) for kind in ARCHITECTURES)]
     return [
         Run(f"{run.row}, {name}", run.recipe, {**run.settings, **settings}, seed)
         for seed in SEEDS for run in rows for name, settings in (("no LVD", {}), ("LVD", lvd))

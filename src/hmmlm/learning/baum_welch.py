@@ -42,7 +42,8 @@ def _maximise_rows(counts: Tensor, log_probs: Tensor, pseudocount: float, step: 
     tiny = torch.finfo(counts.dtype).tiny
     new = new.clamp_min(tiny).log_().masked_fill_(new < tiny, float("-inf"))
     empty = total <= 0
-    return torch.where(empty, log_probs, new) if bool(empty.any()) else new
+    # on a GPU, waiting to see whether there is any takes longer than doing it
+    return torch.where(empty, log_probs, new) if counts.is_cuda or bool(empty.any()) else new
 
 
 class RunningCounts:

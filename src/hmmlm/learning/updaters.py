@@ -174,6 +174,13 @@ class AdamW:
             self.inner.param_groups[0]["lr"] = self.rate
 
 
+class Counted(NamedTuple):
+    """The scan of a batch, and the model whose expected counts were taken."""
+
+    scan: Scan
+    hmm: HMM
+
+
 class BaumWelch:
     """Expected counts added up over a number of batches, then one M step."""
 
@@ -184,8 +191,26 @@ class BaumWelch:
         self.counts = RunningCounts(
             parameterization.states, parameterization.vocab_size, self.config.momentum, fabric.device
         )
+        self.forget()
+
+    def forget(self) -> None:
+        self.graphed = GraphedStep(self.count) if self.fabric.device.type == "cuda" else None
 
     def step(self, batch: Batch, initial: State, tokens: int, step: Step, labels: Tensor | None = None) -> Scan:
+        counted = self.graphed(batch, initial) if self.graphed is not None and labels is None else None
+        if counted is None:
+            counted = self.count(batch, initial, labels)
+        if self._update_is_due(step):
+            rate = self.peak * step.factor
+            with torch.no_grad():
+                new = maximise(
+                    **self.counts.take(), current=counted.hmm, pseudocount=self.config.pseudocount, step=rate
+                )
+                self.parameterization.assign(new)
+        return counted.scan
+
+    def count(self, batch: Batch, initial: State, labels: Tensor | None = None) -> Counted:
+        """The E step of a batch, added to the counts."""
         with torch.no_grad():
             hmm = self.parameterization()
         assert isinstance(hmm, HMM) and not isinstance(initial, Carry)  # only a dense HMM can be assigned
@@ -196,15 +221,12 @@ class BaumWelch:
         else:
             with self.fabric.autocast():
                 result = hmm.scan(batch.tokens, batch.lengths, initial, batch.restart)
+        log_likelihood = self.parameterization.trusted(result)
         # the gradient with respect to log-probabilities is the expected counts; this way the scan is done once
-        counts = torch.autograd.grad(result.log_likelihood.sum(), parameters)
+        counts = torch.autograd.grad(log_likelihood.sum(), parameters)
         with torch.no_grad():
             self.counts.add(*counts)
-            if self._update_is_due(step):
-                counted, rate = self.counts.take(), self.peak * step.factor
-                new = maximise(**counted, current=hmm, pseudocount=self.config.pseudocount, step=rate)
-                self.parameterization.assign(new)
-        return Scan(result.log_likelihood.detach(), result.final)
+        return Counted(Scan(log_likelihood.detach(), result.final), hmm)
 
     def _update_is_due(self, step: Step) -> bool:
         """Updates never span epochs, so that their sizes can grow from one epoch to the next."""
@@ -213,9 +235,6 @@ class BaumWelch:
             config.accumulate, config.growth, config.full_batch, step.epoch, step.steps_per_epoch
         )
         return done % size == 0 or done == step.steps_per_epoch
-
-    def forget(self) -> None:
-        pass  # nothing is recorded
 
     def tensors(self) -> dict[str, Tensor]:
         return dict(self.counts.tensors())
