@@ -51,7 +51,7 @@ _CAPACITY = Drawing(rf"\d+ states, (?P<series>.*), {_X} parameters", "parameters
 DRAWINGS = {
     "chiu2020-table3": _CHIU_ROWS, "chiu2020-table4": _CHIU_ROWS,
     "chiu2020-table4-no-decay": _CHIU_ROWS,
-    "chiu2020-figure3": Drawing(f"PTB, {_X} states", "states", _power),
+    "chiu2020-figure3": Drawing(f"PTB, {_X} states(?:, (?P<series>.*))?", "states", _power),
     "chiu2020-figure4": Drawing(f"PTB, {_X} blocks, (?P<series>.*)", "blocks"),
     "lee2025-table1": _EVERY_ROW, "lee2025-table2": _EVERY_ROW, "lee2025-table3": _EVERY_ROW,
     "lee2025-tuned": Drawing(r"(?P<series>\d+ states), (?P<label>.*)"),
@@ -85,7 +85,7 @@ def draw(study: str, rows: Sequence[Row]) -> Figure | None:
         if row.name in drawing.placed:
             points.append((row.name, "", row))
         elif match:
-            points.append((match.groupdict().get("label") or match["x"], match.groupdict().get("series", ""), row))
+            points.append((match.groupdict().get("label") or match["x"], match.groupdict().get("series") or "", row))
     points = [point for point in points if (mean := point[2].mean(metric)) is not None and math.isfinite(mean)]
     if not points:
         return None
