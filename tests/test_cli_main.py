@@ -1,6 +1,7 @@
 """The command line as a user meets it: a run from beginning to end, and every mistake answered with one line."""
 
 import json
+import math
 import os
 import random
 import re
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 
 from hmmlm.cli.main import COMMANDS, main
 from hmmlm.cli.parse import condense
+from hmmlm.learning.prepare import reopen
 from hmmlm.lm import load, save_control
 
 SMALL = [
@@ -86,6 +89,13 @@ def test_eval_of_splits_and_of_a_file(trained: Path, tmp_path: Path, capsys: pyt
     assert re.search(r"^test +[\d,]+ +[\d.]+ +[\d.]+ +0.00%$", default, re.M)
     assert default.splitlines()[-1].split() == both.splitlines()[-1].split()
     assert both.splitlines()[-2].startswith("valid")
+    assert main(["eval", str(trained), "--data", str(trained)]) == 0  # the token files, as `hmmlm data` makes them
+    assert capsys.readouterr().out == default
+    lm, tokens_of = load(trained), reopen(trained).tokens["test"].tokens.tolist()
+    ends = [i + 1 for i, token in enumerate(tokens_of) if token == lm.tokenizer.eos_id]
+    examples = [torch.tensor([tokens_of[a:b]]) for a, b in pairwise([0, *ends])]
+    exact = sum(lm.hmm.log_likelihood(example).item() for example in examples) / len(tokens_of)
+    assert float(default.split()[-3]) == pytest.approx(math.exp(-exact), rel=1e-3)  # however it is cut into streams
     text = tmp_path / "one.txt"
     text.write_text("the cat sees the unicorn .\n")
     assert main(["eval", str(trained), "--data", str(text)]) == 0

@@ -79,6 +79,31 @@ def test_streams_in_order_are_the_corpus_cut_into_contiguous_pieces(
         assert restarts == [[t > 0 and stream[t - 1] == EOS for t in range(len(stream))] for stream in streams]
 
 
+@settings(max_examples=150, deadline=None)
+@given(corpora(), st.integers(1, 5), st.integers(1, 6))
+def test_whole_streams_begin_with_an_example_and_hold_every_token_once(
+    corpus: TokenFile, batch_size: int, length: int
+) -> None:
+    if len(corpus) < batch_size:
+        return
+    batches = StreamBatches(
+        corpus, batch_size, length, shuffle=False, reset_at_eos=True, eos_id=EOS, seed=0, whole=True
+    )
+    streams: list[list[int]] = [[] for _ in range(batch_size)]
+    for batch in batches.epoch(0):
+        for b, row in enumerate(rows_of(batch)):
+            streams[b] += row
+    tokens = corpus.tokens.tolist()
+    begins = [0] + [i + 1 for i, token in enumerate(tokens) if token == EOS]
+    size = math.ceil(len(corpus) / batch_size)
+    starts = [0] + [
+        min((i for i in begins if i >= b * size), default=len(tokens)) for b in range(1, batch_size)
+    ]
+    expected = [tokens[a:b] for a, b in itertools.pairwise([*starts, len(tokens)])]
+    assert sorted(streams) == sorted(expected)
+    assert [len(stream) for stream in streams] == sorted(map(len, expected), reverse=True)
+
+
 def test_shuffled_streams_are_the_documents_whole_in_another_order_every_epoch() -> None:
     sizes = [3, 0, 5, 1, 4, 2, 6, 7]
     corpus = numbered(sizes)

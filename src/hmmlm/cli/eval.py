@@ -25,14 +25,13 @@ examples:
   hmmlm eval runs/mine --splits valid test
   hmmlm eval runs/mine --data another.txt"""
 
-FEWEST_TOKENS = 2_000  # of a stream, where a text of the user's own is cut into several to be read side by side
-
 
 @dataclass(frozen=True)
 class Arguments:
     model: ModelPath
     data: str | None = None
-    """A text file, a folder with train, valid and test files, or a corpus by name; None: what it was trained on."""
+    """A text file, a folder with train, valid and test files, a folder made by `hmmlm data`, or a corpus by name; None:
+    what it was trained on."""
     data_folder: Path | None = None
     """Where corpora given by name lie."""
     splits: tuple[Literal["train", "valid", "test"], ...] = ("test",)
@@ -55,10 +54,6 @@ def run(argv: list[str]) -> int:
         column.justify = "right"
     with tempfile.TemporaryDirectory() as scratch:
         for split, tokens in _token_files(arguments, lm, config, Path(scratch)).items():
-            if arguments.data is not None:  # every stream begins without context, so a short text is read in few
-                streams = max(1, min(config.batches.batch_size, len(tokens) // FEWEST_TOKENS))
-                batches = config.batches.model_copy(update={"batch_size": streams})
-                config = config.model_copy(update={"batches": batches})
             result = evaluate_split(lm, config, Prepared(lm.tokenizer, {split: tokens}), split)
             unknown = unknown_share(tokens, lm.tokenizer.unk_id, lm.tokenizer.eos_id)
             figures = (result.perplexity, bits(result.perplexity))
@@ -71,13 +66,15 @@ def _token_files(arguments: Arguments, lm: LanguageModel, config: RunConfig, scr
     from hmmlm.cli.models import run_folder
     from hmmlm.data.corpora import encode_documents, file_documents, load_text
     from hmmlm.errors import InputError
-    from hmmlm.learning.prepare import reopen
+    from hmmlm.learning.prepare import is_prepared, reopen
 
-    folder = run_folder(arguments.model)
-    if arguments.data is None and folder is not None:
+    folder = run_folder(arguments.model) if arguments.data is None else Path(arguments.data)
+    if folder is not None and is_prepared(folder):
         prepared = reopen(folder)
         if prepared.tokenizer.fingerprint() != lm.tokenizer.fingerprint():
-            raise InputError(f"the token files in {folder} are of another vocabulary than the model: use --data")
+            raise InputError(
+                f"the token files in {folder} are of another vocabulary than the model: give the text itself by --data"
+            )
         return {split: prepared.tokens[split] for split in arguments.splits}
     if arguments.data is not None and Path(arguments.data).is_file():
         documents = {Path(arguments.data).name: file_documents(Path(arguments.data))}

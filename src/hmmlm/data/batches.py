@@ -29,8 +29,10 @@ class Batch(NamedTuple):
 class StreamBatches:
     """Documents, shuffled every epoch, concatenated, cut into `batch_size` contiguous streams, read in windows.
 
-    Stream b covers [b·L, min((b+1)·L, N)) with L = ceil(N / batch_size): every token once an epoch. Only the last
-    windows are ragged, and streams that end early are the last rows, which are then left out.
+    Stream b covers [b·L, min((b+1)·L, N)) with L = ceil(N / batch_size): every token once an epoch. With `whole` (for
+    evaluation, in order) each cut is moved on to the next end of an example: where the chain restarts there, nothing
+    depends on where the streams are cut, nor on how many there are. Only the last windows are ragged, and streams that
+    end early are the last rows, which are then left out.
     """
 
     def __init__(
@@ -43,21 +45,27 @@ class StreamBatches:
         reset_at_eos: bool,
         eos_id: int,
         seed: int,
+        whole: bool = False,
     ) -> None:
         _check_sizes(batch_size, length)
         if len(token_file) < batch_size:
             raise InputError(
                 f"{token_file.name} has {len(token_file)} tokens, too few for {batch_size} streams: "
-                f"set batch_size to {len(token_file)} or less"
+                f"set --batches.batch-size to {len(token_file)} or less"
             )
         if not 0 <= eos_id < token_file.vocab_size:
             raise InputError(f"eos_id {eos_id} is outside the vocabulary of {token_file.vocab_size}")
         self._file, self._length = token_file, length
         self._shuffle, self._reset_at_eos, self._eos_id, self._seed = shuffle, reset_at_eos, eos_id, seed
         per_stream = -(-len(token_file) // batch_size)
-        self._starts = np.arange(batch_size, dtype=np.int64) * per_stream
-        self._sizes = np.clip(len(token_file) - self._starts, 0, per_stream)
-        self.steps_per_epoch = -(-per_stream // length)
+        starts = np.minimum(np.arange(batch_size, dtype=np.int64) * per_stream, len(token_file))
+        if whole:
+            begins = np.append(np.flatnonzero(token_file.tokens == eos_id) + 1, len(token_file))
+            starts[1:] = begins[np.searchsorted(begins, starts[1:])]
+        sizes = np.diff(starts, append=len(token_file))
+        longest_first = np.argsort(-sizes, kind="stable")
+        self._starts, self._sizes = starts[longest_first], sizes[longest_first]
+        self.steps_per_epoch = -(-int(self._sizes[0]) // length)
         self.tokens_per_epoch = len(token_file)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:

@@ -31,6 +31,8 @@ from hmmlm.learning.schedule import Plateau, rate_factor
 from hmmlm.learning.updaters import Step, make_updater
 from hmmlm.lm import LanguageModel
 
+FEWEST_TOKENS = 2_000  # of a stream in evaluation, where the state is carried through: each begins without context
+
 
 class TrainingError(InputError):
     """Training cannot go on with these settings; the last good checkpoint is kept."""
@@ -344,15 +346,21 @@ class Trainer:
 
 
 def make_batches(config: RunConfig, data: Prepared, split: str) -> StreamBatches | ChunkBatches:
-    """Batches of a split: training is shuffled if so configured, evaluation reads in order."""
+    """Batches of a split: training is shuffled if so configured, evaluation reads in order.
+
+    What evaluation finds should not depend on how many streams it reads side by side: they are cut between examples or,
+    where the state is carried through those, are few in a short text.
+    """
     batches, tokens, training = config.batches, data.tokens[split], split == "train"
     size, shuffle, seed = batches.batch_size, batches.shuffle and training, config.train.seed
     if batches.kind == "chunks":
         return ChunkBatches(tokens, size, batches.length, shuffle=shuffle, drop_last=False, seed=seed)
+    reset = batches.reset_at_eos if training else batches.eval_reset_at_eos
+    if not training:
+        size = max(1, min(size, len(tokens) // (1 if reset else FEWEST_TOKENS)))
     return StreamBatches(
-        tokens, size if training else min(size, len(tokens)), batches.length, shuffle=shuffle,
-        reset_at_eos=batches.reset_at_eos if training else batches.eval_reset_at_eos,
-        eos_id=data.tokenizer.eos_id, seed=seed,
+        tokens, size, batches.length, shuffle=shuffle, reset_at_eos=reset, eos_id=data.tokenizer.eos_id, seed=seed,
+        whole=reset and not training,
     )  # fmt: skip
 
 

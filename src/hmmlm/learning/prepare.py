@@ -49,10 +49,15 @@ class Prepared:
     """Block of each word, if the model's emissions are blocked."""
 
 
+def is_prepared(folder: Path) -> bool:
+    """Whether there are token files in it, of a run or of `hmmlm data`."""
+    return (folder / "data" / "train.json").exists()
+
+
 def find_data(config: RunConfig) -> Mapping[str, Documents] | Path:
     """What a run is made from: the splits of a text, or the folder itself where `hmmlm data` has made one."""
     folder = Path(config.data)
-    if (folder / "data" / "train.json").exists():
+    if is_prepared(folder):
         return folder
     return load_text(config.data, folder=config.data_folder, download=True)
 
