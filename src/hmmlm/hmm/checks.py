@@ -12,23 +12,40 @@ from hmmlm.errors import InputError
 ArrayLike = Tensor | np.ndarray | Sequence[Any]
 
 
-def as_tensor(values: ArrayLike, name: str) -> Tensor:
+def as_tensor(values: ArrayLike, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """`values`; what is not a tensor yet becomes one, of `dtype` where that is given."""
     try:
-        return values if isinstance(values, Tensor) else torch.as_tensor(values)
+        return values if isinstance(values, Tensor) else torch.as_tensor(values, dtype=dtype)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"{name} must be a tensor, an array or equally long lists of numbers: {error}") from None
+
+
+def as_log_probs(values: ArrayLike, name: str) -> tuple[Tensor, torch.dtype]:
+    """Logarithms, and the dtype meant by `values`, to cast them to.
+
+    The logarithm of what is not a tensor is taken in float64: lists mean float32, in which 1e-300 would be zero.
+    """
+    dtype = as_tensor(values, name).dtype
+    if dtype not in (torch.float32, torch.float64):
+        dtype = torch.get_default_dtype()
+    probs = as_tensor(values, name, torch.float64)
+    if probs.dtype not in (torch.float32, torch.float64):
+        probs = probs.to(dtype)
+    if bool((probs < 0).any()) or not bool(probs.isfinite().all()):
+        raise InputError(f"{name} contains negative, infinite or NaN entries: probabilities are needed")
+    return probs.log(), dtype
 
 
 def check_tokens(tokens: ArrayLike, vocab_size: int, device: torch.device) -> Tensor:
     """tokens [B, T] as int64 on `device`; −1 (missing) or 0 … vocab_size − 1."""
     tokens = as_tensor(tokens, "tokens")
+    if not tokens.numel():  # before the dtype, which an empty list has not
+        raise InputError(f"tokens of shape {list(tokens.shape)} are empty: at least one token is needed")
     if tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
         raise InputError(f"tokens must be integers, not {str(tokens.dtype).removeprefix('torch.')}: use tokens.long()")
     if tokens.dim() != 2:
         hint = "; for one sequence use tokens[None]" if tokens.dim() == 1 else ""
         raise InputError(f"tokens must have shape [sequences, positions], not {list(tokens.shape)}{hint}")
-    if tokens.shape[0] == 0 or tokens.shape[1] == 0:
-        raise InputError(f"tokens of shape {list(tokens.shape)} are empty: at least one token is needed")
     tokens = tokens.to(device, torch.int64)
     wrong = (tokens < -1) | (tokens >= vocab_size)
     if bool(wrong.any()):
@@ -61,7 +78,7 @@ def check_initial(initial: ArrayLike | None, tokens: Tensor, like: Tensor) -> Te
     """initial [B, Z], a distribution over states for each sequence."""
     if initial is None:
         return None
-    initial = as_tensor(initial, "initial").to(like)
+    initial = as_tensor(initial, "initial", torch.float64).to(like)
     if initial.shape != (tokens.shape[0], like.shape[0]):
         raise InputError(f"initial must have shape [{tokens.shape[0]}, {like.shape[0]}], not {list(initial.shape)}")
     return initial

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import ArrayLike, as_tensor, check_distributions, check_initial, check_lengths, check_tokens
+from hmmlm.hmm.checks import ArrayLike, as_log_probs, check_distributions, check_initial, check_lengths, check_tokens
 from hmmlm.hmm.sampling import sample_chain, sample_paths
 from hmmlm.ops import scan as ops
 from hmmlm.ops.results import Counts, Filtered, Scan
@@ -20,6 +20,8 @@ FAINT = {torch.float32: 1e-32, torch.float64: 1e-300}  # sums of products below 
 class HMM:
     """Start [Z], transition [Z, Z] (row = from-state) and emission [Z, V], as log-probabilities.
 
+    They are taken as they are: whether each distribution sums to one is not checked here, but by `validate()`
+    (which `from_probs` calls).
     Tokens are integers [B, T]; −1 is a missing token, summed over everywhere; `lengths` [B] gives ragged batches.
     Results are detached, except `log_likelihood` (and `filter(...).log_likelihood`) when a parameter requires a
     gradient. `impl` chooses the implementation of the recursions: "auto", "torch" (scaled), "triton" (scaled, `scan` as
@@ -46,18 +48,13 @@ class HMM:
 
     @classmethod
     def from_probs(cls, start: ArrayLike, transition: ArrayLike, emission: ArrayLike, impl: Impl = "auto") -> "HMM":
-        """From probabilities, as arrays, lists or tensors; each distribution must sum to one."""
-        logs = []
-        for name, values in (("start", start), ("transition", transition), ("emission", emission)):
-            probs = as_tensor(values, name)
-            if probs.dtype not in (torch.float32, torch.float64):
-                probs = probs.to(torch.get_default_dtype())
-            if bool((probs < 0).any()) or not bool(probs.isfinite().all()):
-                raise InputError(f"{name} contains negative, infinite or NaN entries: probabilities are needed")
-            logs.append(probs.log())
-        if len({log.dtype for log in logs}) > 1:
-            logs = [log.double() for log in logs]
-        hmm = cls(logs[0], logs[1], logs[2], impl)
+        """From probabilities, as arrays, lists or tensors; each distribution must sum to one.
+
+        Lists make a model in float32; parameters of different dtypes make one in float64."""
+        given = {"start": start, "transition": transition, "emission": emission}
+        logs, dtypes = zip(*(as_log_probs(values, name) for name, values in given.items()), strict=True)
+        dtype = dtypes[0] if len(set(dtypes)) == 1 else torch.float64
+        hmm = cls(*(log.to(dtype) for log in logs), impl=impl)
         hmm.validate()
         return hmm
 
