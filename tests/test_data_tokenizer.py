@@ -95,6 +95,11 @@ def test_words_are_ranked_by_count_then_alphabet_and_the_vocabulary_is_cut() -> 
     assert WordTokenizer.train(lines, None, 2).words == ["<unk>", "<eos>", "c", "a", "b"]
 
 
+def test_words_seen_once_are_left_to_unk_unless_the_text_has_its_own() -> None:
+    assert WordTokenizer.train(["b a c", "b a"], None, None).words == ["<unk>", "<eos>", "a", "b"]
+    assert WordTokenizer.train(["b a c", "b a <unk>"], None, None).words == ["<unk>", "<eos>", "a", "b", "c"]
+
+
 def test_unknown_words_and_the_unk_of_the_text_are_the_same() -> None:
     for split in ("whitespace", "words"):
         tokenizer = WordTokenizer.train(["a <unk> b"], split=split)

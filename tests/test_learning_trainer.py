@@ -13,13 +13,13 @@ from learning_runs import planted, random_hmm, tiny_config, write_text
 
 import hmmlm
 from hmmlm.errors import InputError
-from hmmlm.learning import loop, updaters
+from hmmlm.learning import loop, prepare, updaters
 from hmmlm.learning.baum_welch import maximise
 from hmmlm.learning.evaluate import Evaluation, evaluate
 from hmmlm.learning.history import read_history
 from hmmlm.learning.interrupt import StopRequest
-from hmmlm.learning.loop import Trainer, TrainingError, make_batches
-from hmmlm.learning.prepare import Prepared
+from hmmlm.learning.loop import Trainer, TrainingError
+from hmmlm.learning.prepare import Prepared, make_batches
 from hmmlm.learning.progress import Progress
 from hmmlm.learning.schedule import rate_factor
 from hmmlm.learning.trainer import train
@@ -110,12 +110,16 @@ def test_full_batch_baum_welch_is_em_over_the_corpus(tmp_path: Path) -> None:
     torch.testing.assert_close(trainer.hmm().log_emission.exp().double(), hmm.log_emission.exp(), rtol=1e-3, atol=1e-5)
 
 
-def test_evaluation_with_carried_state_is_the_likelihood_of_whole_streams(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fewest, size", [(16, 17), (26, 50)])  # tokens of the shortest stream allowed
+def test_evaluation_with_carried_state_is_the_likelihood_of_whole_streams(
+    fewest: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "FEWEST_TOKENS", fewest)
     hmm = random_hmm(3, 6, seed=4)
     data = planted(hmm, 20, 10)
     config = tiny_config("unused", batches={"batch_size": 3, "length": 7})
     result = evaluate(hmm, make_batches(config, data, "valid").epoch(0))
-    streams = torch.from_numpy(data.tokens["valid"].tokens.astype("int64")).split(17)
+    streams = torch.from_numpy(data.tokens["valid"].tokens.astype("int64")).split(size)
     expected = sum(hmm.log_likelihood(stream[None]).item() for stream in streams)
     assert result.tokens == 50
     assert result.log_likelihood == pytest.approx(expected, rel=1e-9)

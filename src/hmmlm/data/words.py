@@ -55,12 +55,15 @@ class WordTokenizer:
         cls,
         lines: Iterable[str],
         max_size: int | None = None,
-        min_count: int = 1,
+        min_count: int | None = 1,
         *,
         split: Split = "whitespace",
         lowercase: bool = False,
     ) -> WordTokenizer:
-        """The `max_size` most frequent words (`<unk>` and `<eos>` included) that occur `min_count` times or more."""
+        """The `max_size` most frequent words (`<unk>` and `<eos>` included) that occur `min_count` times or more.
+
+        None: twice, so that there is something to learn `<unk>` from; once in a text that has `<unk>` itself.
+        """
         if max_size is not None and max_size < 3:
             raise InputError(f"a vocabulary of {max_size} has no room for a word beside {UNK} and {EOS}: 3 or more")
         counts: Counter[str] = Counter()
@@ -68,6 +71,8 @@ class WordTokenizer:
             counts.update(_split(line, split, lowercase))
         if not counts:
             raise InputError("the text to take a vocabulary from has no words")
+        if min_count is None:
+            min_count = 1 if UNK in counts else 2
         ranked = sorted((-n, word) for word, n in counts.items() if n >= min_count and word not in (UNK, EOS))
         words = [UNK, EOS] + [word for _, word in ranked]
         return cls(words[:max_size], split, lowercase)

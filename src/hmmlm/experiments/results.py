@@ -14,8 +14,7 @@ from hmmlm.data.tokenfile import TokenFile
 from hmmlm.learning.config import RunConfig, config_from_dict
 from hmmlm.learning.evaluate import Evaluation, evaluate
 from hmmlm.learning.history import read_history
-from hmmlm.learning.loop import make_batches
-from hmmlm.learning.prepare import Prepared, reopen
+from hmmlm.learning.prepare import Prepared, make_batches, reopen
 from hmmlm.lm import LanguageModel
 
 BASELINES = {"unigram": 1, "bigram": 2, "5-gram": 5}

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from lightning_fabric import Fabric
 
-from hmmlm.data.batches import Batch, ChunkBatches, StreamBatches
+from hmmlm.data.batches import Batch
 from hmmlm.errors import InputError
 from hmmlm.hmm import AnyHMM, Carry
 from hmmlm.initialization.teacher import Teacher
@@ -25,13 +25,11 @@ from hmmlm.learning.evaluate import Evaluation, State, carried, count_tokens, ev
 from hmmlm.learning.history import History
 from hmmlm.learning.initialize import Distillation, distilled_tokens, make_initial, set_frozen
 from hmmlm.learning.interrupt import Stopped, StopRequest
-from hmmlm.learning.prepare import Prepared
+from hmmlm.learning.prepare import Prepared, make_batches
 from hmmlm.learning.progress import Progress
 from hmmlm.learning.schedule import Plateau, rate_factor
 from hmmlm.learning.updaters import Step, make_updater
 from hmmlm.lm import LanguageModel
-
-FEWEST_TOKENS = 2_000  # of a stream in evaluation, where the state is carried through: each begins without context
 
 
 class TrainingError(InputError):
@@ -80,6 +78,7 @@ class Trainer:
         # log-likelihoods of the steps since the loss was last logged, and their tokens
         self.window = torch.zeros(config.train.log_every, dtype=torch.float64, device=self.fabric.device)
         self.window_tokens: list[int] = []
+        self.joint = False  # whether they are of P(O, S)
         self.sequences, self.skipped = 0, 0  # learnt from since the loss was last read; left out until then
 
     # --- what the position says is next ---
@@ -181,7 +180,8 @@ class Trainer:
         """Whatever is due at this step, in an order that a resumed run repeats."""
         train, position = self.config.train, self.position
         position.seconds = self.clock.seconds
-        if len(self.window_tokens) == train.log_every or (self.done and self.window_tokens):
+        turning = self.joint and not self.distilling  # from P(O, S) to P(O): their losses are not to be mixed
+        if len(self.window_tokens) == train.log_every or (self.window_tokens and (self.done or turning)):
             self.log()
         with self.clock.paused():
             if self.check_is_due:
@@ -333,6 +333,7 @@ class Trainer:
             raise InputError(f"{folder / STATE} is damaged or of another program: {error!r}") from None
         load_tensors(folder, tensors, "parameters.", self.parameterization.state_dict())
         load_tensors(folder, tensors, "", {"window": self.window})
+        self.joint = self.distilling
         if self.position.index and self.config.batches.kind == "stream":
             if "carried" not in tensors:
                 raise InputError(f"{folder} has no carried state: it is of another model or program")
@@ -343,25 +344,6 @@ class Trainer:
         if "rng.cuda" in tensors and self.fabric.device.type == "cuda":
             torch.cuda.set_rng_state(tensors["rng.cuda"], self.fabric.device)
         self.saved = replace(self.position)
-
-
-def make_batches(config: RunConfig, data: Prepared, split: str) -> StreamBatches | ChunkBatches:
-    """Batches of a split: training is shuffled if so configured, evaluation reads in order.
-
-    What evaluation finds should not depend on how many streams it reads side by side: they are cut between examples or,
-    where the state is carried through those, are few in a short text.
-    """
-    batches, tokens, training = config.batches, data.tokens[split], split == "train"
-    size, shuffle, seed = batches.batch_size, batches.shuffle and training, config.train.seed
-    if batches.kind == "chunks":
-        return ChunkBatches(tokens, size, batches.length, shuffle=shuffle, drop_last=False, seed=seed)
-    reset = batches.reset_at_eos if training else batches.eval_reset_at_eos
-    if not training:
-        size = max(1, min(size, len(tokens) // (1 if reset else FEWEST_TOKENS)))
-    return StreamBatches(
-        tokens, size, batches.length, shuffle=shuffle, reset_at_eos=reset, eos_id=data.tokenizer.eos_id, seed=seed,
-        whole=reset and not training,
-    )  # fmt: skip
 
 
 def _accelerator(config: RunConfig) -> str:

@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from hmmlm.data.batches import ChunkBatches, StreamBatches
 from hmmlm.data.corpora import SPLITS, Documents, encode_documents, load_text
 from hmmlm.data.files import link_or_copy, read_bytes, write_bytes
 from hmmlm.data.tokenfile import TokenFile
@@ -34,6 +35,7 @@ from hmmlm.structure.brown import BrownClustering, brown_clusters
 from hmmlm.structure.paths import read_paths
 
 CLUSTERS = "clusters.json"
+FEWEST_TOKENS = 2_000  # of a stream in evaluation, where the state is carried through: each begins without context
 
 Item = TypeVar("Item")
 
@@ -103,6 +105,25 @@ def reopen(run: Path) -> Prepared:
     tokens = {split: TokenFile.open(run / "data" / split, fingerprint) for split in SPLITS}
     clusters = json.loads(read_bytes(run / CLUSTERS)) if (run / CLUSTERS).exists() else None
     return Prepared(tokenizer, tokens, clusters)
+
+
+def make_batches(config: RunConfig, data: Prepared, split: str) -> StreamBatches | ChunkBatches:
+    """Batches of a split: training is shuffled if so configured, evaluation reads in order.
+
+    What evaluation finds should not depend on how many streams it reads side by side: they are cut between examples or,
+    where the state is carried through those, are few in a short text.
+    """
+    batches, tokens, training = config.batches, data.tokens[split], split == "train"
+    size, shuffle, seed = batches.batch_size, batches.shuffle and training, config.train.seed
+    if batches.kind == "chunks":
+        return ChunkBatches(tokens, size, batches.length, shuffle=shuffle, drop_last=False, seed=seed)
+    reset = batches.reset_at_eos if training else batches.eval_reset_at_eos
+    if not training:
+        size = max(1, min(size, len(tokens) // (1 if reset else FEWEST_TOKENS)))
+    return StreamBatches(
+        tokens, size, batches.length, shuffle=shuffle, reset_at_eos=reset, eos_id=data.tokenizer.eos_id, seed=seed,
+        whole=reset and not training,
+    )  # fmt: skip
 
 
 def make_clusters(config: ModelConfig, tokenizer: Tokenizer, train: TokenFile, progress: Progress) -> list[int]:

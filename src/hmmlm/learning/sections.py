@@ -21,8 +21,9 @@ class TokenizerConfig(Section):
     """An existing tokenizer: a Hugging Face tokenizer.json, a sentencepiece .model, or a saved word vocabulary."""
     vocab_size: PositiveInt = 10_000
     """Most tokens in a vocabulary that is made here; rarer words become <unk>."""
-    min_count: PositiveInt = 1
-    """Words seen fewer times than this in the training text become <unk> (word only)."""
+    min_count: PositiveInt | None = None
+    """Words seen fewer times than this in the training text become <unk> (word only). None: twice, so that the model
+    learns where unknown words stand; once where the text has <unk> itself, as PTB and WikiText do."""
     split: Literal["whitespace", "words"] = "words"
     """whitespace: the text is tokenised already, as PTB and WikiText are; words: split off punctuation (word only)."""
     lowercase: bool = False
