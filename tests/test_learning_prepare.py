@@ -1,5 +1,6 @@
 """Token files made once and trained on often."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -35,6 +36,8 @@ def test_a_prepared_folder_trains_like_its_text(texts: Path, tmp_path: Path) -> 
     from_tokens = train(config_from_dict(configured(tmp_path / "prepared"), "tokens"), tmp_path / "b")
     assert from_tokens.best_perplexity == from_text.best_perplexity
     # a run needs nothing but its own folder, and does not change what it was made from
+    record = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert record["tokenizer"]["kind"] == "file" and record["tokenizer"]["file"].endswith("prepared/tokenizer")
     before = (tmp_path / "prepared" / "data" / "train.bin").read_bytes()
     assert (tmp_path / "b" / "data" / "train.bin").read_bytes() == before
     shutil.rmtree(tmp_path / "prepared")

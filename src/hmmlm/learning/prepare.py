@@ -56,6 +56,15 @@ def is_prepared(folder: Path) -> bool:
     return (folder / "data" / "train.json").exists()
 
 
+def with_real_tokenizer(config: RunConfig, saved: RunConfig | None) -> RunConfig:
+    """Where there are token files already (or were, for a run that was `saved`), their tokenizer: that is what is used,
+    whatever was asked for."""
+    file = Path(config.data) / "tokenizer"
+    if is_prepared(Path(config.data)) or (saved is not None and saved.tokenizer.file == file):
+        return config.model_copy(update={"tokenizer": TokenizerConfig(kind="file", file=file)})
+    return config
+
+
 def find_data(config: RunConfig) -> Mapping[str, Documents] | Path:
     """What a run is made from: the splits of a text, or the folder itself where `hmmlm data` has made one."""
     folder = Path(config.data)
@@ -68,7 +77,7 @@ def prepare(config: RunConfig, source: Mapping[str, Documents] | Path, run: Path
     """Into run/tokenizer and run/data: those of a prepared folder, or of a text, whose tokenizer is made first."""
     shutil.rmtree(run / "tokenizer", ignore_errors=True)  # of an earlier start that came to no checkpoint
     if isinstance(source, Path):
-        progress.note(f"token files and tokenizer of {source}")
+        progress.note(f"token files of {source}, and their tokenizer: settings of [tokenizer] do not matter")
         for part in ("tokenizer", "data"):
             link_or_copy(source / part, run / part)
         opened = reopen(run)

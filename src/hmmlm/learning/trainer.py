@@ -23,7 +23,7 @@ from hmmlm.learning.evaluate import perplexity
 from hmmlm.learning.initialize import open_configured
 from hmmlm.learning.interrupt import stop_on_signals
 from hmmlm.learning.loop import Trainer, TrainingError
-from hmmlm.learning.prepare import find_data, prepare, reopen
+from hmmlm.learning.prepare import find_data, prepare, reopen, with_real_tokenizer
 from hmmlm.learning.progress import Progress
 
 __all__ = ["CHANGEABLE", "TrainResult", "TrainingError", "saved_config", "train"]
@@ -55,6 +55,7 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
     Ctrl-C or SIGTERM saves and returns a result that is not `finished`; a second one ends the process at once.
     """
     out, progress = Path(out), progress or Progress()
+    config = with_real_tokenizer(config, saved_config(out) if resume else None)
     if resume:
         refuse_changes(saved_config(out), config, out)
     has_checkpoint = (out / "last").exists()
@@ -66,6 +67,7 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
     write_bytes(out / "config.json", (json.dumps(config_to_dict(config), indent=1) + "\n").encode())
     data = reopen(out) if source is None else prepare(config, source, out, progress)
     trainer = Trainer(config, out, data, progress, teacher)
+    del teacher  # the trainer lets go of it once it has no more to say
     if has_checkpoint:
         trainer.load()
     try:
