@@ -1,17 +1,21 @@
 """A model with its tokenizer: files and every way they can be wrong, scores, generation, the control layout."""
 
+import itertools
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import hmmlm
+from hmmlm.data.tokenizer import HuggingFaceTokenizer
 from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM
+from hmmlm.hmm import HMM, BlockedHMM
 from hmmlm.lm import LanguageModel, load, load_control, save_control
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "dog", "sat", "ran", "."]
@@ -74,7 +78,7 @@ def test_a_full_disk_keeps_the_model_that_was_there(saved: Path, monkeypatch: py
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    target = {"tensors": "hmmlm.lm.save_file", "sync": "os.fsync", "move": "os.replace"}
+    target = {"tensors": "hmmlm.modelfolder.save_file", "sync": "os.fsync", "move": "os.replace"}
     if stage == "tokenizer":
         monkeypatch.setattr(WordTokenizer, "save", full)
     else:
@@ -337,3 +341,113 @@ def test_control_layout_errors(saved: Path, tmp_path: Path) -> None:
     save_file({**tensors, "alpha_exp": 2 * tensors["alpha_exp"]}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match="transition row 0 sums to 2, not to one"):
         load_control(tmp_path)
+
+
+def test_prompts_end_in_no_double_space_and_unknown_words_can_be_left_out(lm: LanguageModel) -> None:
+    for seed in range(20):
+        plain = lm.generate("the cat", max_new_tokens=3, seed=seed)
+        spaced = lm.generate("the cat ", max_new_tokens=3, seed=seed)
+        assert spaced == "the cat " + plain.removeprefix("the cat").lstrip()
+    probs = lm.hmm.next_token([[2]])[0].exp()
+    probs[0] = 0
+    counts = torch.zeros(len(WORDS))
+    for seed in range(1500):
+        text = lm.generate("the", max_new_tokens=1, seed=seed, unknown=False).removeprefix("the").strip()
+        counts[lm.tokenizer.encode(text)[0] if text else 1] += 1
+    assert counts[0] == 0
+    assert (counts / 1500 - probs / probs.sum()).abs().max() < 0.05
+    one, unk_only = torch.ones(1), torch.eye(len(WORDS))[:1]
+    lost = LanguageModel(HMM.from_probs(one, one[None], unk_only), WordTokenizer(WORDS))
+    assert lost.generate(max_new_tokens=2) == "<unk> <unk>"
+    with pytest.raises(InputError, match="nothing but <unk> can follow"):
+        lost.generate(unknown=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": 1.5}, "seed must be a whole number of at most 64 bits, not 1.5"),
+        ({"seed": 2**64}, "seed must be a whole number of at most 64 bits"),
+        ({"temperature": "x"}, "temperature must be a number of 0 or more, not 'x'"),
+        ({"top_k": 1.5}, "top_k must be a whole number, not 1.5"),
+        ({"max_new_tokens": "3"}, "max_new_tokens must be a whole number, not '3'"),
+    ],
+)
+def test_sampling_options_of_another_type(lm: LanguageModel, options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        lm.generate(**options)
+
+
+def test_a_model_shows_its_size_and_kind(lm: LanguageModel) -> None:
+    assert repr(lm) == "LanguageModel(states=5, words=8, kind='dense')"
+    assert hmmlm.BlockedHMM is BlockedHMM
+    assert repr(LanguageModel(blocked_hmm(), lm.tokenizer)).endswith("kind='blocked')")
+
+
+# --- infilling ------------------------------------------------------------------------------------------------------
+
+
+def enumerated(lm: LanguageModel, text: str) -> list[dict[str, float]]:
+    """The distribution of every blank, from the scores of the text with every choice of words in all of them."""
+    words = [word for word in WORDS if word != "<eos>"]
+    found: list[dict[str, float]] = [dict.fromkeys(words, 0.0) for _ in range(text.count("___"))]
+    choices = list(itertools.product(words, repeat=len(found)))
+    scores = lm.score([text.replace("___", "{}").format(*choice) for choice in choices])
+    for choice, p in zip(choices, scores.softmax(0).tolist(), strict=True):
+        for blank, word in zip(found, choice, strict=True):
+            blank[word] += p
+    return found
+
+
+def blocked_hmm() -> BlockedHMM:
+    """Two blocks of two states; <unk>, <eos>, cat and sat are emitted by the first."""
+    generator = torch.Generator().manual_seed(1)
+    block = torch.tensor([0, 0, 1, 0, 1, 0, 1, 1])
+    u, w, start = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((4, 3), (4, 3), (4,)))
+    emission = torch.randn(8, 2, generator=generator, dtype=torch.float64)
+    for m in (0, 1):
+        emission[block == m] = emission[block == m].log_softmax(0)
+    return BlockedHMM(block, u, w, (u @ w.t()).logsumexp(1), start.log_softmax(0), emission)
+
+
+@pytest.mark.parametrize("kind", ["dense", "blocked"])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_infilling_agrees_with_enumeration(kind: str, restarts: bool) -> None:
+    config = {"batches": {"kind": "stream", "eval_reset_at_eos": restarts}}
+    lm = LanguageModel(random_hmm() if kind == "dense" else blocked_hmm(), WordTokenizer(WORDS), config)
+    for text in ("the ___ sat", "___", "the ___ ___\n___ ran .", "dog .\n___ unicorn"):
+        got = lm.infill(text, top=100)
+        want = enumerated(lm, text)
+        assert len(got) == len(want)
+        for blank, expected in zip(got, want, strict=True):
+            assert dict(blank) == pytest.approx(expected, abs=1e-9)
+            assert [p for _, p in blank] == sorted((p for _, p in blank), reverse=True)
+    assert lm.infill("the ___ sat", top=2) == [lm.infill("the ___ sat")[0][:2]]
+
+
+def test_blanks_of_a_subword_tokenizer_are_tokens_between_tokens() -> None:
+    lines = ["the function returns a list", "the module returns a name, a list"] * 3
+    tokenizer = HuggingFaceTokenizer.train(lines, 300)
+    lm = LanguageModel(random_hmm(3, tokenizer.vocab_size), tokenizer)
+    for text, words in (("the ___ returns", ["function", "list"]), ("a ___, a ___", ["name", "list"])):
+        given = iter(words)
+        filled = lm.encode(re.sub("___", lambda _: next(given), text))  # noqa: B023
+        whole = [tokenizer.encode(" " + word) for word in words]
+        assert all(len(tokens) == 1 for tokens in whole)  # each is one token
+        assert [-1 if [token] in whole else token for token in filled] == [*lm._encode_blanks(text), tokenizer.eos_id]
+    (best,) = lm.infill("the ___ returns", top=3)
+    assert len(best) == 3 and sum(p for _, p in best) < 1
+
+
+def test_texts_without_blanks_and_other_mistakes(lm: LanguageModel) -> None:
+    for text in ("the cat", "a___b", "the __ cat"):
+        with pytest.raises(InputError, match="no blank: write ___"):
+            lm.infill(text)
+    with pytest.raises(InputError, match="top must be 1 or more, not 0"):
+        lm.infill("___", top=0)
+    with pytest.raises(InputError, match="the text is a int"):
+        lm.infill(3)  # type: ignore[arg-type]
+    one = torch.ones(1)
+    only_the = LanguageModel(HMM.from_probs(one, one[None], torch.eye(len(WORDS))[2:3]), WordTokenizer(WORDS))
+    with pytest.raises(InputError, match="probability zero, whatever stands in its blanks"):
+        only_the.infill("the ___")

@@ -4,15 +4,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hmmlm.errors import InputError
-    from hmmlm.hmm import HMM, Counts, Filtered
+    from hmmlm.hmm import HMM, BlockedHMM, Counts, Filtered
     from hmmlm.lm import LanguageModel, load
 
 __version__ = "0.1.0"
-__all__ = ["HMM", "Counts", "Filtered", "InputError", "LanguageModel", "__version__", "load"]
+__all__ = ["HMM", "BlockedHMM", "Counts", "Filtered", "InputError", "LanguageModel", "__version__", "load"]
 
 _HOMES = {
-    "HMM": "hmmlm.hmm", "Counts": "hmmlm.hmm", "Filtered": "hmmlm.hmm", "InputError": "hmmlm.errors",
-    "LanguageModel": "hmmlm.lm", "load": "hmmlm.lm",
+    "HMM": "hmmlm.hmm", "BlockedHMM": "hmmlm.hmm", "Counts": "hmmlm.hmm", "Filtered": "hmmlm.hmm",
+    "InputError": "hmmlm.errors", "LanguageModel": "hmmlm.lm", "load": "hmmlm.lm",
 }
 
 

@@ -1,4 +1,4 @@
-"""A trained HMM with its tokenizer: save, load, score and generate text.
+"""A trained HMM with its tokenizer: save, load, score, generate and fill in text.
 
 A saved model is a folder: `model.safetensors` (log_start [Z], log_transition [Z,Z], log_emission [Z,V]; for a blocked
 HMM its factors instead), `config.json` (sizes, the tokenizer's fingerprint, the configuration it was trained with) and
@@ -7,32 +7,30 @@ the tokenizer's own file. No pickle.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import tempfile
+import re
 from collections.abc import Iterator, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hmmlm.data.tokenizer import Tokenizer, load_tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, AnyHMM, BlockedHMM
+from hmmlm.hmm.infilling import infill_words
+from hmmlm.modelfolder import CONFIG, MODEL, model_folder, read_json, read_tensors, write_folder
 
 FORMAT = "hmmlm language model"
 VERSION = 1
-MODEL, CONFIG = "model.safetensors", "config.json"
 PARAMETERS = {
     "dense": ("log_start", "log_transition", "log_emission"),
     "blocked": ("block_of_word", "u", "w", "log_normalizer", "log_start", "log_emission"),
 }
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+_BLANK = re.compile(r"(?<!\w)_{3,}(?!\w)")  # alone: an identifier may have as many underscores inside
 _BATCH_TOKENS = 1 << 13  # tokens scored side by side: bounds memory at tokens × states
 
 
@@ -51,6 +49,9 @@ class LanguageModel:
             )
         self.hmm, self.tokenizer, self.config = hmm, tokenizer, dict(config or {})
 
+    def __repr__(self) -> str:
+        return f"LanguageModel(states={self.hmm.states}, words={self.hmm.vocab_size}, kind={_kind(self.hmm)!r})"
+
     def to(self, device: str | torch.device) -> LanguageModel:
         """The same model on another device."""
         return LanguageModel(self.hmm.to(device), self.tokenizer, self.config)
@@ -65,22 +66,26 @@ class LanguageModel:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text as they are scored: each line's, and `<eos>` after it; an empty text is one `<eos>`."""
-        lines = text.removesuffix("\n").split("\n")
-        return [token for line in lines for token in (*self.tokenizer.encode(line.strip()), self._eos)]
+        return [token for line in _lines(text) for token in (*self.tokenizer.encode(line), self._eos)]
+
+    def sequences(self, tokens: Sequence[int]) -> list[list[int]]:
+        """The tokens of whole lines as they are read: one sequence, or one a line where the chain restarts."""
+        if not self.restarts:
+            return [list(tokens)]
+        return [[*line, self._eos] for line in split_at(tokens, self._eos)[:-1]]
 
     @torch.no_grad()
     def score(self, texts: Sequence[str]) -> Tensor:
         """Natural log-likelihood of each text, `<eos>` included, [len(texts)]; a single str is an error."""
-        # A sequence is a text, or one line of it where the chain restarts; `owner` is the text it belongs to.
         sequences: list[list[int]] = []
-        owner: list[int] = []
+        owner: list[int] = []  # the text that a sequence belongs to
         for i, tokens in enumerate(self._encode_all(texts)):
-            parts = [[*line, self._eos] for line in split_at(tokens, self._eos)[:-1]] if self.restarts else [tokens]
+            parts = self.sequences(tokens)
             sequences += parts
             owner += [i] * len(parts)
         scores = torch.zeros(len(texts), dtype=self.hmm.dtype)
         for chosen in _batches([len(tokens) for tokens in sequences]):
-            log_likelihood = self.hmm.log_likelihood(*_padded([sequences[i] for i in chosen])).cpu()
+            log_likelihood = self.hmm.log_likelihood(*padded([sequences[i] for i in chosen])).cpu()
             scores.index_add_(0, torch.tensor([owner[i] for i in chosen]), log_likelihood)
         return scores
 
@@ -100,15 +105,17 @@ class LanguageModel:
         temperature: float = 1.0,
         top_k: int | None = None,
         seed: int | None = None,
+        unknown: bool = True,
     ) -> str:
         """`prompt` and an exact sample of what follows it, until `<eos>` or `max_new_tokens`.
 
         temperature 0 takes the likeliest token every time; `top_k` samples among the k likeliest; the same seed gives
-        the same text. A prompt that ends with a line break asks for a new line.
+        the same text; with unknown=False every token is drawn given that it is not `<unk>`. A prompt that ends with a
+        line break asks for a new line; spaces at its end say nothing.
         """
-        _check_sampling(max_new_tokens, temperature, top_k)
+        _check_sampling(max_new_tokens, temperature, top_k, seed)
         generator = torch.Generator()
-        generator.manual_seed(seed) if seed is not None else generator.seed()
+        generator.manual_seed(int(seed)) if seed is not None else generator.seed()
         given = self._encode_prompt(prompt)
         tokens = list(given)
         heard = split_at(given, self._eos)[-1] if self.restarts else given
@@ -118,13 +125,53 @@ class LanguageModel:
         for token in heard:
             state = self.hmm.advance(state, token)
         for _ in range(max_new_tokens):
-            token = _choose(self.hmm.emit(state).cpu().exp(), temperature, top_k, generator)
+            probs = self.hmm.emit(state).cpu().exp()
+            if not unknown and self.tokenizer.unk_id is not None:
+                probs[self.tokenizer.unk_id] = 0
+                if not bool(probs.any()):
+                    raise InputError("nothing but <unk> can follow here: leave unknown words allowed")
+            token = _choose(probs, temperature, top_k, generator)
             if token == self._eos:
                 break
             tokens.append(token)
             state = self.hmm.advance(state, token)
         # The prompt is given back as it was written, though unknown words in it were read as <unk>.
-        return prompt + self.tokenizer.decode(tokens)[len(self.tokenizer.decode(given)) :]
+        added = self.tokenizer.decode(tokens)[len(self.tokenizer.decode(given)) :]
+        return prompt + (added.lstrip(" ") if prompt.endswith((" ", "\t")) else added)
+
+    @torch.no_grad()
+    def infill(self, text: str, top: int = 5) -> list[list[tuple[str, float]]]:
+        """For every blank `___` of a text the `top` likeliest words (fewer if no more are possible), with probabilities.
+
+        `lm.infill("The ___ returns a list.")[0]` may begin with ("function", 0.31). Exact: given all that stands before
+        and after, the end of the line included, where the words in the other blanks are unknown too. A blank is one
+        token (part of a word, if the tokenizer has such), and is never `<eos>`.
+        """
+        if not isinstance(text, str):
+            raise InputError(f"the text is a {type(text).__name__}, not a string")
+        _check_whole("top", top, 1)
+        tokens = [token for line in _lines(text) for token in (*self._encode_blanks(line), self._eos)]
+        if -1 not in tokens:
+            raise InputError("the text has no blank: write ___ where a word is missing")
+        found: list[list[tuple[str, float]]] = []
+        for sequence in self.sequences(tokens):
+            for probs in infill_words(self.hmm, sequence, self._eos).exp() if -1 in sequence else ():
+                best = probs.topk(min(top, len(probs)))
+                pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                found.append([(self.tokenizer.token(i), p) for i, p in pairs if p > 0])
+        return found
+
+    def _encode_blanks(self, line: str) -> list[int]:
+        """The tokens of a line, −1 for each blank."""
+        first, *others = _BLANK.split(line)
+        tokens = self.tokenizer.encode(first.rstrip())
+        for part in map(str.rstrip, others):
+            after = self.tokenizer.encode(part)
+            if self.tokenizer.kind != "word":  # tokens of parts of words differ at the beginning of a text
+                word, both = self.tokenizer.encode("a"), self.tokenizer.encode("a" + part)
+                after = both[len(word) :] if both[: len(word)] == word else after
+            tokens += [-1, *after]
+        return tokens
 
     @property
     def _eos(self) -> int:
@@ -141,7 +188,7 @@ class LanguageModel:
     def _encode_prompt(self, prompt: str) -> list[int]:
         if not isinstance(prompt, str):
             raise InputError(f"the prompt is a {type(prompt).__name__}, not a string")
-        first, *others = map(self.tokenizer.encode, prompt.split("\n"))
+        first, *others = (self.tokenizer.encode(line.strip()) for line in prompt.split("\n"))
         return [*first, *(token for line in others for token in (self._eos, *line))]
 
     # --- files ----------------------------------------------------------------------------------------------------
@@ -163,13 +210,13 @@ class LanguageModel:
         names = PARAMETERS[_kind(self.hmm)]
         tensors = {name: getattr(source, name).detach().cpu().contiguous() for name in names}
         metadata = {"format": FORMAT, "tokenizer": self.tokenizer.fingerprint()}
-        _write_folder(folder, tensors, header, metadata, self.tokenizer)
+        write_folder(folder, tensors, header, metadata, self.tokenizer)
 
     @staticmethod
     def load(path: str | Path) -> LanguageModel:
         """The model in the folder `path`, or the best one of a training run there."""
-        folder = _model_folder(Path(path))
-        header = _read_json(folder / CONFIG)
+        folder = model_folder(Path(path))
+        header = read_json(folder / CONFIG)
         if header.get("format") != FORMAT:
             raise InputError(f"{folder / CONFIG} does not belong to an hmmlm model: it may be of another program")
         if header.get("version") != VERSION:
@@ -177,7 +224,7 @@ class LanguageModel:
         kind = header.get("model")
         if kind not in PARAMETERS:
             raise InputError(f"{folder / CONFIG} names a model {kind!r}; this hmmlm reads {', '.join(PARAMETERS)}")
-        tensors, metadata = _read_tensors(folder / MODEL, PARAMETERS[kind])
+        tensors, metadata = read_tensors(folder / MODEL, PARAMETERS[kind])
         tokenizer = load_tokenizer(folder)
         states, vocab_size = header.get("states"), header.get("vocab_size")
         shapes = {"log_start": [states], "log_transition": [states, states], "log_emission": [states, vocab_size]}
@@ -219,14 +266,14 @@ def save_control(hmm: HMM, path: str | Path, eos_token_id: int) -> None:
         "gamma": hmm.log_start.detach().cpu().contiguous(),
     }
     header = {"hidden_states": hmm.states, "vocab_size": hmm.vocab_size, "eos_token_id": eos_token_id}
-    _write_folder(Path(path), tensors, header, {"format": "pt"})
+    write_folder(Path(path), tensors, header, {"format": "pt"})
 
 
 def load_control(path: str | Path) -> tuple[HMM, dict[str, Any]]:
     """The HMM in a folder of that layout, and its configuration (hidden_states, vocab_size, eos_token_id)."""
     folder = Path(path)
-    header = _read_json(folder / CONFIG)
-    tensors, _ = _read_tensors(folder / MODEL, ("alpha_exp", "beta", "gamma"))
+    header = read_json(folder / CONFIG)
+    tensors, _ = read_tensors(folder / MODEL, ("alpha_exp", "beta", "gamma"))
     states, vocab_size = header.get("hidden_states"), header.get("vocab_size")
     for name, shape in {"alpha_exp": [states, states], "beta": [states, vocab_size], "gamma": [states]}.items():
         if list(tensors[name].shape) != shape:
@@ -238,75 +285,6 @@ def load_control(path: str | Path) -> tuple[HMM, dict[str, Any]]:
     except InputError as error:
         raise InputError(f"{folder / MODEL}: {error}") from None
     return hmm, header
-
-
-def _write_folder(
-    folder: Path,
-    tensors: dict[str, Tensor],
-    header: dict[str, Any],
-    metadata: dict[str, str],
-    tokenizer: Tokenizer | None = None,
-) -> None:
-    """Everything is written beside its place first, then moved: a full disk changes nothing that was there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
-            fresh = Path(temporary)
-            if tokenizer is not None:
-                tokenizer.save(fresh)
-            (fresh / CONFIG).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
-            save_file(tensors, fresh / MODEL, metadata=metadata)
-            for file in fresh.iterdir():
-                with file.open("rb") as written:
-                    os.fsync(written.fileno())
-            stale = [name for name in _TOKENIZER_FILES if tokenizer is not None and not (fresh / name).exists()]
-            for file in sorted(fresh.iterdir()):
-                os.replace(file, folder / file.name)
-            for name in stale:
-                (folder / name).unlink(missing_ok=True)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"cannot save to {folder}: {reason}; what was there before is kept") from error
-
-
-def _model_folder(path: Path) -> Path:
-    """`path` itself if a model lies there, its best model if it is a training run."""
-    if not path.exists():
-        raise InputError(f"no model at {path}: there is no such folder")
-    if not path.is_dir():
-        raise InputError(f"{path} is a file, a model is a folder with {MODEL} and {CONFIG}: give the folder")
-    for folder in (path, path / "best"):
-        if (folder / MODEL).exists():
-            return folder
-    if (path / "history.jsonl").exists():
-        raise InputError(f"the training run {path} has no model yet: its first validation check writes one")
-    raise InputError(f"no model in {path}: it should hold {MODEL} and {CONFIG}, or be the folder of a training run")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise InputError(f"{path} is truncated or not JSON ({error}): save or copy the model again") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{path} is not a JSON object: it may be of another program")
-    return content
-
-
-def _read_tensors(path: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The named tensors and the metadata of a safetensors file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            present = set(file.keys())
-            missing = [name for name in names if name not in present]
-            if missing:
-                raise InputError(f"{path} has no {missing[0]}: it is of another kind of model")
-            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise InputError(f"{path} is missing, truncated or not safetensors ({reason}): save it again") from None
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -321,7 +299,7 @@ def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
         yield batch
 
 
-def _padded(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+def padded(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Tokens [B,T] with −1 beyond each length, and lengths [B]."""
     lengths = torch.tensor([len(s) for s in sequences])
     tokens = torch.full((len(sequences), int(lengths.max())), -1)
@@ -330,13 +308,26 @@ def _padded(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return tokens, lengths
 
 
-def _check_sampling(max_new_tokens: int, temperature: float, top_k: int | None) -> None:
-    if max_new_tokens < 0:
-        raise InputError(f"max_new_tokens must be 0 or more, not {max_new_tokens}")
-    if not (temperature >= 0 and math.isfinite(temperature)):
-        raise InputError(f"temperature must be a number of 0 or more, not {temperature}")
-    if top_k is not None and top_k < 1:
-        raise InputError(f"top_k must be 1 or more, not {top_k}")
+def _lines(text: str) -> list[str]:
+    """The lines of a text without the space around them; an empty text is one empty line."""
+    return [line.strip() for line in text.removesuffix("\n").split("\n")]
+
+
+def _check_whole(name: str, value: int, least: int) -> None:
+    if not isinstance(value, Integral):
+        raise InputError(f"{name} must be a whole number, not {value!r}")
+    if value < least:
+        raise InputError(f"{name} must be {least} or more, not {value}")
+
+
+def _check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, seed: int | None) -> None:
+    _check_whole("max_new_tokens", max_new_tokens, 0)
+    if not (isinstance(temperature, Real) and temperature >= 0 and math.isfinite(temperature)):
+        raise InputError(f"temperature must be a number of 0 or more, not {temperature!r}")
+    if top_k is not None:
+        _check_whole("top_k", top_k, 1)
+    if seed is not None and not (isinstance(seed, Integral) and -(2**63) <= seed < 2**64):
+        raise InputError(f"seed must be a whole number of at most 64 bits, not {seed!r}")
 
 
 def _choose(probs: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

@@ -54,7 +54,7 @@ class HMM:
         given = {"start": start, "transition": transition, "emission": emission}
         logs, dtypes = zip(*(as_log_probs(values, name) for name, values in given.items()), strict=True)
         dtype = dtypes[0] if len(set(dtypes)) == 1 else torch.float64
-        hmm = cls(*(log.to(dtype) for log in logs), impl=impl)
+        hmm = cls(*Parameters(*(log.to(dtype) for log in logs)), impl)
         hmm.validate()
         return hmm
 
