@@ -145,6 +145,10 @@ def test_the_start_from_counts_by_hand() -> None:
     assert hmm.log_transition.exp().flatten().tolist() == pytest.approx([0.25, 0.75, 0.25, 0.75])
     assert hmm.log_emission[1].exp().tolist() == pytest.approx([0.5 / 4.5, 2.5 / 4.5, 1.5 / 4.5])
     Scalar(2, 3).assign(hmm)
+    restarting = hmm_from_labels(text, 2, 3, 0.5, eos_id=0)  # once, into state 1: no longer a transition from state 0
+    assert restarting.log_start.exp().tolist() == pytest.approx([0.25, 0.75])
+    assert restarting.log_transition.exp().flatten().tolist() == pytest.approx([0.5, 0.5, 0.25, 0.75])
+    assert torch.equal(restarting.log_emission, hmm.log_emission)
     with pytest.raises(InputError, match="pseudocount is 0"):
         hmm_from_labels(text, 2, 3, 0)
     with pytest.raises(InputError, match="no text"):

@@ -81,12 +81,13 @@ def test_partial_step_mixes_probabilities() -> None:
         torch.testing.assert_close(mixed.exp(), 0.3 * new.exp() + 0.7 * old.exp())
 
 
-@pytest.mark.parametrize("step", [1.0, 0.5])
-def test_a_state_never_visited_keeps_its_rows(step: float) -> None:
+@pytest.mark.parametrize("step, pseudocount", [(1.0, 0.0), (0.5, 0.0), (0.5, 0.1)])
+def test_a_state_never_visited_keeps_its_rows(step: float, pseudocount: float) -> None:
     start = torch.tensor([0.5, 0.5, 0.0]).double()
     transition = torch.tensor([[0.5, 0.5, 0.0], [0.3, 0.7, 0.0], [0.2, 0.2, 0.6]]).double()
     current = HMM(start.log(), transition.log(), random_hmm(3, 4, seed=0).log_emission)
-    new = em_step(current, torch.tensor([[0, 1, 2, 3]]), step=step)
+    counts = current.expected_counts(torch.tensor([[0, 1, 2, 3]]))
+    new = maximise(counts.start, counts.transition, counts.emission, current, pseudocount, step)
     assert torch.equal(new.log_transition[2], current.log_transition[2])
     assert torch.equal(new.log_emission[2], current.log_emission[2])
     assert not torch.equal(new.log_emission[1], current.log_emission[1])

@@ -162,7 +162,8 @@ NO_LVD = {"initialization.kind": "none", "initialization.teacher": None}
 def _teachers() -> list[Run]:
     """Figure 3."""
     rows: dict[str, dict[str, Any]] = {
-        "no LVD": NO_LVD, "random TinyLlama-1.1B": {"initialization.random_teacher": True},
+        "no LVD": NO_LVD, "random TinyLlama-1.1B": {
+            "initialization.random_teacher": True, "initialization.kmeans.seed": None},  # another teacher for each seed
         **{name: {"initialization.teacher": path} for name, path in TEACHERS.items()},
     }
     return [Run(row, "lee-lvd-scalar", settings, seed) for seed in SEEDS for row, settings in rows.items()]
@@ -189,10 +190,10 @@ def _embeddings() -> list[Run]:
             "centroids and head": {"initialization.centroids": True, "initialization.head": True}}  # fmt: skip
     rows: dict[str, dict[str, Any]] = {}
     for name, settings in what.items():
-        rows[name or "random embeddings"] = {"model.hidden": 2048, **settings}
+        wide = {"model.hidden": 2048, "optimizer.rate": 0.0025, **settings}  # see `_capacity`
+        rows[name or "random embeddings"] = wide
         if name:
-            rows[f"{name}, frozen for 20M tokens"] = {
-                "model.hidden": 2048, **settings, "initialization.frozen_tokens": 20_000_000}
+            rows[f"{name}, frozen for 20M tokens"] = {**wide, "initialization.frozen_tokens": 20_000_000}
     return [Run(f"LVD, {row}", "lee-lvd-mlp", settings, seed) for seed in SEEDS for row, settings in rows.items()]
 
 
@@ -289,11 +290,12 @@ STUDIES: dict[str, list[Run]] = {
     ],
     "lee2025-figure8": [
         Run("no LVD", "lee-lvd-scalar", NO_LVD, SEEDS[0]),
-        *(Run(f"LVD for {tokens / 1e6:g}M tokens", "lee-lvd-scalar", {"initialization.tokens": tokens}, SEEDS[0])
+        *(Run(f"LVD for {tokens / 1e6:g}M tokens", "lee-lvd-scalar",
+              {"initialization.tokens": tokens, "initialization.teacher": TEACHERS["stories15M"]}, SEEDS[0])
           for tokens in (100_000, 1_000_000, 5_000_000, 10_000_000, 50_000_000)),
-        # where the text is read more than once, the teacher needs to read it only once
-        Run("LVD to the end", "lee-lvd-scalar", {"initialization.tokens": 500_000_000,
-            "initialization.labels": "cached"}, SEEDS[0]),
+        # the smallest teacher, because this one reads everything; and once, where the run reads it more often
+        Run("LVD to the end", "lee-lvd-scalar", {"initialization.tokens": 500_000_000, "initialization.labels":
+            "cached", "initialization.teacher": TEACHERS["stories15M"]}, SEEDS[0]),
     ],
     "lee2025-table4": [
         _network(row, network, lvd, seed, paper)

@@ -9,7 +9,9 @@ machine and date. Records of other runs in the file are kept.
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import os
 import platform
 import re
@@ -95,8 +97,10 @@ def perform(run: Run, work: Path) -> dict[str, Any]:
 
     config = with_settings(run)
     label = re.sub(r"[^\w.-]+", "-", f"{run.row}-{run.seed}-{time.time():.0f}-{os.getpid()}")
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()  # a worker does several runs
+    if torch.cuda.is_available():  # a worker does several runs: what the last one left is not for this one
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     result = train(config, work / label, progress=LineProgress())
     seconds = time.perf_counter() - began
@@ -109,12 +113,14 @@ def perform(run: Run, work: Path) -> dict[str, Any]:
     }
     history = read_history(work / label / "history.jsonl")
     speeds = [event["tokens_per_second"] for event in history if event["event"] == "train"][1:]
-    losses = [event["loss"] for event in history if event["event"] == "train"]
+    losses = [
+        event["loss"] for event in history if event["event"] == "train" and event.get("objective") != "joint"
+    ]
     speed = statistics.median(speeds) if speeds else result.tokens / result.seconds
     batch = config.batches.batch_size * config.batches.length
     metrics: dict[str, Any] = {
         **perplexities,
-        "train_perplexity": round(2.718281828459045 ** statistics.mean(losses[-10:]), 3),
+        "train_perplexity": round(math.exp(statistics.mean(losses[-10:])), 3) if losses else None,
         "tokens_per_second": round(speed), "step_ms": round(1000 * batch / speed, 3),
         "train_seconds": round(result.seconds, 1), "seconds": round(seconds, 1), "epochs": round(result.epochs, 2),
         "tokens": result.tokens,

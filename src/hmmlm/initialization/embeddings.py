@@ -7,7 +7,6 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.data.tokenizer import Tokenizer
 from hmmlm.errors import InputError
@@ -59,8 +58,15 @@ def _gather(teacher: Teacher, given: list[np.ndarray], places: Tensor, known: Te
         )
     pieces = [[row[i : i + room] for i in range(0, max(1, len(row)), room)] for row in given]
     first = torch.tensor([0, *map(len, pieces)]).cumsum(0)[:-1, None]  # [B,1]: where the pieces of a row begin
-    rows = [torch.tensor([*lead, *piece.tolist(), *trail]) for row in pieces for piece in row]
-    states = teacher.embed(pad_sequence(rows, batch_first=True, padding_value=-1).long(), layer)
+    rows = [piece for row in pieces for piece in row]
+    # filled as an array: a tensor a row and padding them takes longer than a small teacher
+    block = np.full((len(rows), len(lead) + max(map(len, rows)) + len(trail)), -1, dtype=np.int64)
+    block[:, : len(lead)] = lead
+    for line, row in zip(block, rows, strict=True):
+        end = len(lead) + len(row)
+        line[len(lead) : end] = row
+        line[end : end + len(trail)] = trail
+    states = teacher.embed(torch.from_numpy(block), layer)
     within = (places - places.clamp(min=0) // room * room + len(lead)).clamp(min=0)
     piece = first + places.clamp(min=0) // room
     found = states[piece.to(states.device), within.to(states.device)]

@@ -119,9 +119,13 @@ def joint_log_likelihood(
 
 
 def hmm_from_labels(
-    labelled: Iterable[tuple[Tensor, Tensor]], states: int, vocab_size: int, pseudocount: float
-) -> HMM:
-    """The HMM that maximises P(O, S) over tokens and labels [B, T] each, `pseudocount` added to every count."""
+    labelled: Iterable[tuple[Tensor, Tensor]], states: int, vocab_size: int, pseudocount: float,
+    eos_id: int | None = None,
+) -> HMM:  # fmt: skip
+    """The HMM that maximises P(O, S) over tokens and labels [B, T] each, `pseudocount` added to every count.
+
+    Every row is a sequence; or, with `eos_id`, a piece of a text in which the chain starts again after that token.
+    """
     if pseudocount <= 0:
         raise InputError(f"pseudocount is {pseudocount}: it must be above 0, or unseen words would be impossible")
     counts: list[Tensor] | None = None
@@ -130,9 +134,14 @@ def hmm_from_labels(
             shapes = ((states,), (states, states), (states, vocab_size))
             counts = [torch.zeros(shape, dtype=torch.float64, device=labels.device) for shape in shapes]
         tokens, known = tokens.to(labels.device), labels >= 0
-        pair = known[:, 1:] & known[:, :-1]
+        first = torch.zeros_like(known)
+        if eos_id is None:
+            first[:, 0] = True
+        else:
+            first[:, 1:] = tokens[:, :-1] == eos_id
+        pair = known[:, 1:] & known[:, :-1] & ~first[:, 1:]
         places = (
-            labels[:, 0][known[:, 0]], (labels[:, :-1] * states + labels[:, 1:])[pair],
+            labels[first & known], (labels[:, :-1] * states + labels[:, 1:])[pair],
             (labels * vocab_size + tokens)[known & (tokens >= 0)],
         )  # fmt: skip
         for count, place in zip(counts, places, strict=True):

@@ -32,16 +32,16 @@ def maximise(
 
 def _maximise_rows(counts: Tensor, log_probs: Tensor, pseudocount: float, step: float) -> Tensor:
     """Log-probabilities [..., N] from counts [..., N]."""
-    if pseudocount:
-        counts = counts + pseudocount
     total = counts.sum(-1, keepdim=True)
+    empty = total <= 0
+    if pseudocount:
+        counts, total = counts + pseudocount, total + pseudocount * counts.shape[-1]
     new = counts / total
     if step < 1:
         new = torch.lerp(log_probs.exp(), new, step)
     # Zeros (and numbers so small that they are as good as zero) are slow to take logarithms of, and there are many.
     tiny = torch.finfo(counts.dtype).tiny
     new = new.clamp_min(tiny).log_().masked_fill_(new < tiny, float("-inf"))
-    empty = total <= 0
     # on a GPU, waiting to see whether there is any takes longer than doing it
     return torch.where(empty, log_probs, new) if counts.is_cuda or bool(empty.any()) else new
 

@@ -6,7 +6,7 @@ With `initialization.shared`, clusters and the labels of chunks are kept for oth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -39,6 +39,7 @@ CLUSTERS = "clusters.safetensors"
 LABELS = "labels"
 DEFAULT_TOKENS, LARGEST_SHARE = 5_000_000, 0.1
 """Of the P(O, S) phase, where the configuration does not say."""
+GPU_TOKENS = 12_800  # the least that a teacher on a GPU reads at once
 
 
 def open_configured(config: RunConfig) -> Teacher | None:
@@ -105,6 +106,13 @@ class Distillation:
             assert isinstance(parameterization, Factored)  # the configuration was validated
             check_width(parameterization, self.start.kmeans.pca or teacher.hidden_size, "a centroid")
 
+    @property
+    def rows(self) -> int:
+        """Chunks that the teacher reads at once: on a GPU, small training batches would keep it waiting."""
+        batches = self.config.batches
+        fewest = GPU_TOKENS if self.teacher is not None and self.teacher.device.type == "cuda" else 1
+        return max(batches.batch_size, -(-fewest // batches.length))
+
     @torch.no_grad()
     def prepare(self, progress: Progress, stop: Callable[[], None], fresh: bool) -> None:
         """Make or read the clusters and, if they are cached, the labels; `stop` is called often, and may raise.
@@ -123,6 +131,8 @@ class Distillation:
         if not path.exists():
             source = self.start.clusters
             clusters = self.find_clusters(embed, progress, stop) if source is None else Clusters.load(source)
+            if self.teacher.device.type == "cuda":
+                torch.cuda.empty_cache()  # of what was clustered
             self.check(clusters, source or path)
             clusters.save(path)
         clusters = Clusters.load(path)
@@ -138,8 +148,8 @@ class Distillation:
         if start.shared is None:
             return self.make_clusters(embed, progress, stop)
         name = name_of(
-            self.shared_facts(), start.kmeans.model_dump(exclude={"memory_gb", "seed"}), self.seed, config.model.states,
-            config.batches.batch_size, None if self.block_of_word is None else self.block_of_word.tolist(),
+            self.shared_facts, start.kmeans.model_dump(exclude={"memory_gb", "seed"}), self.seed, config.model.states,
+            self.rows, None if self.block_of_word is None else self.block_of_word.tolist(),
         )
         path = start.shared / f"clusters-{name}.safetensors"
         with only_one(path.with_suffix(".lock"), stop):
@@ -150,6 +160,7 @@ class Distillation:
             clusters.save(path)
             return clusters
 
+    @cached_property
     def shared_facts(self) -> list[object]:
         """Everything on which the embedding of a chunk depends."""
         start, seed = self.start, self.config.train.seed if self.start.random_teacher else None
@@ -163,14 +174,17 @@ class Distillation:
         """Where runs share labels, if they do: of chunks, which every run shows the teacher alike."""
         if self.start.shared is None or self.config.batches.kind != "chunks":
             return None
-        path = self.start.shared / f"labels-{name_of(self.shared_facts(), cluster_facts(clusters))}.bin"
+        path = self.start.shared / f"labels-{name_of(self.shared_facts, cluster_facts(clusters))}.bin"
         return LabelStore(path, len(self.data.tokens["train"]), self.config.model.states)
 
     def make_clusters(self, embed: Embed, progress: Progress, stop: Callable[[], None]) -> Clusters:
         """k-means over the embeddings of chunks drawn at random from the training text."""
         kmeans, states = self.start.kmeans, self.config.model.states
         used = min(kmeans.tokens, len(self.data.tokens["train"]))
-        pieces = EmbeddedText(partial(self.texts, used), embed, self.block_of_word, int(kmeans.memory_gb * 1e9))
+        hold = int(kmeans.memory_gb * 1e9)
+        if self.teacher is not None and self.teacher.device.type == "cuda":  # others may be on it, now or soon
+            hold = min(hold, int(0.6 * torch.cuda.mem_get_info(self.teacher.device)[0]))
+        pieces = EmbeddedText(partial(self.texts, used), embed, self.block_of_word, hold)
         progress.note(f"clustering the teacher's embeddings of {used:,} tokens into {states:,} states")
         with progress.phase("embedding and clustering", used * (kmeans.passes + 1)) as phase:
 
@@ -198,9 +212,8 @@ class Distillation:
         """Chunks of the training text in a random order, `limit` tokens in all: places and tokens [B,T]."""
         batches, files = self.config.batches, (self.places, self.data.tokens["train"])
         both = (
-            ChunkBatches(
-                file, batches.batch_size, batches.length, shuffle=True, drop_last=False, seed=self.seed
-            ).epoch(0) for file in files
+            ChunkBatches(file, self.rows, batches.length, shuffle=True, drop_last=False, seed=self.seed).epoch(0)
+            for file in files
         )  # fmt: skip
         for where, batch in zip(*both, strict=True):
             known = batch.tokens >= 0
@@ -249,7 +262,7 @@ class Distillation:
                 phase.advance(int((text >= 0).sum()))
                 return label(text)
 
-            return write_labels(path, tokens, counted, self.config.model.states, batches.batch_size, batches.length)
+            return write_labels(path, tokens, counted, self.config.model.states, self.rows, batches.length)
 
     def labels(self, batch: Batch, epoch: int, index: int) -> Tensor:
         """States [B,T] for a batch on the CPU, number `index` of its epoch."""
@@ -270,10 +283,13 @@ class Distillation:
         if self.store is None:
             return self.label(tokens)
         found = self.store.read(places)
-        unknown = ((found < 0) & (tokens >= 0)).any(1)
-        if bool(unknown.any()):
-            found[unknown] = self.label(tokens[unknown])
-            self.store.write(places[unknown], found[unknown])
+        if bool(((found < 0) & (tokens >= 0)).any()):
+            with only_one(self.store.lock, lambda: None):  # whoever comes second reads what the first has asked for
+                found = self.store.read(places)
+                unknown = ((found < 0) & (tokens >= 0)).any(1)
+                if bool(unknown.any()):
+                    found[unknown] = self.label(tokens[unknown])
+                    self.store.write(places[unknown], found[unknown])
         return found
 
     def set_embeddings(self) -> None:
@@ -289,7 +305,7 @@ class Distillation:
 
     def assign_counts(self, progress: Progress, stop: Callable[[], None]) -> None:
         """The closed-form start: the maximum of P(O, S) over some of the training text, that clustered by default."""
-        tokens = self.start.tokens or self.start.kmeans.tokens
+        tokens = min(self.start.tokens or self.start.kmeans.tokens, len(self.data.tokens["train"]))
 
         def labelled() -> Iterator[tuple[Tensor, Tensor]]:
             with progress.phase("counting", tokens) as phase:
@@ -299,7 +315,9 @@ class Distillation:
                     stop()
 
         model = self.parameterization
-        hmm = hmm_from_labels(labelled(), model.states, model.vocab_size, self.start.pseudocount)
+        batches, eos = self.config.batches, self.data.tokenizer.eos_id
+        restarts = eos if batches.kind == "stream" and batches.reset_at_eos else None
+        hmm = hmm_from_labels(labelled(), model.states, model.vocab_size, self.start.pseudocount, restarts)
         model.assign(hmm)
 
 

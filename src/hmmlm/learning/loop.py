@@ -157,7 +157,7 @@ class Trainer:
         if self.distillation is not None and self.distilling:
             labels = self.distillation.labels(batch, position.epoch, position.index).to(self.fabric.device)
         else:
-            self.distillation = None  # and with it the teacher's memory
+            self.let_go()
         batch = to_device(batch, self.fabric.device)
         result = self.updater.step(batch, carried(batch, self.final), tokens, step, labels)
         self.final, self.joint = result.final, labels is not None
@@ -167,6 +167,13 @@ class Trainer:
         self.rate = self.updater.peak * step.factor
         position.step, position.index, position.tokens = position.step + 1, position.index + 1, position.tokens + tokens
         self.phase.advance(tokens)
+
+    def let_go(self) -> None:
+        """Of the teacher, and with it of its memory."""
+        if self.distillation is not None:
+            self.distillation = None
+            if self.fabric.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def freeze(self) -> None:
         """What a teacher set is not learnt for the first tokens, if so configured."""

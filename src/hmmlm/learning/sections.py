@@ -293,9 +293,11 @@ class RunConfig(Section):
                 f"initialization.network = {start.network!r} needs model.parameterization = 'transformer', "
                 "model.mono = true and model.split = false"
             )
-        if (start.centroids or start.head) and model.parameterization not in ("linear", "mlp", "transformer"):
+        dense = model.parameterization in ("linear", "mlp", "transformer") and model.structure == "none"
+        if (start.centroids or start.head) and not dense:
             raise ValueError(
-                "initialization.centroids and .head need model.parameterization = 'linear', 'mlp' or 'transformer'"
+                "initialization.centroids and .head need model.parameterization = 'linear', 'mlp' or 'transformer' and "
+                "model.structure = 'none'"
             )
         if start.head and not model.factor_emission:
             raise ValueError("initialization.head needs model.factor_emission = true")
