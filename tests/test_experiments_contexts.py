@@ -12,7 +12,7 @@ from rich.console import Console
 from hmmlm.cli.main import main
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizer import WordTokenizer
-from hmmlm.experiments.contexts import contexts_table, state_places
+from hmmlm.experiments.contexts import contexts_table, state_places, text_share
 from hmmlm.experiments.explain import explain_states
 from hmmlm.hmm import HMM
 from hmmlm.learning.trainer import train
@@ -60,3 +60,33 @@ def test_inspect_shows_contexts_of_a_run_and_refuses_without_one(
     (tmp_path / "run" / "best").resolve().rename(tmp_path / "alone")
     assert main(["inspect", str(tmp_path / "alone"), "--contexts"]) == 2
     assert "--contexts needs the text of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_the_text_is_read_with_the_restarts_of_evaluation(restarts: bool) -> None:
+    """State 0 is the first of a chain and no other: of every line, or of the text."""
+    hmm = HMM.from_probs([1, 0, 0], [[0, 1, 0], [0, 1, 0], [0, 0, 1]], torch.full((3, 5), 0.2))
+    lm = LanguageModel(hmm, WordTokenizer(WORDS), {"batches": {"kind": "stream", "eval_reset_at_eos": restarts}})
+    ids = [2, 3, 4, 2, 1, 3, 1, 2, 4, 4, 3, 3, 2, 1] * 40  # lines of 5, 2 and 7 tokens, more than one piece
+    text = TokenFile.from_arrays(ids, None, 5)
+    firsts = [i for i in range(len(ids)) if i == 0 or (restarts and ids[i - 1] == 1)]
+    share = text_share(lm, text)
+    assert share is not None
+    want = [len(firsts) / len(ids), 1 - len(firsts) / len(ids), 0]
+    torch.testing.assert_close(share, torch.tensor(want, dtype=torch.float64), atol=1e-6, rtol=0)
+    found = state_places(lm, text, 4)[0]
+    assert len(found) == (4 if restarts else 1)
+    for tokens, at in found:
+        assert at == 0 or tokens[at - 1] == 1
+    console = Console(width=80, record=True)
+    console.print(contexts_table(lm, explain_states(lm), 3, text))
+    assert "no place in the 560 tokens read: 2" in console.export_text()
+
+
+def test_an_impossible_text_has_no_share_and_no_places() -> None:
+    lm = LanguageModel(HMM.from_probs([1.0], [[1.0]], [[0.5, 0.5, 0, 0, 0]]), WordTokenizer(WORDS))
+    text = TokenFile.from_arrays([0, 2, 1] * 100, None, 5)
+    assert text_share(lm, text) is None
+    assert state_places(lm, text, 3) == {}
+    half = TokenFile.from_arrays([0] * 400 + [2] * 30, None, 5)  # the last two pieces are impossible
+    assert text_share(lm, half) is not None

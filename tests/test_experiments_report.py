@@ -17,7 +17,7 @@ from hmmlm.experiments.demo import SENTENCE, demo
 from hmmlm.experiments.explain import explain_states, explain_text, similar_order, stationary
 from hmmlm.experiments.report import write_report
 from hmmlm.experiments.results import Results, gather, typical_sentence, unknown_share
-from hmmlm.experiments.tables import path_table, states_table
+from hmmlm.experiments.tables import path_table, state_followers, states_table
 from hmmlm.hmm import HMM
 from hmmlm.learning.config import config_from_dict, load_recipe, recipe_names
 from hmmlm.learning.progress import Progress
@@ -207,3 +207,45 @@ def test_every_recipe_is_valid_and_says_why(name: str) -> None:
 
 def test_the_recipes_the_commands_rely_on_are_there() -> None:
     assert {"default", "demo"} <= set(recipe_names())
+
+
+def test_stationary_distribution_of_a_chain_that_hardly_moves_and_of_one_that_is_torn() -> None:
+    slow = torch.tensor([[1 - 1e-7, 1e-7], [3e-7, 1 - 3e-7]], dtype=torch.float64)
+    start = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    want = torch.tensor([0.75, 0.25], dtype=torch.float64)
+    torch.testing.assert_close(stationary(start, slow), want, atol=1e-6, rtol=0)
+    excess = (slow * (1 + 1e-7)).float()  # rows sum to one only as far as float32 goes
+    assert float(stationary(start.float(), excess).sum()) == pytest.approx(1)
+    # two parts that never meet: the start decides
+    torn = torch.block_diag(torch.eye(2).roll(1, 0), torch.full((2, 2), 0.5)).double()
+    mass = stationary(torch.tensor([0.6, 0, 0.4, 0], dtype=torch.float64), torn)
+    torch.testing.assert_close(mass, torch.tensor([0.3, 0.3, 0.2, 0.2], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_lines_are_explained_as_perplexity_reads_them(restarts: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logs = ((2 * torch.randn(s, generator=generator)).double().log_softmax(-1) for s in ((3,), (3, 3), (3, 6)))
+    config = {"batches": {"kind": "stream", "eval_reset_at_eos": restarts}}
+    lm = LanguageModel(HMM(*logs), WordTokenizer(WORDS), config)
+    text = "the cat runs\nthe dog\ncat"
+    path = explain_text(lm, text)
+    assert path.tokens == lm.encode(text)
+    assert math.exp(-path.log_prob / len(path.tokens)) == pytest.approx(lm.perplexity([text]))
+    parts = [explain_text(lm, line) for line in text.split("\n")]
+    apart = torch.cat([part.posterior for part in parts])
+    assert torch.allclose(path.posterior, apart) == restarts
+    if restarts:
+        assert path.states == [state for part in parts for state in part.states]
+    out = StringIO()
+    Console(file=out, width=100).print(path_table(lm, explain_states(lm), text))
+    assert f"perplexity {lm.perplexity([text]):,.1f}" in out.getvalue()
+    with pytest.raises(InputError, match="at least one word"):
+        explain_text(lm, "\n\n")
+
+
+def test_what_is_not_certain_is_not_shown_as_100_percent() -> None:
+    hmm = HMM.from_probs([1, 0], [[0.007, 0.993], [0.0, 1.0]], torch.full((2, 2), 0.5))
+    states = explain_states(LanguageModel(hmm, WordTokenizer(WORDS[:2])))
+    assert state_followers(states, 0, WordTokenizer(WORDS[:2]), 1).endswith(" 99.3%")
+    assert "100" in state_followers(states, 1, WordTokenizer(WORDS[:2]), 1)

@@ -69,10 +69,11 @@ class LanguageModel:
         return [token for line in _lines(text) for token in (*self.tokenizer.encode(line), self._eos)]
 
     def sequences(self, tokens: Sequence[int]) -> list[list[int]]:
-        """The tokens of whole lines as they are read: one sequence, or one a line where the chain restarts."""
+        """The tokens of a text as they are read: one sequence, or one a line where the chain restarts."""
         if not self.restarts:
             return [list(tokens)]
-        return [[*line, self._eos] for line in split_at(tokens, self._eos)[:-1]]
+        *lines, rest = split_at(tokens, self._eos)
+        return [[*line, self._eos] for line in lines] + ([rest] if rest else [])
 
     @torch.no_grad()
     def score(self, texts: Sequence[str]) -> Tensor:
@@ -141,11 +142,11 @@ class LanguageModel:
 
     @torch.no_grad()
     def infill(self, text: str, top: int = 5) -> list[list[tuple[str, float]]]:
-        """For every blank `___` of a text the `top` likeliest words (fewer if no more are possible), with probabilities.
+        """For every blank `___` of a text the `top` likeliest words (fewer if no more are possible) and how likely.
 
         `lm.infill("The ___ returns a list.")[0]` may begin with ("function", 0.31). Exact: given all that stands before
-        and after, the end of the line included, where the words in the other blanks are unknown too. A blank is one
-        token (part of a word, if the tokenizer has such), and is never `<eos>`.
+        and after, the end of the line included; what stands in the other blanks is summed over. A blank is one token
+        (part of a word, if the tokenizer has such), and never `<eos>`.
         """
         if not isinstance(text, str):
             raise InputError(f"the text is a {type(text).__name__}, not a string")

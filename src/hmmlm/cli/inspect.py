@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hmmlm.cli.parse import ModelPath, parse
 from hmmlm.errors import InputError
 
-DESCRIPTION = """The states of a model: the share of all tokens each emits, its most telling
-words (by what they add to the mutual information of state and word), and the
-states it most often goes on to. With --contexts also places in the validation
-text of its run where it sees them; with --text the most likely state of every
-word of a sentence, and how sure the model is of it.
+DESCRIPTION = """The states of a model: the share of the tokens that each emits in the long run,
+where the model writes the text; its share of the validation text (of up to
+10,000 tokens), if that is in the run's folder; its most telling words (by what
+they add to the mutual information of state and word); and the states it most
+often goes on to. With --contexts also places in the validation text where the
+model sees them; with --text the most likely state of every word of a text, and
+how sure the model is of it.
 
 examples:
   hmmlm inspect runs/mine
@@ -23,7 +25,7 @@ examples:
 class Arguments:
     model: ModelPath
     states: int = 20
-    """How many states are shown, the most used first."""
+    """How many states are shown, the most used first (in the validation text, or in the long run)."""
     words: int = 8
     """Words a state."""
     contexts: bool = False
@@ -42,24 +44,33 @@ def run(argv: list[str]) -> int:
 
     from hmmlm.cli.models import run_folder
     from hmmlm.data.tokenfile import TokenFile
-    from hmmlm.experiments.contexts import contexts_table
+    from hmmlm.experiments.contexts import contexts_table, text_share
     from hmmlm.experiments.explain import explain_states
     from hmmlm.experiments.tables import path_table, states_table
     from hmmlm.lm import load
 
-    folder = run_folder(arguments.model) if arguments.contexts else None
+    folder = run_folder(arguments.model)
     if arguments.contexts and folder is None:
         raise InputError(f"--contexts needs the text of a run, and {arguments.model} is not in one: leave it out")
     lm = load(arguments.model)
     states = explain_states(lm, arguments.words)
+    # Everything that can fail before anything is printed.
+    tables = [] if arguments.text is None else [path_table(lm, states, arguments.text)]
+    text = None
+    try:
+        text = None if folder is None else TokenFile.open(folder / "data" / "valid", lm.tokenizer.fingerprint())
+    except InputError:  # of another model, or damaged: only those who ask for it need to know
+        if arguments.contexts:
+            raise
+    share = None if text is None else text_share(lm, text)
+    if share is not None:
+        states = replace(states, order=share.argsort(descending=True))
+    if text is not None and arguments.contexts:
+        tables.insert(0, contexts_table(lm, states, arguments.states, text))
     console = Console()
     console.print(f"{lm.hmm.states:,} states, {lm.hmm.vocab_size:,} tokens, {lm.hmm.dtype}".replace("torch.", ""))
-    console.print(states_table(lm, states, arguments.states))
-    if folder is not None:
+    console.print(states_table(lm, states, arguments.states, share))
+    for table in tables:
         console.print()
-        text = TokenFile.open(folder / "data" / "valid", lm.tokenizer.fingerprint())
-        console.print(contexts_table(lm, states, arguments.states, text))
-    if arguments.text is not None:
-        console.print()
-        console.print(path_table(lm, states, arguments.text))
+        console.print(table)
     return 0

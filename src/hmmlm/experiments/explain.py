@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hmmlm.errors import InputError
 from hmmlm.hmm import BlockedHMM
-from hmmlm.lm import LanguageModel
+from hmmlm.lm import LanguageModel, padded
 
 LARGEST = 8_192  # states: the matrices are made dense, in float64
 
@@ -19,19 +19,19 @@ class States:
     """What is known of all states of a model."""
 
     transition: Tensor  # [Z,Z] float64, probability of the next token's state, restarts after <eos> included
-    mass: Tensor  # [Z] stationary: the share of all tokens that come from each state
+    mass: Tensor  # [Z] stationary: each state's share of the tokens in the long run, where the model writes the text
     words: Tensor  # [Z,K] token ids, the most telling first; −1 after the last that tells anything
-    order: Tensor  # [Z] states, the most used first
+    order: Tensor  # [Z] states, those of the largest mass first
 
 
 @dataclass(frozen=True)
 class Path:
-    """A sentence as the model reads it."""
+    """A text as the model reads it."""
 
     tokens: list[int]  # [T]
     states: list[int]  # [T] Viterbi
-    posterior: Tensor  # [T,Z] p(state | sentence)
-    log_prob: float  # of the sentence, natural log
+    posterior: Tensor  # [T,Z] p(state | text)
+    log_prob: float  # of the text, natural log
 
 
 @torch.no_grad()
@@ -59,15 +59,21 @@ def explain_states(lm: LanguageModel, words: int = 10) -> States:
 
 
 def stationary(start: Tensor, transition: Tensor) -> Tensor:
-    """The distribution over states that the transition matrix leaves as it is, [Z].
+    """The distribution over states that the transition matrix leaves as it is, [Z] float64.
 
-    Power iteration on (A + 1)/2, which has the same one and does not swing if A is periodic; where there are several,
-    the one reached from the start distribution."""
-    mass = start
-    for _ in range(10_000):
-        following = (mass + mass @ transition) / 2
-        done = bool((following - mass).abs().sum() < 1e-12)
-        mass = following / following.sum()
+    x ← x · ε (1 − (1 − ε) A)⁻¹ is where a walk from x is after a random number of steps, 1/ε in the mean: no period
+    matters, and where A leaves several distributions as they are, the one that start leads to is found. A few such
+    leaps of a million steps are enough, unless a chain takes 10⁸ steps and more to forget where it began: then this is
+    its distribution after about so many."""
+    start, transition = start.double(), transition.double()
+    transition = transition / transition.sum(1, keepdim=True)  # an excess of 10⁻⁷ a step would not vanish
+    leap = torch.linalg.lu_factor(torch.eye(len(start), dtype=start.dtype) - (1 - 1e-6) * transition.T)
+    mass = start / start.sum()
+    for _ in range(100):
+        following = torch.linalg.lu_solve(*leap, mass[:, None])[:, 0].clamp_min(0)
+        following = following / following.sum()
+        done = bool((following - mass).abs().sum() < 1e-9)
+        mass = following
         if done:
             break
     return mass
@@ -75,13 +81,16 @@ def stationary(start: Tensor, transition: Tensor) -> Tensor:
 
 @torch.no_grad()
 def explain_text(lm: LanguageModel, text: str) -> Path:
-    """Viterbi states and posteriors of one line, `<eos>` included."""
+    """Viterbi states and posteriors of a text, every `<eos>` included; read as `lm.perplexity` reads it."""
     tokens = lm.encode(text)
-    if len(tokens) < 2:
+    if set(tokens) == {lm.tokenizer.eos_id}:
         raise InputError("a text to explain needs at least one word")
-    states, _ = lm.hmm.viterbi([tokens])
-    log_prob = float(lm.hmm.log_likelihood([tokens])[0])
-    return Path(tokens, states[0].tolist(), lm.hmm.posterior([tokens])[0].cpu(), log_prob)
+    sequences = lm.sequences(tokens)
+    batch = padded(sequences)
+    paths, posteriors = lm.hmm.viterbi(*batch)[0].tolist(), lm.hmm.posterior(*batch).cpu()
+    states = [state for path, sequence in zip(paths, sequences, strict=True) for state in path[: len(sequence)]]
+    posterior = torch.cat([p[: len(sequence)] for p, sequence in zip(posteriors, sequences, strict=True)])
+    return Path(tokens, states, posterior, float(lm.hmm.log_likelihood(*batch).double().sum()))
 
 
 def similar_order(states: States, chosen: Tensor) -> Tensor:

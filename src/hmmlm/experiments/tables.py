@@ -6,6 +6,7 @@ import math
 
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from hmmlm.data.tokenizer import Tokenizer
 from hmmlm.experiments.explain import States, explain_text
@@ -26,13 +27,21 @@ def state_followers(states: States, state: int, tokenizer: Tokenizer, count: int
     """The states that most often follow one, with their probabilities."""
     top = states.transition[state].topk(min(count, len(states.mass)))
     pairs = zip(top.values.tolist(), top.indices.tolist(), strict=True)
-    return ", ".join(f"{state_label(states, other, tokenizer)} {p:.0%}" for p, other in pairs)
+    return ", ".join(f"{state_label(states, other, tokenizer)} {_percent(p)}" for p, other in pairs)
 
 
-def states_table(lm: LanguageModel, states: States, count: int) -> Table:
-    """The `count` most used states."""
+def _percent(p: float) -> str:
+    """Whole per cents, but 100% only from 99.95% on."""
+    return f"{p:.1%}" if 0.985 <= p < 0.9995 else f"{p:.0%}"
+
+
+def states_table(lm: LanguageModel, states: States, count: int, in_text: Tensor | None = None) -> Table:
+    """The first `count` states; their shares are those of the model's own text, and, where it is given, `in_text`."""
+    shares = {"long-run\nshare": states.mass}
+    if in_text is not None:
+        shares["share of\nvalid"] = in_text
     table = Table(box=None, pad_edge=False)
-    for name in ("state", "share"):
+    for name in ("state", *shares):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("most telling words", ratio=3)
     table.add_column("goes on to", ratio=2)
@@ -40,7 +49,7 @@ def states_table(lm: LanguageModel, states: States, count: int) -> Table:
         words = state_words(states, state, lm.tokenizer)
         followers = state_followers(states, state, lm.tokenizer)
         # Text, not markup: a word may well be "[/b]".
-        table.add_row(str(state), f"{float(states.mass[state]):.1%}", Text(words), Text(followers))
+        table.add_row(str(state), *(f"{float(p[state]):.1%}" for p in shares.values()), Text(words), Text(followers))
     return table
 
 
