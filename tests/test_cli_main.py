@@ -383,3 +383,36 @@ def test_help_does_not_wait_for_torch() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_inspect_says_whose_share_it_shows_and_checks_the_sentence_first(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["inspect", str(trained)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "long-run" in lines[1] and "share of" in lines[1]
+    shares = [float(line.split()[2].rstrip("%")) for line in lines if re.match(r" *\d+ +[\d.]+% +[\d.]+% ", line)]
+    assert len(shares) == 4 and sum(shares) == pytest.approx(100, abs=0.3)
+    assert shares == sorted(shares, reverse=True)
+    load(trained).save(tmp_path / "alone")
+    assert main(["inspect", str(tmp_path / "alone")]) == 0
+    assert "share of" not in capsys.readouterr().out
+    for text in ("", " "):
+        assert main(["inspect", str(trained), "--text", text]) == 2
+        told = capsys.readouterr()
+        assert told.out == "" and "at least one word" in told.err
+
+
+def test_infill_and_samples_without_unknown_words(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["infill", str(trained), "the ___ sees the ___ .", "--top", "2"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    want = [blank[:2] for blank in load(trained).infill("the ___ sees the ___ .")]
+    assert [row[-2:] for row in rows] == [[word, f"{p:.4f}"] for blank in want for word, p in blank]
+    assert [row[0] for row in rows if len(row) == 3] == ["1", "2"]
+    assert "no blank" in failure(capsys, "infill", str(trained), "the cat")
+    assert "top must be 1 or more" in failure(capsys, "infill", str(trained), "___", "--top", "0")
+    options = ["--num", "1", "--seed", "3", "--no-unknown"]
+    assert main(["sample", str(trained), *options]) == 0
+    assert capsys.readouterr().out == load(trained).generate(seed=3, unknown=False) + "\n"

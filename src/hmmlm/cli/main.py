@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train a model on a text of your own or a known corpus; --resume goes on with a run",
     "eval": "perplexity of a model",
     "sample": "text from a model",
+    "infill": "the words that fit into the blanks of a text",
     "inspect": "the states of a model: their words, what follows them, the states of a sentence",
     "teacher": "train a transformer on the same text, to start a model from",
     "data": "prepare token files; get PTB or WikiText-2",
@@ -29,6 +30,7 @@ Hidden Markov language models, exact and large.
   hmmlm train --resume runs/mine
   hmmlm eval runs/mine
   hmmlm sample runs/mine --num 5 --prompt "The"
+  hmmlm infill runs/mine "The ___ returns a list."
   hmmlm inspect runs/mine --text "The function returns a list."
 """
 INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for a process that these signals ended

@@ -11,7 +11,8 @@ DESCRIPTION = """Exact samples from a model, each until <eos>. The same seed giv
 
 examples:
   hmmlm sample runs/mine
-  hmmlm sample runs/mine --num 3 --prompt "The function" --temperature 0.7"""
+  hmmlm sample runs/mine --num 3 --prompt "The function" --temperature 0.7
+  hmmlm sample runs/mine --no-unknown"""
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Arguments:
     """Only among the k likeliest words."""
     seed: int | None = None
     """Sample i uses seed + i; None: other samples every time."""
+    unknown: bool = True
+    """Whether <unk> may be drawn; --no-unknown draws every word given that it is a known one."""
 
 
 def run(argv: list[str]) -> int:
@@ -48,6 +51,7 @@ def run(argv: list[str]) -> int:
             temperature=arguments.temperature,
             top_k=arguments.top_k,
             seed=None if arguments.seed is None else arguments.seed + i,
+            unknown=arguments.unknown,
         )
         print(text)
     return 0
