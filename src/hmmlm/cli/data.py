@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +10,8 @@ import tyro
 
 from hmmlm.cli.parse import parse
 from hmmlm.learning.config import TokenizerConfig
+from hmmlm.learning.config_checks import check_data
+from hmmlm.learning.folders import refuse_used, removed_on_failure
 
 DESCRIPTION = """Make the token files of a corpus (train, valid, test) and its tokenizer.
 
@@ -20,7 +22,8 @@ examples:
   hmmlm data ptb --out data/ptb --tokenizer.split whitespace
   hmmlm data wikitext-2 --data-folder ~/corpora --out data/wikitext-2
   hmmlm data my.txt --out data/mine --tokenizer.kind bpe
-  hmmlm data ptb --out data/ptb --tokenizer.split whitespace --clusters 128"""
+  hmmlm data ptb --out data/ptb-128 --tokenizer.split whitespace --clusters 128"""
+MADE = ("tokenizer", "data", "clusters.paths")
 
 
 @dataclass(frozen=True)
@@ -28,18 +31,21 @@ class Arguments:
     corpus: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME_OR_FILE")]
     """embedded, ptb, wikitext-2, a text file, or a folder with train, valid and test files (texts or token files)."""
     out: Path
-    """Folder for the token files (data/) and the tokenizer (tokenizer/)."""
+    """New folder for the token files (data/) and the tokenizer (tokenizer/)."""
     data_folder: Path | None = None
     """Where corpora given by name lie, or are downloaded to."""
     clusters: int = 0
     """Also cluster the words of the training text into so many Brown clusters, for --model.clusters; 0: none."""
     exchange_passes: int = 0
     """Passes of moving single words to better clusters afterwards."""
-    tokenizer: TokenizerConfig = TokenizerConfig()  # noqa: RUF009 (frozen)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
 
 def run(argv: list[str]) -> int:
     arguments = parse(Arguments, argv, "data", DESCRIPTION)
+    out = arguments.out
+    refuse_used(out)
+    check_data(arguments.corpus, arguments.tokenizer)  # before what follows, which takes seconds to import
 
     from rich.console import Console
     from rich.table import Table
@@ -51,12 +57,14 @@ def run(argv: list[str]) -> int:
     from hmmlm.structure.paths import write_paths
 
     config = RunConfig(data=arguments.corpus, data_folder=arguments.data_folder, tokenizer=arguments.tokenizer)
-    prepared = prepare(config, find_data(config), arguments.out, terminal_progress())
-    if arguments.clusters:
-        words = [prepared.tokenizer.token(i) for i in range(prepared.tokenizer.vocab_size)]
-        clustering = cluster_words(prepared.tokens["train"], arguments.clusters, arguments.exchange_passes)
-        write_paths(arguments.out / "clusters.paths", clustering, words)
-        print(f"{len(clustering.paths)} clusters: {arguments.out / 'clusters.paths'}")
+    source = find_data(config)
+    with removed_on_failure(out, MADE, made=not out.exists()):
+        prepared = prepare(config, source, out, terminal_progress())
+        if arguments.clusters:
+            words = [prepared.tokenizer.token(i) for i in range(prepared.tokenizer.vocab_size)]
+            clustering = cluster_words(prepared.tokens["train"], arguments.clusters, arguments.exchange_passes)
+            write_paths(out / "clusters.paths", clustering, words)
+            print(f"{len(clustering.paths)} clusters: {out / 'clusters.paths'}")
     table = Table("split", "tokens", "documents", "unknown words", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -65,5 +73,5 @@ def run(argv: list[str]) -> int:
         table.add_row(split, f"{len(tokens):,}", f"{len(tokens.documents) - 1:,}", f"{unknown:.2%}")
     console = Console()
     console.print(table)
-    console.print(f"vocabulary {prepared.tokenizer.vocab_size:,}; written to {arguments.out}", soft_wrap=True)
+    console.print(f"vocabulary {prepared.tokenizer.vocab_size:,}; written to {out}", soft_wrap=True)
     return 0

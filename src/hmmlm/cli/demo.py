@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +30,11 @@ def run(argv: list[str]) -> int:
     from hmmlm.cli.main import INTERRUPTED
     from hmmlm.experiments.demo import demo
     from hmmlm.learning.config import load_recipe
+    from hmmlm.learning.folders import new_folder
     from hmmlm.learning.progress import terminal_progress
 
-    out = arguments.out or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    result = demo(load_recipe("demo"), out, terminal_progress(), Console())
+    with new_folder(arguments.out, "runs", "demo") as out:
+        result = demo(load_recipe("demo"), out, terminal_progress(), Console())
     if not result.finished:
         print(result.message)
         return INTERRUPTED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,9 @@ import tyro
 
 from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
-from hmmlm.learning.teacher import TeacherConfig, saved_teacher_config, train_teacher
+from hmmlm.learning.config_checks import check_data
+from hmmlm.learning.config_teacher import TeacherConfig, saved_teacher_config
+from hmmlm.learning.folders import new_folder, refuse_used
 
 DESCRIPTION = """Train a small decoder-only transformer on a corpus: a teacher, from whose
 contextual embeddings a hidden Markov model can be initialised.
@@ -48,28 +49,37 @@ def run(argv: list[str]) -> int:
         raise InputError("--resume has the folder of its run: leave out --out")
     if arguments.convert is not None:
         return _convert(arguments.convert, arguments.out)
-    out = resume or arguments.out or _new_folder(arguments.run.data)
+    if resume is not None:
+        return _train(arguments.run, resume, resume=True)
+    check_data(arguments.run.data, arguments.run.tokenizer)  # also in training, but that takes seconds to import
+    with new_folder(arguments.out, "teachers", Path(arguments.run.data).stem) as out:
+        return _train(arguments.run, out, resume=False)
 
+
+def _train(config: TeacherConfig, out: Path, resume: bool) -> int:
     from hmmlm.cli.main import INTERRUPTED
-    from hmmlm.learning.progress import terminal_progress
+    from hmmlm.learning.progress import perplexity_text, terminal_progress
+    from hmmlm.learning.teacher import train_teacher
 
-    print(f"run folder: {out}", flush=True)
-    result = train_teacher(arguments.run, out, resume=resume is not None, progress=terminal_progress())
+    result = train_teacher(config, out, resume=resume, progress=terminal_progress())
     if not result.finished:
         print(f"stopped at step {result.steps:,}, saved; continue with: hmmlm teacher --resume {out}")
         return INTERRUPTED
-    print(f"valid perplexity {result.best_perplexity:,.1f} after {result.steps:,} steps, {result.seconds:,.0f} s")
+    best = perplexity_text(result.best_perplexity)
+    print(f"valid perplexity {best} after {result.steps:,} steps, {result.seconds:,.0f} s")
     print(f"the teacher is in {out / 'best'}")
     return 0
 
 
 def _convert(source: Path, out: Path | None) -> int:
+    if out is None:
+        raise InputError("--convert needs a folder to write to: give --out")
+    refuse_used(out)
+
     from hmmlm.initialization.decoder import DecoderTeacher
     from hmmlm.initialization.llama import Llama, save_llama
     from hmmlm.initialization.teacher import open_teacher
 
-    if out is None:
-        raise InputError("--convert needs a folder to write to: give --out")
     teacher = open_teacher(str(source), device="cpu")
     if not isinstance(teacher, DecoderTeacher) or not isinstance(teacher.model, Llama):
         raise InputError(f"{source} is no Llama, which is all that --convert writes: use it as it is")
@@ -87,7 +97,3 @@ def _resumed(argv: list[str]) -> Path | None:
                 raise InputError("--resume needs a value; see hmmlm teacher --help")
             return Path(value if equals else argv[i + 1])
     return None
-
-
-def _new_folder(data: str) -> Path:
-    return Path("teachers") / f"{Path(data).stem}-{time.strftime('%Y%m%d-%H%M%S')}"

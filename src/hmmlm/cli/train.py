@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +13,8 @@ import tyro
 from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
 from hmmlm.learning.config import RunConfig, load_recipe, recipe_names
+from hmmlm.learning.config_checks import check_files, unused
+from hmmlm.learning.folders import new_folder, saved_config
 
 DESCRIPTION = """Train a hidden Markov language model and write its report.
 
@@ -55,13 +57,15 @@ def run(argv: list[str]) -> int:
         raise InputError("give --recipe or --config, not both")
     start = load_recipe(_toml(given["config"])) if "config" in given else load_recipe(given.get("recipe", "default"))
     arguments = _parse(argv, start)
-    out = arguments.out or _new_folder(given, arguments.run.data)
-    return _train(arguments.run, out, resume=False)
+    check_files(arguments.run)  # also in training, but that takes seconds to import
+    for line in unused(arguments.run, _settings(argv)):
+        print(f"hmmlm: warning: {line}", file=sys.stderr)
+    name = given.get("recipe") or Path(given.get("config") or arguments.run.data).stem
+    with new_folder(arguments.out, "runs", name) as out:
+        return _train(arguments.run, out, resume=False)
 
 
 def _resume(argv: list[str], folder: Path) -> int:
-    from hmmlm.learning.trainer import saved_config
-
     return _train(_parse(argv, saved_config(folder)).run, folder, resume=True)
 
 
@@ -71,7 +75,8 @@ SHORT = {"--init": "--initialization.kind", "--teacher": "--initialization.teach
 def _parse(argv: list[str], start: RunConfig) -> Arguments:
     for short, name in SHORT.items():
         argv = [name + given[len(short) :] if given.partition("=")[0] == short else given for given in argv]
-    recipes = textwrap.fill(f"Settings start from a recipe; there are: {', '.join(recipe_names())}.", 79)
+    names = ", ".join(recipe_names())
+    recipes = textwrap.fill(f"Settings start from a recipe; there are: {names}.", 79, break_on_hyphens=False)
     return parse(Arguments, argv, "train", DESCRIPTION.format(recipes=recipes), Arguments(run=start))
 
 
@@ -79,17 +84,16 @@ def _train(config: RunConfig, out: Path, resume: bool) -> int:
     from hmmlm.cli.main import INTERRUPTED
     from hmmlm.experiments.report import write_report
     from hmmlm.experiments.results import gather
-    from hmmlm.learning.progress import terminal_progress
+    from hmmlm.learning.progress import perplexity_text, terminal_progress
     from hmmlm.learning.trainer import train
 
-    print(f"run folder: {out}", flush=True)
     result = train(config, out, resume=resume, progress=terminal_progress())
     print(result.message)
     if not result.finished:
         return INTERRUPTED
     results = gather(out)
-    beside = ", ".join(f"{name} {scores['test']:,.1f}" for name, scores in results.baselines.items())
-    print(f"test perplexity {results.perplexity['test']:,.1f} ({beside})")
+    beside = ", ".join(f"{name} {perplexity_text(scores['test'])}" for name, scores in results.baselines.items())
+    print(f"test perplexity {perplexity_text(results.perplexity['test'])} ({beside})")
     print(f"report: {write_report(results)}")
     return 0
 
@@ -106,12 +110,13 @@ def _given(argv: list[str]) -> dict[str, str]:
     return found
 
 
+def _settings(argv: list[str]) -> list[str]:
+    """Settings that the command line gives, as the configuration names them: model.blocks, batches.shuffle."""
+    names = [argument.partition("=")[0][2:].replace("-", "_") for argument in argv if argument.startswith("--")]
+    return [name.replace(".no_", ".") for name in names if "." in name]
+
+
 def _toml(path: str) -> str:
     if not path.endswith(".toml"):
         raise InputError(f"--config {path}: a recipe is a file that ends in .toml")
     return path
-
-
-def _new_folder(given: dict[str, str], data: str) -> Path:
-    name = given.get("recipe") or Path(given.get("config") or data).stem
-    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from hmmlm.errors import InputError
 
@@ -22,11 +25,23 @@ def replacing(*paths: Path) -> Iterator[list[Path]]:
         for source, target in zip(temporary, paths, strict=True):
             os.replace(source, target)
     except OSError as error:
-        where = error.filename or paths[0]
-        raise InputError(f"cannot write {where}: {error.strerror or error}; what was there before is kept") from error
+        names = dict(zip(map(str, temporary), paths, strict=True))  # no user knows the temporary ones
+        where = names.get(str(error.filename), error.filename or paths[0])
+        raise InputError(
+            f"cannot write {where}: {error.strerror or error}; {_advice(error)} (what was there before is kept)"
+        ) from error
     finally:
         for source in temporary:
-            source.unlink(missing_ok=True)
+            with suppress(OSError):  # what was wrong above is wrong here, and said already
+                source.unlink()
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "make room"
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return "there is a file where a folder should be: choose another place"
+    return "choose a folder that can be written to, or make this one so"
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -36,11 +51,43 @@ def write_bytes(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def write_new(path: Path, content: bytes) -> bool:
+    """Write a file that is not there, whole or not at all; False if it is: of several processes, one writes it."""
+    own = path.with_name(f".{path.name}.{os.getpid()}.new")
+    write_bytes(own, content)
+    try:
+        os.link(own, path)  # unlike a rename, never over another file
+    except FileExistsError:
+        return False
+    except OSError:  # a disk without hard links
+        if path.exists():
+            return False
+        os.rename(own, path)
+    finally:
+        own.unlink(missing_ok=True)
+    return True
+
+
 def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or an InputError that names the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise InputError(f"{path} is truncated or not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{path} is not a JSON object")
+    return content
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hmmlm.data.files import read_json
 from hmmlm.errors import InputError
 
 FORMAT = "hmmlm checkpoint"
@@ -101,21 +102,6 @@ def read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             return {name: file.get_tensor(name) for name in file.keys()}, state  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
         raise InputError(f"{folder / TENSORS} is missing, truncated or not a safetensors file: {error}") from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an InputError that names the file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist") from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise InputError(f"{path} is truncated or not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{path} is not a JSON object")
-    return content
 
 
 def load_tensors(where: Path, given: Mapping[str, Tensor], prefix: str, into: Mapping[str, Tensor]) -> None:

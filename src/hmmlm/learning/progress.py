@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from rich.text import Text
 
 LINE_EVERY_S = 15.0
 """Seconds between two plain lines of one phase."""
+LARGEST = 1e7
+"""Perplexities from here on are written as powers of ten: no vocabulary is as large."""
 
 
 class Phase:
@@ -54,7 +57,7 @@ class LineProgress(Progress):
             yield phase
         finally:
             self.depth -= 1
-        if self.depth == 0:
+        if self.depth == 0 and (phase.total or phase.done):  # else it did not come to anything that is counted
             phase.line()
 
     def note(self, line: str) -> None:
@@ -109,7 +112,7 @@ class LiveProgress(Progress):
                 self.display.stop()
 
     def note(self, line: str) -> None:
-        self.display.console.print(line, markup=False, highlight=False)
+        self.display.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class _LivePhase(Phase):
@@ -130,6 +133,14 @@ class _RateColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
         return Text(f"{speed:,.0f} {task.fields['unit']}/s" if speed else "", style="progress.data.speed")
+
+
+def perplexity_text(perplexity: float, digits: int = 1) -> str:
+    """A perplexity to be read: 1,234.5, but 1.3e54 where more digits would say nothing."""
+    if not LARGEST <= perplexity < math.inf:
+        return f"{perplexity:,.{digits}f}"
+    mantissa, exponent = f"{perplexity:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
 
 
 def _clock(seconds: float) -> str:

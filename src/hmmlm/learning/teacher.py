@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError, model_validator
 from torch import Tensor
 
 from hmmlm.data.batches import Batch, ChunkBatches
@@ -22,57 +21,22 @@ from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
 from hmmlm.initialization.teacher import teacher_device
 from hmmlm.initialization.transformer_lm import TransformerLM, TransformerShape, save_teacher
-from hmmlm.learning.checkpoint import STATE, load_tensors, read_json, read_state, save_folder, write_state
-from hmmlm.learning.config import RunConfig, ScheduleConfig, Section, TokenizerConfig, TrainConfig
+from hmmlm.learning.checkpoint import STATE, load_tensors, read_state, save_folder, write_state
+from hmmlm.learning.config import RunConfig, TokenizerConfig
+from hmmlm.learning.config_checks import check_data
+from hmmlm.learning.config_teacher import TeacherConfig, TransformerConfig, saved_teacher_config
 from hmmlm.learning.evaluate import count_tokens, perplexity
+from hmmlm.learning.folders import CONFIG, new_run, refuse_shorter, refuse_used
 from hmmlm.learning.history import History
 from hmmlm.learning.interrupt import Stopped, StopRequest, stop_on_signals
-from hmmlm.learning.prepare import Prepared, find_data, prepare, reopen
-from hmmlm.learning.progress import Phase, Progress
+from hmmlm.learning.prepare import Prepared, find_data, is_prepared, prepare, reopen
+from hmmlm.learning.progress import Phase, Progress, perplexity_text
 from hmmlm.learning.schedule import rate_factor
+
+__all__ = ["TeacherConfig", "TeacherResult", "TransformerConfig", "saved_teacher_config", "train_teacher"]
 
 CHANGEABLE = frozenset({"data_folder", "train"})
 """Fields that may differ when a run is resumed (of `train`, all but the seed)."""
-
-
-class TransformerConfig(Section):
-    """The transformer."""
-
-    hidden: PositiveInt = 256
-    """Size of its embeddings."""
-    layers: PositiveInt = 4
-    """Blocks of attention and a perceptron."""
-    heads: PositiveInt = 4
-    """Attention heads of a block."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> TransformerConfig:
-        TransformerShape(vocab_size=1, context=1, **self.model_dump())  # says what does not go together
-        return self
-
-
-class TeacherConfig(Section):
-    """Everything the training of a teacher needs to be done again."""
-
-    data: str = "embedded"
-    """Corpus: a name (embedded, ptb, wikitext-2), a text file, a folder with train, valid and test files; or a folder
-    that `hmmlm data` or `hmmlm train` made, whose token files and tokenizer are used as they are."""
-    data_folder: Path | None = None
-    """Where named corpora lie; None: $HMMLM_DATA or the cache folder, where they are downloaded to if missing."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    model: TransformerConfig = TransformerConfig()
-    length: PositiveInt = 64
-    """Tokens of a chunk, each read after an <eos>: the most it can read at once as a teacher."""
-    batch_size: PositiveInt = 64
-    """Chunks side by side."""
-    rate: PositiveFloat = 1e-3
-    """Peak learning rate of AdamW."""
-    weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay, on matrices."""
-    clip: NonNegativeFloat = 1.0
-    """Largest norm of the whole gradient; 0 does not clip."""
-    schedule: ScheduleConfig = ScheduleConfig(kind="cosine", warmup_fraction=0.05)
-    train: TrainConfig = TrainConfig()
 
 
 class TeacherResult(NamedTuple):
@@ -95,37 +59,30 @@ def train_teacher(
 
     Ctrl-C or SIGTERM saves and returns a result that is not `finished`.
     """
-    out, progress = Path(out), progress or Progress()
+    out, folder, progress = Path(out), Path(config.data), progress or Progress()
     if config.schedule.kind == "plateau":
         raise InputError("schedule.kind = 'plateau' is not for teachers: use 'cosine' or 'constant'")
+    TransformerShape(vocab_size=1, context=1, **config.model.model_dump())  # says what does not go together
     if resume:
         _refuse_changes(saved_teacher_config(out), config, out)
-    has_checkpoint = (out / "last").exists()
-    if has_checkpoint and not resume:
-        raise InputError(f"{out} already holds a run: continue it with --resume {out}, or choose another folder")
-    data = _data(config, out, progress, has_checkpoint)
-    trainer = _Trainer(config, out, data, progress)
-    if has_checkpoint:
+    else:
+        refuse_used(out)
+    settings = (config.model_dump_json(indent=1) + "\n").encode()
+    if (out / "last").exists():
+        data = reopen(folder if is_prepared(folder) else out)
+        trainer = _Trainer(config, out, data, progress)
         trainer.load()
-    write_bytes(out / "config.json", (config.model_dump_json(indent=1) + "\n").encode())
+        position, batch = trainer.position, config.batch_size * config.length
+        refuse_shorter(out, position.epoch, position.tokens, trainer.total_tokens, batch)
+        write_bytes(out / CONFIG, settings)
+        progress.note(f"run folder: {out}")
+    else:
+        trainer = _start(config, out, settings, resume, progress)
     with stop_on_signals() as request:
         finished = trainer.run(request)
     position = trainer.position
     best = perplexity(-position.best, 1) if position.best is not None else math.inf
     return TeacherResult(out, finished, position.step, position.tokens, position.seconds, best)
-
-
-def saved_teacher_config(out: Path) -> TeacherConfig:
-    """The configuration of the run in `out`."""
-    path = Path(out) / "config.json"
-    if not path.exists():
-        raise InputError(f"no run to resume in {out}: {path} does not exist")
-    try:
-        return TeacherConfig.model_validate(read_json(path))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "its fields"
-        raise InputError(f"{path} is not of a run of hmmlm teacher: {where}: {first['msg']}") from None
 
 
 def _refuse_changes(saved: TeacherConfig, given: TeacherConfig, out: Path) -> None:
@@ -139,17 +96,19 @@ def _refuse_changes(saved: TeacherConfig, given: TeacherConfig, out: Path) -> No
         )
 
 
-def _data(config: TeacherConfig, out: Path, progress: Progress, prepared: bool) -> Prepared:
-    """The tokenizer and token files: of a folder that has them, of this run before it was stopped, or made anew."""
-    folder = Path(config.data)
-    if (folder / "data" / "train.json").exists():
-        if config.tokenizer != TokenizerConfig():
-            raise InputError(f"{folder} has its own tokenizer: leave out --tokenizer, or give the text as --data")
-        return reopen(folder)
-    if prepared:
-        return reopen(out)
+def _start(config: TeacherConfig, out: Path, settings: bytes, resume: bool, progress: Progress) -> _Trainer:
+    """A run at its beginning, on the token files of another folder or its own; `resume`: in a folder where it was begun
+    before, but came to no checkpoint."""
+    check_data(config.data, config.tokenizer)
+    teacher_device(config.train.device)
+    if is_prepared(Path(config.data)) and config.tokenizer != TokenizerConfig():
+        raise InputError(f"{config.data} has its own tokenizer: leave out --tokenizer, or give the text as --data")
     reading = RunConfig(data=config.data, data_folder=config.data_folder, tokenizer=config.tokenizer)
-    return prepare(reading, find_data(reading), out, progress)
+    source = find_data(reading)
+    with new_run(out, settings, begun=resume):
+        progress.note(f"run folder: {out}")
+        data = reopen(source) if isinstance(source, Path) else prepare(reading, source, out, progress)
+        return _Trainer(config, out, data, progress)
 
 
 @dataclass
@@ -293,8 +252,9 @@ class _Trainer:
             "valid", position.step, epoch=position.epoch, tokens=position.tokens, loss=loss, perplexity=figure,
             best=best, seconds=round(position.seconds, 3),
         )  # fmt: skip
-        phase.advance(0, valid=f"{figure:,.1f}")
-        self.progress.note(f"step {position.step:,}: valid perplexity {figure:,.2f}" + " (best so far)" * best)
+        phase.advance(0, valid=perplexity_text(figure))
+        shown = perplexity_text(figure, 2)
+        self.progress.note(f"step {position.step:,}: valid perplexity {shown}" + " (best so far)" * best)
         if best:
             position.best = loss
             name = f"best-{position.step:08}"

@@ -17,12 +17,13 @@ import torch
 
 from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
-from hmmlm.learning.checkpoint import read_json
-from hmmlm.learning.config import RunConfig, config_from_dict, config_to_dict
+from hmmlm.learning.config import RunConfig, config_to_dict
+from hmmlm.learning.config_checks import check_files
 from hmmlm.learning.evaluate import perplexity
+from hmmlm.learning.folders import CONFIG, new_run, refuse_shorter, refuse_used, saved_config
 from hmmlm.learning.initialize import open_configured
 from hmmlm.learning.interrupt import stop_on_signals
-from hmmlm.learning.loop import Trainer, TrainingError
+from hmmlm.learning.loop import Trainer, TrainingError, _accelerator
 from hmmlm.learning.prepare import find_data, prepare, reopen, with_real_tokenizer
 from hmmlm.learning.progress import Progress
 
@@ -58,18 +59,18 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
     config = with_real_tokenizer(config, saved_config(out) if resume else None)
     if resume:
         refuse_changes(saved_config(out), config, out)
-    has_checkpoint = (out / "last").exists()
-    if has_checkpoint and not resume:
-        raise InputError(f"{out} already holds a run: continue it with --resume {out}, or choose another folder")
-    teacher = None if has_checkpoint else open_configured(config)
-    source = None if has_checkpoint else find_data(config)
-    # Only now, when there is something to train on, does the run's folder come to be.
-    write_bytes(out / "config.json", (json.dumps(config_to_dict(config), indent=1) + "\n").encode())
-    data = reopen(out) if source is None else prepare(config, source, out, progress)
-    trainer = Trainer(config, out, data, progress, teacher)
-    del teacher  # the trainer lets go of it once it has no more to say
-    if has_checkpoint:
+    else:
+        refuse_used(out)
+    settings = (json.dumps(config_to_dict(config), indent=1) + "\n").encode()
+    if (out / "last").exists():
+        trainer = Trainer(config, out, reopen(out), progress)
         trainer.load()
+        position, batch = trainer.position, config.batches.batch_size * config.batches.length
+        refuse_shorter(out, position.epoch, position.tokens, trainer.total_tokens, batch)
+        write_bytes(out / CONFIG, settings)
+        progress.note(f"run folder: {out}")
+    else:
+        trainer = _start(config, out, settings, resume, progress)
     try:
         with stop_on_signals() as request, flushed_denormals():
             finished = trainer.run(request)
@@ -81,6 +82,17 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
     return _result(trainer, finished)
 
 
+def _start(config: RunConfig, out: Path, settings: bytes, resume: bool, progress: Progress) -> Trainer:
+    """A run at its beginning; `resume`: in a folder where it was begun before, but came to no checkpoint."""
+    check_files(config)
+    _accelerator(config)
+    teacher, source = open_configured(config), find_data(config)
+    # Only now, when there is something to train on, does the run's folder come to be.
+    with new_run(out, settings, begun=resume):
+        progress.note(f"run folder: {out}")
+        return Trainer(config, out, prepare(config, source, out, progress), progress, teacher)
+
+
 @contextmanager
 def flushed_denormals() -> Iterator[None]:
     """Numbers below 1e-38 as zeros: CPUs take a hundred times as long for them, and nothing here depends on them."""
@@ -89,14 +101,6 @@ def flushed_denormals() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(False)
-
-
-def saved_config(out: Path) -> RunConfig:
-    """The configuration of the run in `out`."""
-    path = Path(out) / "config.json"
-    if not path.exists():
-        raise InputError(f"no run to resume in {out}: {path} does not exist")
-    return config_from_dict(read_json(path), str(path))
 
 
 def refuse_changes(saved: RunConfig, given: RunConfig, out: Path) -> None:
