@@ -438,7 +438,7 @@ def test_bad_runs_of_the_command(corpus: Path, tmp_path: Path, capsys: pytest.Ca
         assert re.fullmatch(r"hmmlm: error: [^\n]+\n", error)
         return error
 
-    assert "model: hidden (30) must be a multiple" in failure("--model.hidden", "30")
+    assert "hidden (30) must be a multiple" in failure("--model.hidden", "30")
     assert "no run to resume" in failure("--resume", str(tmp_path / "none"))
     assert "no corpus" in failure("--data", str(tmp_path / "none.txt"), "--out", str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
@@ -537,3 +537,48 @@ if importlib.util.find_spec("transformers") is not None:
         (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 4}))
         with pytest.raises(InputError, match="do not belong together"):
             open_teacher(str(tmp_path), random=True)
+
+
+# --- runs as teachers, and the hub where there is none --------------------------------------------------------------
+
+
+def test_a_run_without_a_teacher_yet_is_told_from_a_download(corpus: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train_teacher(given_data(TINY, corpus, epochs=1), run)
+    (run / "best").unlink()
+    with pytest.raises(InputError, match=f"no validated weights yet: go on with `hmmlm teacher --resume {run}`"):
+        open_teacher(str(run), device="cpu")
+    fields = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**fields, "optimizer": {}}))
+    with pytest.raises(InputError, match="is a run of `hmmlm train`"):
+        open_teacher(str(run), device="cpu")
+
+
+def test_a_teacher_is_not_trained_for_less_than_it_was(corpus: Path, tmp_path: Path) -> None:
+    train_teacher(given_data(TINY, corpus, epochs=2), tmp_path)
+    saved = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(InputError, match=r"has gone further already \(.* epoch 2\)"):
+        train_teacher(given_data(TINY, corpus, epochs=1), tmp_path, resume=True)
+    assert (tmp_path / "config.json").read_bytes() == saved
+
+
+def test_the_hub_is_asked_once_and_the_cache_taken_where_it_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    from hmmlm.initialization.huggingface import _reach
+
+    asked: list[str] = []
+
+    def unreachable(name: str, timeout: float) -> None:
+        asked.append(name)
+        raise ConnectionError("Name or service not known\nand more")
+
+    monkeypatch.setattr(huggingface_hub, "model_info", unreachable)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: None)
+    with pytest.raises(InputError, match=r"no teacher x/y: .* the hub cannot be asked \(Name or service not known\)"):
+        _reach("x/y", "config.json")
+    assert asked == ["x/y"]
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: f"/cache/{file}")
+    assert _reach("x/y", "config.json") == {"local_files_only": True}
+    monkeypatch.setattr(huggingface_hub, "model_info", lambda name, timeout: None)
+    assert _reach("x/y", "config.json") == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from hmmlm.initialization.offsets import FastTokenizer
 INSTALL = 'pip install "hmmlm[teacher]"'
 _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json")
+HUB_SECONDS = 10.0
+"""To wait for the hub's first answer."""
 _NO_STATES = ("pooler", "lm_head", "cls.", "embed_out", "position_ids")
 """Parts of a network that its hidden states do not pass through."""
 
@@ -62,7 +65,7 @@ def open_huggingface(
     Llamas on the disk are read by `llama`, all others by transformers.
     """
     source, gguf_file = _find(name, gguf_file, random)
-    arguments = {} if gguf_file is None else {"gguf_file": gguf_file}
+    arguments: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
     llama = _find_llama(Path(source), gguf_file)
     if llama is not None:
         tokenizer = llama.tokenizer
@@ -71,6 +74,8 @@ def open_huggingface(
             tokenizer = _tokenizer(name, _read(name, transformers.AutoTokenizer, source, **arguments))
         return llama.open(name, tokenizer, random, device, seed)
     transformers = _import_packages("transformers", *(["gguf", "accelerate"] if gguf_file else []))
+    if not Path(source).is_dir():
+        arguments |= _reach(source, gguf_file or "config.json")
     with _quiet(transformers):
         config = _read(name, transformers.AutoConfig, source, **arguments)
         if config.is_encoder_decoder:
@@ -109,6 +114,7 @@ def _find(name: str, gguf_file: str | None, random: bool) -> tuple[str, str | No
     if not (path / "config.json").exists():
         hint = f"give the file, {ggufs[0]}" if ggufs else "it should hold config.json, weights and a tokenizer"
         raise InputError(f"the teacher folder {path} has no config.json: {hint}")
+    _refuse_run(path)
     if not random and not any(next(path.glob(pattern), None) for pattern in _WEIGHTS):
         raise InputError(
             f"the teacher folder {path} has no weights (*.safetensors or *.bin): complete the download, "
@@ -117,6 +123,38 @@ def _find(name: str, gguf_file: str | None, random: bool) -> tuple[str, str | No
     if not any((path / file).exists() for file in _TOKENIZERS):
         raise InputError(f"the teacher folder {path} has no tokenizer ({', '.join(_TOKENIZERS)}): put it there")
     return name, None
+
+
+def _refuse_run(path: Path) -> None:
+    """An InputError if the folder is of a run of ours, from which there is no teacher to be had (yet)."""
+    try:
+        fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # others say better what is wrong with it
+    if not isinstance(fields, dict) or not {"data", "tokenizer", "train"} <= fields.keys():
+        return
+    if "optimizer" in fields:
+        raise InputError(f"{path} is a run of `hmmlm train`, whose model cannot teach: give one of `hmmlm teacher`")
+    raise InputError(f"the teacher in {path} has no validated weights yet: go on with `hmmlm teacher --resume {path}`")
+
+
+def _reach(name: str, file: str) -> dict[str, Any]:
+    """How to read what is on the hub: from the cache alone if the hub does not answer. Asked once, where transformers
+    would try for half a minute."""
+    hub = _import_packages("huggingface_hub")
+    try:
+        hub.model_info(name, timeout=HUB_SECONDS)
+        return {}
+    except Exception as error:  # of the hub's client, or of the HTTP library under it: no common class
+        possible = not isinstance(error, ValueError)  # as a name on the hub
+        if possible and isinstance(hub.try_to_load_from_cache(name, file), str):
+            return {"local_files_only": True}
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        said = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        reason = f"the hub does not give it (status {status})" if status else f"the hub cannot be asked ({said})"
+        raise InputError(
+            f"no teacher {name}: it is no folder, not in the hub's cache, and {reason}: check the name, or download it"
+        ) from error
 
 
 def _find_llama(folder: Path, gguf_file: str | None) -> LlamaFiles | None:
