@@ -2,7 +2,8 @@
 
 import math
 import random
-from io import StringIO
+import warnings
+from io import BytesIO, StringIO
 from pathlib import Path
 
 import numpy as np
@@ -249,3 +250,15 @@ def test_what_is_not_certain_is_not_shown_as_100_percent() -> None:
     states = explain_states(LanguageModel(hmm, WordTokenizer(WORDS[:2])))
     assert state_followers(states, 0, WordTokenizer(WORDS[:2]), 1).endswith(" 99.3%")
     assert "100" in state_followers(states, 1, WordTokenizer(WORDS[:2]), 1)
+
+
+@pytest.mark.parametrize("value", [1.3e54, 1e304, float("inf")])
+def test_perplexities_beyond_reason_can_be_drawn(value: float) -> None:
+    valid = [(1000.0, min(value, 1e304)), (2000.0, 300.0)]
+    figure = plots.learning_curve(valid, valid, {"unigram": 500.0, "bigram": value})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as a layout that cannot be had
+        figure.savefig(BytesIO(), format="png")
+    axes = figure.axes[0]
+    shown = [text.get_text() for text in (*axes.texts, *axes.get_yticklabels())]
+    assert shown and max(map(len, shown)) < 20

@@ -13,7 +13,7 @@ from hmmlm.experiments.report import write_report
 from hmmlm.experiments.results import Results, bits, gather
 from hmmlm.experiments.tables import path_table, states_table
 from hmmlm.learning.config import RunConfig
-from hmmlm.learning.progress import Progress
+from hmmlm.learning.progress import Progress, perplexity_text
 from hmmlm.learning.trainer import TrainResult, train
 
 SENTENCE = "The function returns a list of the names in the module."
@@ -65,5 +65,5 @@ def _comparison(results: Results) -> Table:
     rows = {name: (scores["test"], "") for name, scores in results.baselines.items()}
     rows[f"HMM, {results.lm.hmm.states:,} states"] = (results.perplexity["test"], "bold")
     for name, (perplexity, style) in sorted(rows.items(), key=lambda row: -row[1][0]):
-        table.add_row(name, f"{perplexity:,.1f}", f"{bits(perplexity):.2f}", style=style)
+        table.add_row(name, perplexity_text(perplexity), f"{bits(perplexity):.2f}", style=style)
     return table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,8 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
+from hmmlm.learning.progress import perplexity_text
+
 # Okabe & Ito: told apart by colour-blind readers and in grey.
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#666666"
+LARGEST = 1e100  # perplexity on an axis: near the largest float, ticks cannot be computed
 Series = Sequence[tuple[float, float]]
 
 
@@ -22,22 +24,23 @@ def learning_curve(train: Series, valid: Series, baselines: Mapping[str, float])
     figure, axes = new_figure(7.2, 4.2)
     axes.plot(*_columns(train), color=BLUE, lw=1, alpha=0.7, label="training (running)")
     axes.plot(*_columns(valid), color=ORANGE, lw=2, marker="o", ms=4, label="validation")
+    baselines = {name: value for name, value in baselines.items() if value < LARGEST}
     for (name, value), colour in zip(baselines.items(), (GREEN, PURPLE, GREY), strict=False):
         axes.axhline(value, color=colour, ls="--", lw=1.2)
         axes.annotate(
-            f"{name} {value:,.0f}", (1, value), xycoords=("axes fraction", "data"), xytext=(4, 0),
+            f"{name} {perplexity_text(value, 0)}", (1, value), xycoords=("axes fraction", "data"), xytext=(4, 0),
             textcoords="offset points", ha="left", va="center", color=colour, fontsize=9, annotation_clip=False,
         )  # fmt: skip
     if valid:
         best = min(valid, key=lambda point: point[1])
         axes.annotate(
-            f"{best[1]:,.0f}", best, xytext=(0, 8), textcoords="offset points", ha="center", va="bottom", color=ORANGE,
-            fontsize=10, fontweight="bold",
+            perplexity_text(best[1], 0), best, xytext=(0, 8), textcoords="offset points", ha="center", va="bottom",
+            color=ORANGE, fontsize=10, fontweight="bold",
         )  # fmt: skip
         # The first readings, of a random model, would flatten everything that matters.
-        lines = [value for value in baselines.values() if math.isfinite(value)]
-        low = min(lines + [p for _, p in (*train, *valid)])
-        axes.set_ylim(0.85 * low, 1.6 * max([valid[0][1], *lines]))
+        low = min(p for _, p in (*train, *valid, *enumerate(baselines.values())))
+        high = max(valid[0][1], *baselines.values(), low)
+        axes.set_ylim(min(0.85 * low, LARGEST / 10), min(1.6 * high, LARGEST))
     logarithmic(axes)
     axes.xaxis.set_major_formatter(FuncFormatter(short))
     axes.set_xlim(left=0)
@@ -50,8 +53,10 @@ def learning_curve(train: Series, valid: Series, baselines: Mapping[str, float])
 def logarithmic(axes: Axes) -> None:
     """A logarithmic y with plain numbers, close enough to read off it."""
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    low, high = axes.get_ylim()
+    between = (1.5, 2.0, 3.0, 5.0, 7.0) if high < 1e4 * low else ()  # over many decades, powers of ten say enough
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, *between)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: perplexity_text(value, 0)))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 

@@ -19,6 +19,7 @@ from hmmlm.experiments.explain import LARGEST, States, explain_states, explain_t
 from hmmlm.experiments.results import BASELINE_TOKENS, Results, bits, typical_sentence, unknown_share
 from hmmlm.experiments.tables import state_followers, state_label, state_words
 from hmmlm.learning.config import config_to_dict
+from hmmlm.learning.progress import perplexity_text
 
 STATES_SHOWN, HEATMAP_STATES, SAMPLES, SAMPLE_TOKENS = 24, 32, 6, 40
 STYLE = """
@@ -139,9 +140,9 @@ def _state_sections(results: Results, states: States, sentence: str, figures: Ma
 
 
 def _tiles(results: Results) -> str:
-    own = f'<div class="tile own">test perplexity<b>{results.perplexity["test"]:,.1f}</b></div>'
+    own = f'<div class="tile own">test perplexity<b>{perplexity_text(results.perplexity["test"])}</b></div>'
     others = (
-        f'<div class="tile">{_text(name)}<b>{scores["test"]:,.1f}</b></div>'
+        f'<div class="tile">{_text(name)}<b>{perplexity_text(scores["test"])}</b></div>'
         for name, scores in results.baselines.items()
     )
     return f'<div class="tiles">{own}{"".join(others)}</div>'
@@ -150,7 +151,8 @@ def _tiles(results: Results) -> str:
 def _result_rows(results: Results) -> Iterable[Sequence[str]]:
     own = {f"HMM, {results.lm.hmm.states:,} states": results.perplexity}
     for name, scores in (own | {f"Kneser-Ney {name}": scores for name, scores in results.baselines.items()}).items():
-        yield name, f"{scores['valid']:,.1f}", f"{scores['test']:,.1f}", f"{bits(scores['test']):.2f}"
+        shown = (perplexity_text(scores[split]) for split in ("valid", "test"))
+        yield name, *shown, f"{bits(scores['test']):.2f}"
 
 
 def _data_rows(results: Results) -> Iterable[Sequence[str]]:
