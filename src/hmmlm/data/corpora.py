@@ -149,7 +149,8 @@ def _held_out_splits(path: Path) -> dict[str, Documents]:
             break
     else:
         if count < len(SPLITS):
-            raise InputError(f"{path} has {count} lines, too few for train, valid and test: one example a line")
+            lines = "1 line" if count == 1 else f"{count} lines"
+            raise InputError(f"{path} has {lines}, too few for train, valid and test: one example a line")
         assign = partial(_by_position, min(count, 20))
 
     def read(split: str) -> Iterator[Document]:

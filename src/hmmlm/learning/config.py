@@ -97,8 +97,9 @@ def _read_recipe(name: str) -> tuple[str, str]:
             raise InputError(f"recipe file {name} cannot be read: {error}") from None
     recipes = dict(_recipe_texts())
     if name not in recipes:
-        near = ", ".join(difflib.get_close_matches(name, recipes, n=3, cutoff=0.4) or sorted(recipes))
-        raise InputError(f"no recipe named {name!r}; nearest: {near or 'none'} (or give the path of a .toml file)")
+        near = ", ".join(difflib.get_close_matches(name, recipes, n=3))
+        hint = f"nearest: {near}" if near else "`hmmlm train --help` lists all"
+        raise InputError(f"no recipe named {name!r}; {hint} (or give the path of a .toml file)")
     return recipes[name].read_text(encoding="utf-8"), f"recipe {name}"
 
 
