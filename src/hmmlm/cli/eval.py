@@ -47,6 +47,7 @@ def run(argv: list[str]) -> int:
     from hmmlm.cli.models import load_model
     from hmmlm.experiments.results import bits, evaluate_split, unknown_share
     from hmmlm.learning.prepare import Prepared
+    from hmmlm.learning.progress import perplexity_text
 
     lm, config = load_model(arguments.model)
     table = Table("split", "tokens", "perplexity", "bits a token", "unknown words", box=None, pad_edge=False)
@@ -56,8 +57,8 @@ def run(argv: list[str]) -> int:
         for split, tokens in _token_files(arguments, lm, config, Path(scratch)).items():
             result = evaluate_split(lm, config, Prepared(lm.tokenizer, {split: tokens}), split)
             unknown = unknown_share(tokens, lm.tokenizer.unk_id, lm.tokenizer.eos_id)
-            figures = (result.perplexity, bits(result.perplexity))
-            table.add_row(split, f"{result.tokens:,}", f"{figures[0]:,.2f}", f"{figures[1]:.3f}", f"{unknown:.2%}")
+            figures = (perplexity_text(result.perplexity, 2), f"{bits(result.perplexity):.3f}")
+            table.add_row(split, f"{result.tokens:,}", *figures, f"{unknown:.2%}")
     Console().print(table)
     return 0
 

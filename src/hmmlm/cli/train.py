@@ -37,7 +37,8 @@ examples:
 class Arguments:
     run: Annotated[RunConfig, tyro.conf.arg(name="")]
     recipe: str = "default"
-    """A recipe that comes with the package: where the settings below start from."""
+    """A recipe that comes with the package: where the settings below start from. Without one --model.parameterization
+    decides: default, default-neural, default-linear, default-mlp or default-transformer."""
     config: Path | None = None
     """The same, from a TOML file of your own."""
     out: Path | None = None
@@ -55,7 +56,9 @@ def run(argv: list[str]) -> int:
         return _resume(argv, Path(given["resume"]))
     if "recipe" in given and "config" in given:
         raise InputError("give --recipe or --config, not both")
-    start = load_recipe(_toml(given["config"])) if "config" in given else load_recipe(given.get("recipe", "default"))
+    kind = given.get("model.parameterization", "scalar")
+    usual = f"default-{kind}" if f"default-{kind}" in recipe_names() else "default"
+    start = load_recipe(_toml(given["config"])) if "config" in given else load_recipe(given.get("recipe", usual))
     arguments = _parse(argv, start)
     check_files(arguments.run)  # also in training, but that takes seconds to import
     for line in unused(arguments.run, _settings(argv)):
@@ -103,7 +106,7 @@ def _given(argv: list[str]) -> dict[str, str]:
     found = {}
     for i, argument in enumerate(argv):
         name, equals, value = argument.partition("=")
-        if name in ("--recipe", "--config", "--out", "--resume"):
+        if name in ("--recipe", "--config", "--out", "--resume", "--model.parameterization"):
             if not equals and i + 1 == len(argv):
                 raise InputError(f"{name} needs a value; see hmmlm train --help")
             found[name[2:]] = value if equals else argv[i + 1]

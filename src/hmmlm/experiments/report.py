@@ -125,8 +125,8 @@ def _page(results: Results, states: States | None, sentence: str, figures: Mappi
 def _state_sections(results: Results, states: States, sentence: str, figures: Mapping[str, bytes]) -> list[str]:
     return [
         "<h2>What the states stand for</h2>",
-        "<p>The most used states, by the share of all tokens they emit, with their most telling words: those that add "
-        "most to the information that state and word have of each other, p(w|z) log p(w|z)/p(w).</p>",
+        "<p>The states used most, by the share of tokens they emit in the long run, with their most telling words: "
+        "those that add most to the information that state and word have of each other, p(w|z) log p(w|z)/p(w).</p>",
         _table(("state", "share", "words", "goes on to"), _state_rows(results, states), (0, 1)),
         "<h2>What follows what</h2>",
         f"<p>Transition probabilities among the {min(HEATMAP_STATES, len(states.mass))} most used states. States "

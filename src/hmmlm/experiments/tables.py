@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from hmmlm.data.tokenizer import Tokenizer
 from hmmlm.experiments.explain import States, explain_text
+from hmmlm.learning.evaluate import perplexity
+from hmmlm.learning.progress import perplexity_text
 from hmmlm.lm import LanguageModel
 
 
@@ -56,8 +56,8 @@ def states_table(lm: LanguageModel, states: States, count: int, in_text: Tensor 
 def path_table(lm: LanguageModel, states: States, text: str) -> Table:
     """Every word of a text with its Viterbi state, how sure the model is of it, and what else the state says."""
     path = explain_text(lm, text)
-    perplexity = math.exp(min(-path.log_prob / len(path.tokens), 700))
-    table = Table(box=None, pad_edge=False, title=f"perplexity {perplexity:,.1f}", title_justify="left", title_style="")
+    title = f"perplexity {perplexity_text(perplexity(path.log_prob, len(path.tokens)))}"
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="")
     table.add_column("word")
     for name in ("state", "p(state)"):
         table.add_column(name, justify="right", no_wrap=True)

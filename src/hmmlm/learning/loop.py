@@ -26,7 +26,7 @@ from hmmlm.learning.history import History
 from hmmlm.learning.initialize import Distillation, distilled_tokens, make_initial, set_frozen
 from hmmlm.learning.interrupt import Stopped, StopRequest
 from hmmlm.learning.prepare import Prepared, make_batches
-from hmmlm.learning.progress import Progress
+from hmmlm.learning.progress import Progress, perplexity_text
 from hmmlm.learning.schedule import Plateau, rate_factor
 from hmmlm.learning.updaters import Step, make_updater
 from hmmlm.lm import LanguageModel
@@ -61,7 +61,7 @@ class Trainer:
         self, config: RunConfig, out: Path, data: Prepared, progress: Progress, teacher: Teacher | None = None
     ) -> None:
         self.config, self.out, self.data, self.progress = config, out, data, progress
-        self.fabric = Fabric(accelerator=_accelerator(config), devices=1, precision=config.train.precision)
+        self.fabric = Fabric(accelerator=accelerator(config), devices=1, precision=config.train.precision)
         torch.manual_seed(config.train.seed)
         self.parameterization = make_initial(config, data)
         self.updater = make_updater(self.fabric, self.parameterization, config.optimizer)
@@ -260,9 +260,9 @@ class Trainer:
             skipped=int(self.parameterization.skipped),
         )  # fmt: skip
         epochs = position.epoch + position.index / self.train_batches.steps_per_epoch
-        self.phase.advance(0, valid=f"{result.perplexity:,.1f}")
+        self.phase.advance(0, valid=perplexity_text(result.perplexity))
         self.progress.note(
-            f"epoch {epochs:.2f}, step {position.step:,}: valid perplexity {result.perplexity:,.2f}"
+            f"epoch {epochs:.2f}, step {position.step:,}: valid perplexity {perplexity_text(result.perplexity, 2)}"
             + (" (best so far)" if best else "")
         )
 
@@ -353,7 +353,8 @@ class Trainer:
         self.saved = replace(self.position)
 
 
-def _accelerator(config: RunConfig) -> str:
+def accelerator(config: RunConfig) -> str:
+    """What to train on, cpu or cuda; an InputError if it is not there."""
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise InputError("train.device = 'cuda', but there is no CUDA device here: use 'auto' or 'cpu'")
     if config.train.device == "auto":

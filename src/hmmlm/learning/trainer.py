@@ -23,7 +23,7 @@ from hmmlm.learning.evaluate import perplexity
 from hmmlm.learning.folders import CONFIG, new_run, refuse_shorter, refuse_used, saved_config
 from hmmlm.learning.initialize import open_configured
 from hmmlm.learning.interrupt import stop_on_signals
-from hmmlm.learning.loop import Trainer, TrainingError, _accelerator
+from hmmlm.learning.loop import Trainer, TrainingError, accelerator
 from hmmlm.learning.prepare import find_data, prepare, reopen, with_real_tokenizer
 from hmmlm.learning.progress import Progress
 
@@ -85,7 +85,7 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
 def _start(config: RunConfig, out: Path, settings: bytes, resume: bool, progress: Progress) -> Trainer:
     """A run at its beginning; `resume`: in a folder where it was begun before, but came to no checkpoint."""
     check_files(config)
-    _accelerator(config)
+    accelerator(config)
     teacher, source = open_configured(config), find_data(config)
     # Only now, when there is something to train on, does the run's folder come to be.
     with new_run(out, settings, begun=resume):
