@@ -63,7 +63,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(InputError, match="No space left on device; what was there before is kept"):
+    with pytest.raises(InputError, match=r"No space left on device; make room \(what was there before is kept\)"):
         write_tokens(tmp_path / "train", [[4]], 100, "abc")
     assert TokenFile.open(tmp_path / "train").tokens.tolist() == [1, 2, 3]
 

@@ -300,9 +300,9 @@ if not INTERPRETING:
         found = json.loads(out.read_text())
         assert max(found["errors"].values()) < 1e-5
         assert [(row["model"], row["impl"]) for row in found["rows"]] == [
-            ("scalar", "auto"), ("scalar", "torch"), ("linear", "auto"), ("linear", "torch")]  # fmt: skip
+            (model, impl) for model in ("scalar", "linear", "em") for impl in ("auto", "torch")]  # fmt: skip
         profiles = out.with_suffix(".txt").read_text().split("\n\n")
-        for kind, text in zip(("scalar", "linear"), profiles, strict=False):
+        for kind, text in zip(("scalar", "linear", "em"), profiles, strict=False):
             heading, columns, *lines = text.splitlines()
             spent = [float(line.split()[0]) for line in lines]
             assert heading == f"{kind}, 6 states" and columns.split()[1] == "count"

@@ -267,7 +267,7 @@ STUDIES: dict[str, list[Run]] = {
         ("a, π factored", "lee-table2-a-start", 865), ("b factored", "lee-table2-b", 345),
         ("a, b factored", "lee-table2-a-b", 338), ("a, b, π factored", "lee-table2-a-b-start", 337),
     ),
-    "lee2025-table3": [*TABLE3, *_seeded(("ablation B", "lee-table1-ablation-b", 348))],
+    "lee2025-table3": TABLE3,
     "lee2025-figure1": [
         _lee_states(2**power, *row) for power in range(7, 13) for row in (
             ("scalar", "lee-table1-scalar"), ("scalar, tuned", "lee-scalar-tuned"), ("ablation B", "lee-figure1"),
