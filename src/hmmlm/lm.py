@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hmmlm.data.files import read_json
 from hmmlm.data.tokenizer import Tokenizer, load_tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, AnyHMM, BlockedHMM
 from hmmlm.hmm.infilling import infill_words
-from hmmlm.modelfolder import CONFIG, MODEL, model_folder, read_json, read_tensors, write_folder
+from hmmlm.modelfolder import CONFIG, MODEL, model_folder, read_tensors, write_folder
 
 FORMAT = "hmmlm language model"
 VERSION = 1

@@ -63,18 +63,6 @@ def model_folder(path: Path) -> Path:
     raise InputError(f"no model in {path}: it should hold {MODEL} and {CONFIG}, or be the folder of a training run")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise InputError(f"{path} is truncated or not JSON ({error}): save or copy the model again") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{path} is not a JSON object: it may be of another program")
-    return content
-
-
 def read_tensors(path: Path, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The named tensors and the metadata of a safetensors file."""
     try:

@@ -79,14 +79,12 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or an InputError that names the file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist") from None
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:
-        raise InputError(f"{path} is truncated or not JSON: {error}") from None
+        raise InputError(f"{path} is truncated or not JSON ({error}): save or copy it again") from None
     if not isinstance(content, dict):
-        raise InputError(f"{path} is not a JSON object")
+        raise InputError(f"{path} is not a JSON object: it may be of another program")
     return content
 
 

@@ -21,7 +21,7 @@ from hmmlm.learning.config import config_to_dict, load_recipe
 
 Record = Mapping[str, Any]
 # Baselines beside the runs of a study: they have no run in the catalogue.
-PRINTED_BASELINES = {
+PRINTED_BASELINES: dict[str, dict[str, float]] = {
     "PTB, KN 5-gram": {"test_perplexity": 141.2},
     "WikiText-2, KN 5-gram": {"valid_perplexity": 248.7, "test_perplexity": 234.3},
     "ablation B": {"test_perplexity": 348},  # beside the variants of Table 3
