@@ -56,7 +56,8 @@ def from_pretrained(
     """A transformer parameterization whose one network, on one table, is the teacher's, which is used up.
 
     State embeddings are drawn with the mean and spread of the teacher's token embeddings, which its network knows how
-    to read; the rest is as in a `Factored` with initial = "unit".
+    to read; the rest is as in a `Factored` with initial = "unit". Much of what such a network says is the same for all
+    states, so that they begin more alike than those of a network of our own.
     """
     assert hasattr(teacher, "model")
     model = teacher.model
