@@ -416,3 +416,13 @@ def test_infill_and_samples_without_unknown_words(trained: Path, capsys: pytest.
     options = ["--num", "1", "--seed", "3", "--no-unknown"]
     assert main(["sample", str(trained), *options]) == 0
     assert capsys.readouterr().out == load(trained).generate(seed=3, unknown=False) + "\n"
+
+
+def test_a_parameterization_by_its_name_trains_with_settings_of_its_own(corpus: Path, tmp_path: Path) -> None:
+    """Single logits like a rate at which factors and networks diverge."""
+    for kind, more in (("linear", []), ("neural", ["--model.blocks", "2"])):
+        options = [*SMALL, "--model.hidden", "8", "--train.epochs", "1", "--model.parameterization", kind, *more]
+        assert main(["train", "--data", str(corpus), "--out", str(tmp_path / kind), *options]) == 0
+        config = json.loads((tmp_path / kind / "config.json").read_text())
+        assert config["model"]["parameterization"] == kind and config["optimizer"]["rate"] <= 0.03
+        assert load(tmp_path / kind).perplexity(["the cat sees the bird ."]) < 40
