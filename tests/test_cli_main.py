@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import failure
 
 from hmmlm.cli.main import COMMANDS, main
 from hmmlm.cli.parse import condense
@@ -44,15 +45,6 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "animals"
     assert main(["train", "--data", str(corpus), "--out", str(out), "--train.epochs", "2", *SMALL]) == 0
     return out
-
-
-def failure(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """Run a command that must fail as promised: exit code 2 and one line; the line."""
-    capsys.readouterr()
-    assert main(argv) == 2
-    error = capsys.readouterr().err
-    assert re.fullmatch(r"hmmlm: error: [^\n]+\n", error), error
-    return error
 
 
 # --- a run from beginning to end ------------------------------------------------------------------------------------

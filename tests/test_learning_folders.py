@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import failure
 from learning_runs import tiny_config, write_text
 
 from hmmlm.cli.main import COMMANDS, main
@@ -21,14 +22,6 @@ from hmmlm.learning.progress import LineProgress, perplexity_text
 from hmmlm.learning.trainer import train
 
 SMALL = ["--model.states", "4", "--batches.batch-size", "4", "--batches.length", "8", "--train.no-tensorboard"]
-
-
-def failure(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    capsys.readouterr()
-    assert main(argv) == 2
-    error = capsys.readouterr().err
-    assert re.fullmatch(r"hmmlm: error: [^\n]+\n", error), error
-    return error
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

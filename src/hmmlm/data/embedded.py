@@ -7,20 +7,19 @@ never imported. Paragraphs are documents; code, doctests, grammars, tables and h
 from __future__ import annotations
 
 import ast
-import gc
 import inspect
 import os
 import re
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from pydoc_data import topics
 
 from hmmlm.data.text import held_out
 from hmmlm.errors import InputError
+from hmmlm.garbage import collector_paused
 
 _SKIPPED = frozenset(
     ["test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "__pycache__", "_bundled"]
@@ -51,7 +50,8 @@ def embedded_corpus() -> dict[str, list[str]]:
     """Paragraphs of train, valid and test: 90, 5 and 5 in a hundred, by the hash of the paragraph."""
     splits: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
     seen: set[str] = set()
-    with _collector_paused():
+    # Syntax trees are millions of objects without cycles: looking for some among them doubles the time.
+    with collector_paused():
         for text in _texts():
             for paragraph in _paragraphs(text):
                 key = paragraph.lower()
@@ -61,18 +61,6 @@ def embedded_corpus() -> dict[str, list[str]]:
     if not all(splits.values()):
         raise InputError("this Python has no documentation to learn from: use --data with a text of your own")
     return splits
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Syntax trees are millions of objects without cycles: looking for some among them doubles the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _texts() -> Iterator[str]:

@@ -57,7 +57,8 @@ def write_report(results: Results, sentence: str | None = None) -> Path:
 def _curves(results: Results) -> dict[str, Figure]:
     curves: dict[str, list[tuple[float, float]]] = {"train": [], "valid": []}
     for record in results.history:
-        if record.get("loss") is not None and record["event"] in curves:
+        marginal = record.get("objective") != "joint"  # that of P(O, S) is no perplexity of the text
+        if record.get("loss") is not None and record["event"] in curves and marginal:
             curves[record["event"]].append((record["tokens"], math.exp(min(record["loss"], 700))))
     rates = [(r["tokens"], r["rate"]) for r in results.history if r["event"] == "train"]
     baselines = {name: scores["valid"] for name, scores in results.baselines.items()}

@@ -8,14 +8,14 @@ they run. A graph needs the same shapes every time and nothing that waits for th
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hmmlm.data.batches import Batch
+from hmmlm.garbage import collector_paused
 from hmmlm.hmm import Carry
 from hmmlm.learning.evaluate import State
 
@@ -70,7 +70,9 @@ class GraphedStep:
         self.batch = Batch(batch.tokens.clone(), None, None if restart is None else restart.clone(), batch.carry)
         self.initial = _map(torch.clone, initial)
         self.graph = torch.cuda.CUDAGraph()
-        with _no_garbage(), torch.cuda.graph(self.graph):
+        # What an earlier run left in a cycle, its graph and all, must not be freed during recording: that spoils it.
+        gc.collect()
+        with collector_paused(), torch.cuda.graph(self.graph):
             self.result = self.learn(self.batch, self.initial)
 
     def fill(self, batch: Batch, initial: State) -> None:
@@ -86,19 +88,6 @@ class GraphedStep:
         if initial is not None:
             for mine, given in zip(_tensors(self.initial), _tensors(initial), strict=True):
                 mine.copy_(given)
-
-
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """What an earlier run left in a cycle, its graph and all, must not be freed during recording: that spoils it."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _map(function: Callable[[Tensor], Tensor], state: State) -> State:
