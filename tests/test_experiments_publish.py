@@ -107,6 +107,30 @@ def test_runs_of_a_row_with_other_settings_are_another_row_and_say_so() -> None:
     assert "All rows: tokenizer.file llama.model." in text and "somewhere" not in text and "corpus" not in text
 
 
+def test_settings_of_distillation_are_said_once_of_the_rows_that_have_it() -> None:
+    lvd = {"initialization.tokens": 5_000_000, "initialization.kmeans.tokens": 5_000_000}
+    records = [
+        record("no LVD", 400.0, recipe="lee-lvd-scalar", settings=dict(STUDIES["lee2025-figure3"][0].settings)),
+        *(record(row, 300.0, recipe="lee-lvd-scalar", settings=lvd) for row in ("stories15M", "SmolLM2-135M")),
+    ]  # fmt: skip
+    once = "All rows with LVD: initialization.kmeans.tokens 5M, initialization.tokens 5M.\n"
+    rows = rows_of("lee2025-figure3", records)
+    assert publish.remarks(rows, records) == [once]
+    assert [publish.differing(row, rows) for row in rows] == ["", "", ""]
+    records[1]["settings"] = {**lvd, "initialization.kmeans.tokens": 10_000_000}  # as the recipe has it
+    rows = rows_of("lee2025-figure3", records)
+    assert publish.remarks(rows, records) == ["All rows with LVD: initialization.tokens 5M.\n"]
+    assert [publish.differing(row, rows) for row in rows] == ["", "", " (kmeans.tokens 5M)"]
+
+
+def test_baum_welch_is_no_baseline() -> None:
+    rows = rows_of("lee2025-figure4", [
+        record("scalar, no LVD", 400.0, recipe="lee-table1-scalar"),
+        record("scalar, Baum-Welch, no LVD", 200.0, recipe="lee-baum-welch"),
+    ])  # fmt: skip
+    assert [ratio(row, rows)[0] for row in rows] == [1.0, 0.5]
+
+
 def test_order_of_rows_against_the_paper() -> None:
     def sentences(study: str, **tests: float) -> list[str]:
         names = {"a": "a factored", "b": "b factored", "ab": "a, b factored", "none": "nothing factored"}
@@ -155,7 +179,7 @@ def test_notes_machines_commits_and_dates_once() -> None:
     ]  # fmt: skip
     remarks = publish.remarks(rows_of("unknown", records), records)
     assert [line.strip() for line in remarks] == [
-        "Note: slow beads.", "Note: new beads.", "Made on abacus, torch 2; commit 0123456; 2026-01-02."]
+        "Notes: slow beads; new beads.", "Made on abacus, torch 2; commit 0123456; 2026-01-02."]
 
 
 def test_every_study_has_a_title_and_every_figure_is_drawn(repository: Path) -> None:

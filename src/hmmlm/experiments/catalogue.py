@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 
@@ -91,10 +93,12 @@ def _lee_states(states: int, row: str, recipe: str) -> Run:
 
 
 def _capacity(states: int, power: int, architecture: str) -> Run:
-    """A point of Figures 2, 11 and 12; the rates that are best at 2^22, halved for each fourfold capacity beyond."""
+    """A point of Figures 2, 11 and 12; beyond 2^22 rates are halved for each fourfold size, or lower where needed."""
     kind, template = architecture.split("-")
     settings: dict[str, Any] = {"model.capacity": 2**power, "model.mono": template == "ι"}
-    settings["optimizer.rate"] = (0.003 if kind == "TRF" else 0.01) * 0.5 ** max(0, (power - 22) // 2)
+    rate = (0.003 if kind == "TRF" else 0.01) * 0.5 ** max(0, (power - 22) // 2)
+    smaller = {("MLP-ι", 26): 0.001, ("TRF-ψ", 24): 0.0005, ("TRF-ψ", 26): 0.00025}
+    settings["optimizer.rate"] = smaller.get((architecture, power), rate)
     if kind == "TRF":
         settings["model.parameterization"] = "transformer"
     recipe = {512: "lee-figure2", 256: "lee-figure11", 1024: "lee-figure12"}[states]
@@ -154,6 +158,8 @@ TEACHERS = {
 }
 """Folders, where the runs are started, that the studies of initialization read, weakest teacher first. Of the GGUF
 files that the last two come as, `hmmlm teacher --convert` makes them."""
+NETWORK_RATES = {"stories15M": (0.001, 0.003), "SmolLM2-135M": (0.0003, 0.0003), "TinyLlama-1.1B": (0.0001, 0.0001)}
+"""Peak rates of these as networks, without and with LVD: of the first two the best on valid (lee2025-networks)."""
 OWN_TEACHER = "teachers/own"
 """A run of `hmmlm teacher` on the training text."""
 NO_LVD = {"initialization.kind": "none", "initialization.teacher": None}
@@ -202,6 +208,35 @@ def _network(row: str, network: str, lvd: bool, seed: int, paper: float | None =
     named = {name.replace("__", "."): value for name, value in settings.items()}
     kind = {"initialization.network": network, "initialization.kind": "lvd" if lvd else "none"}
     return Run(row, "lee-lvd-transformer", {**kind, **named}, seed, {} if paper is None else {"test_perplexity": paper})
+
+
+def _networks(kinds: Mapping[str, float | None]) -> list[Run]:
+    """Kinds of rows, and what Table 4 prints for them with TinyLlama, with every network."""
+    runs = []
+    for seed, (name, path), (kind, paper) in product(SEEDS, TEACHERS.items(), kinds.items()):
+        lvd = kind.endswith(", LVD")
+        runs.append(_network(
+            f"{name}, {kind}", kind.removesuffix(", LVD"), lvd, seed, paper,
+            initialization__teacher=path, optimizer__rate=NETWORK_RATES[name][lvd],
+        ))  # fmt: skip
+    return runs
+
+
+def _network_rates() -> list[Run]:
+    """Rates of the networks, tried with few tokens."""
+    plan: list[tuple[str, int, tuple[float, ...], tuple[bool, ...]]] = [
+        ("stories15M", 50, (0.001, 0.003), (False, True)), ("SmolLM2-135M", 10, (0.0003, 0.001, 0.003), (False,)),
+        ("SmolLM2-135M", 50, (0.0001, 0.0003), (False, True)),
+    ]  # fmt: skip
+    return [
+        _network(
+            f"{name}, {network}{', LVD' if lvd else ''}, rate {rate:g}, {millions}M tokens", network, lvd, SEEDS[0],
+            optimizer__rate=rate, initialization__teacher=TEACHERS[name], train__max_tokens=millions * 1_000_000,
+            schedule__warmup_tokens=millions * 50_000,
+        )
+        for name, millions, rates, lvds in plan
+        for lvd, rate, network in product(lvds, rates, ("random", "pretrained"))
+    ]
 
 
 TABLE4 = [
@@ -282,12 +317,9 @@ STUDIES: dict[str, list[Run]] = {
     "lee2025-figure6": [
         _network(f"{network}, rate {rate:g}", network, False, seed, optimizer__rate=rate,
                  initialization__teacher=OWN_TEACHER)
-        for seed in SEEDS for rate in (0.0001, 0.0003, 0.001, 0.003) for network in ("random", "pretrained")
+        for seed in SEEDS for rate in (0.0001, 0.0003, 0.001, 0.003, 0.01) for network in ("random", "pretrained")
     ],
-    "lee2025-figure7": [
-        _network(f"{name}, {network}", network, False, seed, initialization__teacher=path)
-        for seed in SEEDS for name, path in TEACHERS.items() for network in ("random", "pretrained")
-    ],
+    "lee2025-figure7": _networks({"random": None, "pretrained": None}),
     "lee2025-figure8": [
         Run("no LVD", "lee-lvd-scalar", NO_LVD, SEEDS[0]),
         *(Run(f"LVD for {tokens / 1e6:g}M tokens", "lee-lvd-scalar",
@@ -297,11 +329,6 @@ STUDIES: dict[str, list[Run]] = {
         Run("LVD to the end", "lee-lvd-scalar", {"initialization.tokens": 500_000_000, "initialization.labels":
             "cached", "initialization.teacher": TEACHERS["stories15M"]}, SEEDS[0]),
     ],
-    "lee2025-table4": [
-        _network(row, network, lvd, seed, paper)
-        for seed in SEEDS for row, network, lvd, paper in (
-            ("random", "random", False, 365), ("random, LVD", "random", True, 317),
-            ("pretrained", "pretrained", False, 333), ("pretrained, LVD", "pretrained", True, 313),
-        )
-    ],
+    "lee2025-table4": _networks({"random": 365, "random, LVD": 317, "pretrained": 333, "pretrained, LVD": 313}),
+    "lee2025-networks": _network_rates(),
 }

@@ -34,6 +34,8 @@ class Drawing:
     """An x as text."""
     placed: Mapping[str, tuple[float, str]] = field(default_factory=dict)
     """Where rows whose name has no number stand, and what is written there."""
+    ours: str = OURS
+    """What the rows without a series are called."""
 
 
 def _power(value: float) -> str:
@@ -51,7 +53,9 @@ _CAPACITY = Drawing(rf"\d+ states, (?P<series>.*), {_X} parameters", "parameters
 DRAWINGS = {
     "chiu2020-table3": _CHIU_ROWS, "chiu2020-table4": _CHIU_ROWS,
     "chiu2020-table4-no-decay": _CHIU_ROWS,
-    "chiu2020-figure3": Drawing(f"PTB, {_X} states(?:, (?P<series>.*))?", "states", _power),
+    "chiu2020-figure3": Drawing(
+        f"PTB, {_X} states(?:, (?P<series>.*))?", "states", _power, ours="half of the states dropped"
+    ),
     "chiu2020-figure4": Drawing(f"PTB, {_X} blocks, (?P<series>.*)", "blocks"),
     "lee2025-table1": _EVERY_ROW, "lee2025-table2": _EVERY_ROW, "lee2025-table3": _EVERY_ROW,
     "lee2025-tuned": Drawing(r"(?P<series>\d+ states), (?P<label>.*)"),
@@ -93,7 +97,7 @@ def draw(study: str, rows: Sequence[Row]) -> Figure | None:
         return _lines(drawing, points, metric, unit)
     series: dict[str, dict[str, Spread]] = {}
     for label, name, row in points:
-        series.setdefault(name or OURS, {})[label] = _spread(row, metric)
+        series.setdefault(name or drawing.ours, {})[label] = _spread(row, metric)
     printed = {label: (row.paper[metric],) * 3 for label, _, row in points if metric in row.paper}
     if printed:
         series[PAPER] = printed
@@ -107,10 +111,10 @@ def _lines(drawing: Drawing, points: Sequence[tuple[str, str, Row]], metric: str
     ticks = {}
     for text, name, row in points:
         x, tick = drawing.placed.get(text) or (number(text), drawing.tick(number(text)))
-        series.setdefault(name or OURS, {})[x] = _spread(row, metric)
+        series.setdefault(name or drawing.ours, {})[x] = _spread(row, metric)
         ticks[x] = tick
         if metric in row.paper:
-            printed.setdefault(name or OURS, {})[x] = row.paper[metric]
+            printed.setdefault(name or drawing.ours, {})[x] = row.paper[metric]
     return lines(series, printed, ticks, drawing.axis, unit) if len(ticks) > 1 else None
 
 

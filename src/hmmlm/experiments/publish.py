@@ -17,7 +17,7 @@ from hmmlm.errors import InputError
 from hmmlm.experiments.catalogue import STUDIES
 from hmmlm.experiments.figures import draw
 from hmmlm.experiments.plots import short
-from hmmlm.experiments.summary import Row, order_sentences, ratio, recipe_settings, rows_of
+from hmmlm.experiments.summary import Row, main_rows, order_sentences, ratio, recipe_settings, rows_of
 
 CHIU, LEE = "Chiu & Rush 2020", "Lee & Berg-Kirkpatrick 2025"
 TITLES = {
@@ -46,13 +46,16 @@ TITLES = {
     "lee2025-figure4": f"{LEE}, Figure 4: LVD and architectures",
     "lee2025-figure5": f"{LEE}, Figure 5: centroids and head as embeddings",
     "lee2025-figure6": f"{LEE}, Figure 6: a pretrained network and the learning rate",
-    "lee2025-figure7": f"{LEE}, Figure 7: networks of other transformers",
-    "lee2025-table4": f"{LEE}, Table 4: a pretrained network with and without LVD",
+    "lee2025-figure7": f"{LEE}, Figure 7: the networks of pretrained transformers",
+    "lee2025-table4": f"{LEE}, Table 4: the same with and without LVD (the paper's is TinyLlama-1.1B)",
+    "lee2025-networks": "Rates of the networks of pretrained transformers, tried on few tokens",
+    "lee2025-kmeans": "Speed of k-means in LVD, over embeddings that are made again in every pass",
     "lee2025-cpu-trials": "Trials with 64 states on two CPU cores",
     "lee2025-throughput": "Speed of training at the setting of Lee & Berg-Kirkpatrick",
 }
-TRIALS = ("lee2025-rates", "lee2025-cpu-trials")  # of settings: several rows are scalar, and none is the baseline
-README_STUDIES = ("chiu2020-table1", "chiu2020-table4", "lee2025-table1", "lee2025-tuned")
+# Of settings: several rows are scalar, and none is the baseline.
+TRIALS = ("lee2025-rates", "lee2025-networks", "lee2025-cpu-trials")
+README_STUDIES = ("chiu2020-table1", "chiu2020-table4", "lee2025-table1", "lee2025-tuned", "lee2025-figure3")
 README_COLUMNS = (
     "paper valid", "paper test", "valid", "test", "test, min / mean / max", "ratio to scalar", "paper's ratio",
     "tokens", "ms a step", "peak GB", "seeds",
@@ -65,6 +68,8 @@ INTRODUCTION = (
     "a warm-up as much shorter."
 )  # fmt: skip
 PRINTED = {"valid": "valid_perplexity", "test": "test_perplexity", "train": "train_perplexity"}
+# Settings that only runs with latent variable distillation use.
+OF_LVD = ("initialization.tokens", "initialization.kmeans.tokens", "initialization.labels")
 # Metrics that have a column of their own, or that nobody needs in a table.
 KNOWN = {
     *PRINTED.values(), "tokens", "epochs", "step_ms", "tokens_per_second", "peak_memory_gb", "seconds",
@@ -89,7 +94,8 @@ def main() -> None:
     summary: list[str] = []
     for name in README_STUDIES:
         if name in found:
-            summary += ["", f"**{TITLES[name]}**", "", *table(name, rows_of(name, found[name]), README_COLUMNS)]
+            rows = main_rows(rows_of(name, found[name]))
+            summary += ["", f"**{TITLES[name]}**", "", *table(name, rows, README_COLUMNS)]
     block = "<!-- results -->\n" + "\n".join(summary) + "\n\n<!-- /results -->"
     readme = re.sub(r"<!-- results -->.*<!-- /results -->", lambda _: block, readme, flags=re.S)
     write_bytes(root / "README.md", readme.encode())
@@ -149,7 +155,7 @@ def columns_of(name: str, rows: Sequence[Row]) -> dict[str, Callable[[Row], str]
     columns |= {"peak GB": mean_of("peak_memory_gb", "{:.2f}"), "minutes": mean_of("seconds", scale=60)}
     for metric in dict.fromkeys(key for row in rows for record in row.records for key in record["metrics"]):
         if metric not in KNOWN:
-            columns[escape(metric.replace("_", " "))] = mean_of(metric, "{:g}")
+            columns[escape(metric.replace("_", " "))] = plain_mean(metric)
     columns["sequences left out"] = lambda row: number(row.mean("skipped") or None, "{:g}")
     columns["seeds"] = seeds
     return columns
@@ -165,6 +171,11 @@ def mean_of(metric: str, shape: str = "{:.1f}", scale: float = 1) -> Callable[[R
 
 def number(value: float | None, shape: str = "{:.1f}", scale: float = 1) -> str:
     return "" if value is None else shape.format(value / scale)
+
+
+def plain_mean(metric: str) -> Callable[[Row], str]:
+    """The mean in as many digits as it has, no powers of ten."""
+    return lambda row: number(value := row.mean(metric), "{:,.0f}" if value and value >= 10_000 else "{:g}")
 
 
 def spread(row: Row) -> str:
@@ -192,9 +203,14 @@ def seeds(row: Row) -> str:
 
 
 def shared_settings(rows: Sequence[Row]) -> dict[str, str]:
-    """Settings in which all rows, two at least, differ from what they stand for."""
-    first, *others = (unusual(row) for row in rows)
-    return {name: value for name, value in first.items() if others and all(o.get(name) == value for o in others)}
+    """Settings in which all rows that use them differ, alike, from what they stand for; of a single row all of them."""
+    names = dict.fromkeys(name for row in rows for name in unusual(row))
+    shared = {}
+    for name in names:
+        values = {unusual(row).get(name) for row in rows if row.has_lvd or name not in OF_LVD}
+        if len(values) == 1:
+            shared[name] = str(values.pop())
+    return shared
 
 
 def unusual(row: Row) -> dict[str, str]:
@@ -215,8 +231,19 @@ def unusual(row: Row) -> dict[str, str]:
 def differing(row: Row, rows: Sequence[Row]) -> str:
     """Settings of a row alone in which it differs from what it stands for."""
     shared = shared_settings(rows)
-    told = [f"{name.split('.')[-1]} {value}" for name, value in unusual(row).items() if name not in shared]
+    told = [setting(_last_part(name), value) for name, value in unusual(row).items() if name not in shared]
     return f" ({', '.join(told)})" if told else ""
+
+
+def _last_part(name: str) -> str:
+    """Of a setting's name, two where one does not say of what."""
+    return ".".join(name.split(".")[-2 if name.endswith(".tokens") else -1 :])
+
+
+def setting(name: str, value: str) -> str:
+    """Large numbers as people write them: `train.max_tokens 5M`."""
+    large = value.replace(".", "", 1).isdigit() and float(value) >= 100_000
+    return f"{name} {short(float(value)) if large else value}"
 
 
 def comparison(name: str, rows: Sequence[Row]) -> str:
@@ -235,9 +262,15 @@ def remarks(rows: Sequence[Row], records: Sequence[dict[str, Any]]) -> list[str]
     """Settings of all rows, notes of the records, and where, when and with what the runs were made."""
     lines = []
     if shared := shared_settings(rows):
-        lines.append("All rows: " + escape(", ".join(f"{name} {value}" for name, value in shared.items())) + ".\n")
-    notes = dict.fromkeys(record["note"] for record in records if record.get("note"))
-    lines += [f"Note: {escape(note.rstrip('.'))}.\n" for note in notes]
+        for whom, names in (
+            ("All rows" if len(rows) > 1 else "Settings", [name for name in shared if name not in OF_LVD]),
+            ("All rows with LVD" if len(rows) > 1 else "LVD", [name for name in shared if name in OF_LVD]),
+        ):
+            if names:
+                lines.append(f"{whom}: " + escape(", ".join(setting(name, shared[name]) for name in names)) + ".\n")
+    notes = dict.fromkeys(part for record in records for part in record.get("note", "").rstrip(".").split("; ") if part)
+    if notes:
+        lines.append(f"Notes: {escape('; '.join(notes))}.\n")
     parts = []
     for before, key, length in (("", "machine", None), ("commit ", "commit", 7), ("", "date", None)):
         if values := sorted({str(record[key])[:length] for record in records if record.get(key)}):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hmmlm.errors import InputError
-from hmmlm.experiments.catalogue import STUDIES
+from hmmlm.experiments.catalogue import STUDIES, TEACHERS
 from hmmlm.learning.config import config_to_dict, load_recipe
 
 Record = Mapping[str, Any]
@@ -26,7 +26,7 @@ PRINTED_BASELINES: dict[str, dict[str, float]] = {
     "WikiText-2, KN 5-gram": {"valid_perplexity": 248.7, "test_perplexity": 234.3},
     "ablation B": {"test_perplexity": 348},  # beside the variants of Table 3
 }
-GROUP = re.compile(r"(PTB|WikiText-2|\d+ states), ")
+GROUP = re.compile(rf"(PTB|WikiText-2|\d+ states|{'|'.join(map(re.escape, TEACHERS))}), ")
 SCALAR = re.compile(r"HMM, scalar|scalar|no LVD|nothing factored")
 
 
@@ -43,13 +43,19 @@ class Row:
 
     @property
     def group(self) -> str:
-        """The text or the number of states, 512 where the name has neither: rows are compared within one group."""
+        """The text, the number of states or the network, 512 states where it has none; and whether dropout is left
+        out. Rows of a group are compared."""
         match = GROUP.match(self.name)
-        return match[1] if match else "512 states"
+        return (match[1] if match else "512 states") + ", no dropout" * self.name.endswith(", no dropout")
 
     @property
     def recipe(self) -> str:
         return str(self.records[0].get("recipe", ""))
+
+    @property
+    def has_lvd(self) -> bool:
+        settings = {**recipe_settings(self.recipe), **self.records[0].get("settings", {})}
+        return settings.get("initialization.kind") == "lvd"
 
     def values(self, metric: str) -> list[float]:
         """The metric of every run that has it."""
@@ -123,7 +129,7 @@ def scalar_row(row: Row, rows: Sequence[Row]) -> Row | None:
         other for other in rows
         if other.group == row.group and other.mean("test_perplexity") and _as_long(row, other)
         and (other.recipe == "lee-table1-scalar" or SCALAR.match(other.name.removeprefix(f"{other.group}, ")))
-        and not other.name.endswith(", LVD")
+        and not other.name.endswith(", LVD") and "Baum-Welch" not in other.name
     ]  # fmt: skip
     candidates.sort(key=lambda other: (other.told != row.told, other.recipe != "lee-table1-scalar"))
     return candidates[0] if candidates else None
