@@ -408,6 +408,22 @@ def test_infill_and_samples_without_unknown_words(trained: Path, capsys: pytest.
     options = ["--num", "1", "--seed", "3", "--no-unknown"]
     assert main(["sample", str(trained), *options]) == 0
     assert capsys.readouterr().out == load(trained).generate(seed=3, unknown=False) + "\n"
+    options = ["--num", "2", "--seed", "3", "--max-new-tokens", "12", "--must", "the cat", "bird", "--never", "dog"]
+    assert main(["sample", str(trained), *options]) == 0
+    for line in capsys.readouterr().out.splitlines():
+        assert "the cat" in line and "bird" in line and "dog" not in line
+    assert "nothing of at most 2 tokens" in failure(
+        capsys, "sample", str(trained), "--must", "the cat", "--max-new-tokens", "2"
+    )
+
+
+def test_a_model_that_learned_next_to_nothing_is_pointed_out(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rate, said in (("0.001", True), ("0.3", False)):
+        options = ["--data", str(corpus), "--out", str(tmp_path / rate), *SMALL, "--optimizer.rate", rate]
+        assert main(["train", *options, "--train.epochs", "2"]) == 0
+        assert ("little more than how frequent words are" in capsys.readouterr().err) == said
 
 
 def test_a_parameterization_by_its_name_trains_with_settings_of_its_own(corpus: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import hmmlm
 from hmmlm.data.tokenizer import HuggingFaceTokenizer
 from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError
+from hmmlm.generation import Choice
 from hmmlm.hmm import HMM, BlockedHMM
 from hmmlm.lm import LanguageModel, load, load_control, save_control
 
@@ -253,10 +254,8 @@ def test_temperature_zero_is_the_greedy_argmax(seed: int) -> None:
 def test_carried_sampling_follows_the_exact_predictive_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = LanguageModel(random_hmm(seed=3), WordTokenizer(WORDS))
     seen: list[torch.Tensor] = []
-    from hmmlm import lm as module
-
-    choose = module._choose
-    monkeypatch.setattr(module, "_choose", lambda probs, *rest: (seen.append(probs), choose(probs, *rest))[1])
+    draw = Choice.draw
+    monkeypatch.setattr(Choice, "draw", lambda self, probs, g: (seen.append(probs), draw(self, probs, g))[1])
     tokens = lm.tokenizer.encode(lm.generate("the", max_new_tokens=30, seed=5))
     assert len(tokens) > 3
     for i, probs in enumerate(seen):

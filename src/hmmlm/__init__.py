@@ -5,13 +5,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hmmlm.errors import InputError
     from hmmlm.hmm import HMM, BlockedHMM, Counts, Filtered
+    from hmmlm.hmm.automaton import Automaton
+    from hmmlm.hmm.constraints import Guide
     from hmmlm.lm import LanguageModel, load
 
 __version__ = "0.1.0"
-__all__ = ["HMM", "BlockedHMM", "Counts", "Filtered", "InputError", "LanguageModel", "__version__", "load"]
+__all__ = [
+    "HMM", "Automaton", "BlockedHMM", "Counts", "Filtered", "Guide", "InputError", "LanguageModel", "__version__",
+    "load",
+]  # fmt: skip
 
 _HOMES = {
     "HMM": "hmmlm.hmm", "BlockedHMM": "hmmlm.hmm", "Counts": "hmmlm.hmm", "Filtered": "hmmlm.hmm",
+    "Automaton": "hmmlm.hmm.automaton", "Guide": "hmmlm.hmm.constraints",
     "InputError": "hmmlm.errors", "LanguageModel": "hmmlm.lm", "load": "hmmlm.lm",
 }
 

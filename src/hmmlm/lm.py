@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,10 @@ from hmmlm.data.files import read_json
 from hmmlm.data.tokenizer import Tokenizer, load_tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.errors import InputError
+from hmmlm.generation import Choice, check_whole, say, say_accepted
 from hmmlm.hmm import HMM, AnyHMM, BlockedHMM
+from hmmlm.hmm.automaton import Automaton, anything, avoiding, containing
+from hmmlm.hmm.constraints import Guide
 from hmmlm.hmm.infilling import infill_words
 from hmmlm.modelfolder import CONFIG, MODEL, model_folder, read_tensors, write_folder
 
@@ -99,7 +101,6 @@ class LanguageModel:
         loss = -float(self.score(texts).double().sum()) / tokens
         return math.exp(loss) if loss < 700 else math.inf
 
-    @torch.no_grad()
     def generate(
         self,
         prompt: str = "",
@@ -108,38 +109,60 @@ class LanguageModel:
         top_k: int | None = None,
         seed: int | None = None,
         unknown: bool = True,
+        must: Sequence[str] = (),
+        never: Sequence[str] = (),
     ) -> str:
         """`prompt` and an exact sample of what follows it, until `<eos>` or `max_new_tokens`.
 
         temperature 0 takes the likeliest token every time; `top_k` samples among the k likeliest; the same seed gives
         the same text; with unknown=False every token is drawn given that it is not `<unk>`. A prompt that ends with a
         line break asks for a new line; spaces at its end say nothing.
+
+        With `must` or `never` the line is drawn given that it has each of these words or phrases and none of those, the
+        prompt's part included, and ends within `max_new_tokens`.
         """
-        _check_sampling(max_new_tokens, temperature, top_k, seed)
-        generator = torch.Generator()
-        generator.manual_seed(int(seed)) if seed is not None else generator.seed()
+        choice = Choice(max_new_tokens, temperature, top_k, seed)
         given = self._encode_prompt(prompt)
-        tokens = list(given)
-        heard = split_at(given, self._eos)[-1] if self.restarts else given
+        *_, line = split_at(given, self._eos)
+        heard = line if self.restarts else given
         if heard and not bool(self.hmm.log_likelihood([heard]).isfinite()):
             raise InputError("the model gives the prompt probability zero, so nothing can follow it")
-        state = self.hmm.begin()
-        for token in heard:
-            state = self.hmm.advance(state, token)
-        for _ in range(max_new_tokens):
-            probs = self.hmm.emit(state).cpu().exp()
-            if not unknown and self.tokenizer.unk_id is not None:
-                probs[self.tokenizer.unk_id] = 0
-                if not bool(probs.any()):
-                    raise InputError("nothing but <unk> can follow here: leave unknown words allowed")
-            token = _choose(probs, temperature, top_k, generator)
-            if token == self._eos:
-                break
-            tokens.append(token)
-            state = self.hmm.advance(state, token)
+        if must or never:
+            automaton = self.constraint(must, never, unknown)
+            added = say_accepted(self.hmm, automaton, heard, line, self._eos, choice)
+        else:
+            added = say(self.hmm, heard, self._eos, choice, None if unknown else self.tokenizer.unk_id)
         # The prompt is given back as it was written, though unknown words in it were read as <unk>.
-        added = self.tokenizer.decode(tokens)[len(self.tokenizer.decode(given)) :]
-        return prompt + (added.lstrip(" ") if prompt.endswith((" ", "\t")) else added)
+        text = self.tokenizer.decode([*given, *added])[len(self.tokenizer.decode(given)) :]
+        return prompt + (text.lstrip(" ") if prompt.endswith((" ", "\t")) else text)
+
+    def constraint(self, must: Sequence[str] = (), never: Sequence[str] = (), unknown: bool = True) -> Automaton:
+        """Lines, up to and with `<eos>`, that have each of the words or phrases of `must` and none of `never`.
+
+        A phrase is looked for as the tokens that it is encoded as.
+        """
+        phrases = {"must": must, "never": never}
+        for name, texts in phrases.items():
+            if isinstance(texts, str):
+                raise InputError(f"{name} must be a list of words or phrases: write [{texts!r}] for a single one")
+        automaton = anything(self.hmm.vocab_size)
+        for text in must:
+            automaton &= containing(self._encode_phrase(text), self.hmm.vocab_size)
+        for text in never:
+            automaton &= avoiding(self._encode_phrase(text), self.hmm.vocab_size)
+        if not unknown and self.tokenizer.unk_id is not None:
+            automaton &= avoiding([self.tokenizer.unk_id], self.hmm.vocab_size)
+        return automaton.until(self._eos)
+
+    def guide(self, must: Sequence[str] = (), never: Sequence[str] = (), max_new_tokens: int = 100) -> Guide:
+        """How likely lines under such a constraint are, token by token: to steer another model with this tokenizer."""
+        return Guide(self.hmm, self.constraint(must, never), max_new_tokens)
+
+    def _encode_phrase(self, text: str) -> list[int]:
+        tokens = self.tokenizer.encode(text.strip()) if isinstance(text, str) else []
+        if not tokens or self.tokenizer.unk_id in tokens:
+            raise InputError(f"{text!r} has no words, or some that the model does not know: it cannot be asked for")
+        return tokens
 
     @torch.no_grad()
     def infill(self, text: str, top: int = 5) -> list[list[tuple[str, float]]]:
@@ -151,7 +174,7 @@ class LanguageModel:
         """
         if not isinstance(text, str):
             raise InputError(f"the text is a {type(text).__name__}, not a string")
-        _check_whole("top", top, 1)
+        check_whole("top", top, 1)
         tokens = [token for line in _lines(text) for token in (*self._encode_blanks(line), self._eos)]
         if -1 not in tokens:
             raise InputError("the text has no blank: write ___ where a word is missing")
@@ -313,32 +336,3 @@ def padded(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 def _lines(text: str) -> list[str]:
     """The lines of a text without the space around them; an empty text is one empty line."""
     return [line.strip() for line in text.removesuffix("\n").split("\n")]
-
-
-def _check_whole(name: str, value: int, least: int) -> None:
-    if not isinstance(value, Integral):
-        raise InputError(f"{name} must be a whole number, not {value!r}")
-    if value < least:
-        raise InputError(f"{name} must be {least} or more, not {value}")
-
-
-def _check_sampling(max_new_tokens: int, temperature: float, top_k: int | None, seed: int | None) -> None:
-    _check_whole("max_new_tokens", max_new_tokens, 0)
-    if not (isinstance(temperature, Real) and temperature >= 0 and math.isfinite(temperature)):
-        raise InputError(f"temperature must be a number of 0 or more, not {temperature!r}")
-    if top_k is not None:
-        _check_whole("top_k", top_k, 1)
-    if seed is not None and not (isinstance(seed, Integral) and -(2**63) <= seed < 2**64):
-        raise InputError(f"seed must be a whole number of at most 64 bits, not {seed!r}")
-
-
-def _choose(probs: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """A token from probs [V]. Drawn on the CPU, so that a seed means the same text on every device."""
-    if temperature == 0:
-        return int(probs.argmax())
-    candidates = torch.arange(len(probs))
-    if top_k is not None and top_k < len(probs):
-        probs, candidates = probs.topk(top_k)
-    # The largest is 1 before the power: a low temperature underflows the others, never all of them.
-    weights = (probs.double() / probs.max()) ** (1 / temperature)
-    return int(candidates[torch.multinomial(weights, 1, generator=generator)])

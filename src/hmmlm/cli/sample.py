@@ -12,7 +12,8 @@ DESCRIPTION = """Exact samples from a model, each until <eos>. The same seed giv
 examples:
   hmmlm sample runs/mine
   hmmlm sample runs/mine --num 3 --prompt "The function" --temperature 0.7
-  hmmlm sample runs/mine --no-unknown"""
+  hmmlm sample runs/mine --no-unknown
+  hmmlm sample runs/mine --must function "a list" --never None"""
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Arguments:
     """Sample i uses seed + i; None: other samples every time."""
     unknown: bool = True
     """Whether <unk> may be drawn; --no-unknown draws every word given that it is a known one."""
+    must: tuple[str, ...] = ()
+    """Words or phrases that every sample has; it then also ends within --max-new-tokens."""
+    never: tuple[str, ...] = ()
+    """Words or phrases that no sample has; likewise."""
 
 
 def run(argv: list[str]) -> int:
@@ -52,6 +57,8 @@ def run(argv: list[str]) -> int:
             top_k=arguments.top_k,
             seed=None if arguments.seed is None else arguments.seed + i,
             unknown=arguments.unknown,
+            must=arguments.must,
+            never=arguments.never,
         )
         print(text)
     return 0

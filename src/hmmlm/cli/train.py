@@ -97,6 +97,12 @@ def _train(config: RunConfig, out: Path, resume: bool) -> int:
     results = gather(out)
     beside = ", ".join(f"{name} {perplexity_text(scores['test'])}" for name, scores in results.baselines.items())
     print(f"test perplexity {perplexity_text(results.perplexity['test'])} ({beside})")
+    if results.perplexity["valid"] > 0.98 * results.baselines["unigram"]["valid"]:
+        print(
+            "hmmlm: warning: the model has learned little more than how frequent words are (unigram): train for "
+            "longer, or lower optimizer.rate if perplexity rose or stood still",
+            file=sys.stderr,
+        )
     print(f"report: {write_report(results)}")
     return 0
 

@@ -7,14 +7,13 @@ from torch import Tensor
 
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import ArrayLike, as_log_probs, check_distributions, check_initial, check_lengths, check_tokens
+from hmmlm.hmm.mixing import mix
 from hmmlm.hmm.sampling import sample_chain, sample_paths
 from hmmlm.ops import scan as ops
 from hmmlm.ops.results import Counts, Filtered, Scan
 from hmmlm.ops.scan import Evidence, Impl, Parameters
 from hmmlm.ops.scan.naive import logsumexp
 from hmmlm.ops.viterbi import viterbi
-
-FAINT = {torch.float32: 1e-32, torch.float64: 1e-300}  # sums of products below this have lost digits
 
 
 class HMM:
@@ -207,20 +206,7 @@ class HMM:
     @torch.no_grad()
     def emit(self, log_states: Tensor) -> Tensor:
         """log Σ_z p(z) p(word | z) [..., V] for log-distributions over states [..., Z], safe for any scale."""
-        log_emission = self.log_emission.detach()
-        peak = log_emission.amax(0)
-        peak = torch.where(peak.isfinite(), peak, 0.0)
-        relative = log_states.exp() @ (log_emission - peak).exp()
-        mixed = relative.log() + peak
-        # Words that only improbable states emit: their product underflows (or nearly), so sum its logarithms.
-        faint = (relative < FAINT[self.dtype]) & (log_states.amax(-1, keepdim=True) > float("-inf"))
-        if bool(faint.any()):
-            *where, words = faint.nonzero(as_tuple=True)
-            for piece in torch.arange(words.shape[0], device=words.device).split(max(1, 2**22 // self.states)):
-                index = tuple(axis[piece] for axis in where)
-                scores = log_states[index] + log_emission.t()[words[piece]]
-                mixed[(*index, words[piece])] = scores.logsumexp(1)
-        return mixed
+        return mix(log_states, self.log_emission.detach())
 
     def expected_counts(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Counts:
         """Expected counts of starts [Z], transitions [Z, Z] and emissions [Z, V] under the posterior, summed over B."""

@@ -1,0 +1,193 @@
+"""An HMM under constraints against a list of all sequences; automata against what they are meant to say."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import oracle
+import pytest
+import torch
+from test_hmm_blocked import make
+from torch import Tensor
+
+from hmmlm.data.tokenizer import WordTokenizer
+from hmmlm.errors import InputError
+from hmmlm.hmm import HMM, AnyHMM
+from hmmlm.hmm.automaton import Automaton, anything, avoiding, containing
+from hmmlm.hmm.constraints import Guide
+from hmmlm.hmm.mixing import mix
+from hmmlm.lm import LanguageModel
+
+WORDS = 4
+SEQUENCES = list(itertools.product(range(WORDS), repeat=5))
+
+
+def has(tokens: Sequence[int], phrase: Sequence[int]) -> bool:
+    return any(tuple(tokens[i : i + len(phrase)]) == tuple(phrase) for i in range(len(tokens)))
+
+
+@pytest.mark.parametrize("phrase", [[2], [1, 1], [1, 2, 1, 2], [1, 1, 2, 1, 1], [0, 1, 0, 0]])
+def test_phrases_are_found_wherever_they_stand(phrase: list[int]) -> None:
+    wanted, unwanted = containing(phrase, WORDS), avoiding(phrase, WORDS)
+    assert wanted.states == len(phrase) + 1
+    for tokens in itertools.product(range(3), repeat=7):
+        assert wanted.accepts(tokens) == has(tokens, phrase) == (not unwanted.accepts(tokens)), tokens
+
+
+def test_automata_are_joined_and_ended() -> None:
+    joined = containing([1, 2], WORDS) & containing([2, 1], WORDS) & avoiding([3], WORDS)
+    ended = joined.until(0)
+    for tokens in SEQUENCES:
+        wanted = has(tokens, [1, 2]) and has(tokens, [2, 1]) and 3 not in tokens
+        assert joined.accepts(tokens) == wanted
+        line = tokens[: tokens.index(0)] if 0 in tokens else None
+        good = line is not None and has(line, [1, 2]) and has(line, [2, 1]) and 3 not in line
+        assert ended.accepts(tokens) == good, tokens
+
+
+def hmms() -> list[AnyHMM]:
+    """Dense, dense with zeros, and blocked; all over the same words."""
+    given = (oracle.random_hmm(3, WORDS, seed, 2.0, zeros) for seed, zeros in ((0, 0.0), (1, 0.4)))
+    return [*(HMM(*(p.log() for p in parameters)) for parameters in given), make()]
+
+
+def sequences(hmm: AnyHMM, length: int) -> tuple[list[tuple[int, ...]], Tensor]:
+    every = list(itertools.product(range(hmm.vocab_size), repeat=length))
+    return every, hmm.log_likelihood(every).exp().double()
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_chances_and_tokens_are_those_of_a_list_of_all_sequences(number: int) -> None:
+    hmm = hmms()[number]
+    words, length = hmm.vocab_size, 4
+    automaton = (containing([1, 2], words) & avoiding([3, 1], words)).until(0)
+    every, probs = sequences(hmm, length)
+    good = torch.tensor([automaton.accepts(tokens) for tokens in every])
+    guide = Guide(hmm, automaton, length)
+    position, said = guide.begin(), ()
+    close = {"rtol": 1e-5, "atol": 1e-7} if hmm.dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-12}
+    for step in range(length):
+        so_far = torch.tensor([tokens[:step] == said for tokens in every])
+        first = torch.tensor([tokens[step] for tokens in every])
+        total = probs[so_far].sum()
+        assert math.isclose(math.exp(guide.chance(position)), float(probs[so_far & good].sum() / total), rel_tol=1e-5)
+        met = torch.stack([probs[so_far & good & (first == v)].sum() for v in range(words)]) / total
+        plain = torch.stack([probs[so_far & (first == v)].sum() for v in range(words)]) / total
+        torch.testing.assert_close(guide.next_token(position).exp().double(), met / met.sum(), **close)
+        expected = torch.where(plain > 0, met / plain, 0.0)
+        torch.testing.assert_close(guide.chances(position).exp().double(), expected, **close)
+        token = int(met.argmax())
+        said, position = (*said, token), guide.advance(position, token)
+    assert automaton.accepts(said) and guide.chance(position) == 0.0
+    with pytest.raises(InputError, match="all 4 tokens have been said"):
+        guide.joint(position)
+
+
+def test_a_blocked_model_is_guided_as_its_dense_form() -> None:
+    hmm = make()
+    automaton = (containing([1], hmm.vocab_size) & containing([2, 2], hmm.vocab_size)).until(0)
+    here, there = Guide(hmm, automaton, 6), Guide(hmm.dense(), automaton, 6)
+    for tokens in ((), (1,), (2, 1, 2)):
+        one, other = here.next_token(here.begin(tokens)), there.next_token(there.begin(tokens))
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_is_lost_where_probabilities_are_tiny() -> None:
+    # each state says its own word, and leaves for the next with a probability that float32 cannot hold after two
+    states, rare = 4, 1e-30
+    transition = torch.full((states, states), -math.inf)
+    for z in range(states):
+        transition[z, z] = math.log1p(-rare) if z + 1 < states else 0.0
+        if z + 1 < states:
+            transition[z, z + 1] = math.log(rare)
+    start = torch.tensor([0.0, *[-math.inf] * (states - 1)])
+    emission = torch.where(torch.eye(states) > 0, 0.0, -math.inf)
+    guide = Guide(HMM(start, transition, emission), containing([3], states), 4)
+    assert math.isclose(guide.chance(guide.begin()), 3 * math.log(rare), rel_tol=1e-5)
+    assert int(guide.next_token(guide.begin([0])).argmax()) == 1
+    weights = torch.tensor([[-500.0, -600.0], [-math.inf, -math.inf]])
+    matrix = torch.tensor([[-math.inf, 0.0], [-1.0, -400.0]])
+    torch.testing.assert_close(mix(weights, matrix), torch.tensor([[-601.0, -500.0], [-math.inf, -math.inf]]))
+
+
+def test_what_cannot_be_is_said() -> None:
+    hmm = hmms()[0]
+    with pytest.raises(InputError, match="reads 7 words and the model says 4"):
+        Guide(hmm, anything(7), 3)
+    with pytest.raises(InputError, match="length must be 1 or more"):
+        Guide(hmm, anything(WORDS), 0)
+    with pytest.raises(InputError, match="nothing that the model can say in 2 tokens is accepted"):
+        guide = Guide(hmm, containing([1, 2, 3], WORDS), 2)
+        guide.next_token(guide.begin())
+    with pytest.raises(InputError, match="token 4 of a phrase is outside the vocabulary"):
+        containing([1, 4], WORDS)
+    with pytest.raises(InputError, match="at least one token"):
+        containing([], WORDS)
+    with pytest.raises(InputError, match="over 4 and 5 words cannot be joined"):
+        anything(4) & anything(5)
+    with pytest.raises(InputError, match="next must hold states, 0 to 0"):
+        Automaton(torch.ones(1, 3, dtype=torch.long), torch.ones(1))
+    with pytest.raises(InputError, match=r"needs integers next \[states, words\]"):
+        Automaton(torch.zeros(2, 3), torch.ones(2))
+    many = anything(30)
+    with pytest.raises(InputError, match="ask for fewer phrases"):
+        for token in range(14):
+            many &= containing([token], 30)
+
+
+@pytest.fixture
+def lm() -> LanguageModel:
+    words = ["<unk>", "<eos>", "the", "cat", "dog", "sat"]
+    return LanguageModel(HMM(*(p.log() for p in oracle.random_hmm(4, len(words), 2))), WordTokenizer(words))
+
+
+def test_lines_are_drawn_as_often_as_the_model_says_them(lm: LanguageModel) -> None:
+    automaton = lm.constraint(["the cat"], ["dog"], unknown=False)
+    length = 4  # with <eos>
+    every = [tokens for tokens in itertools.product(range(6), repeat=length) if automaton.accepts(tokens)]
+    weights = lm.hmm.log_likelihood(every).exp()
+    expected: dict[str, float] = {}
+    for tokens, weight in zip(every, weights.tolist(), strict=True):
+        text = lm.tokenizer.decode(tokens[: tokens.index(1)])
+        expected[text] = expected.get(text, 0.0) + weight / float(weights.sum())
+    options = {"max_new_tokens": length, "must": ["the cat"], "never": ["dog"], "unknown": False}
+    texts = [lm.generate(seed=seed, **options) for seed in range(1200)]
+    assert set(texts) == set(expected)
+    for text, p in expected.items():
+        assert abs(texts.count(text) / 1200 - p) < 5 * math.sqrt(p * (1 - p) / 1200) + 0.002, text
+
+
+def test_a_guide_steers_another_model(lm: LanguageModel) -> None:
+    guide = lm.guide(must=["cat sat"], max_new_tokens=6)
+    position, said = guide.begin(), []
+    for _ in range(6):  # which says everything equally often
+        said.append(int(guide.chances(position).argmax()))
+        position = guide.advance(position, said[-1])
+    assert lm.constraint(["cat sat"]).accepts(said) and guide.chance(position) == 0.0
+
+
+def test_the_prompt_counts_and_other_options_hold(lm: LanguageModel) -> None:
+    for options in ({"temperature": 0.0}, {"top_k": 1}, {"temperature": 0.3, "seed": 1}):
+        text = lm.generate("the", max_new_tokens=6, must=["the cat", "sat"], never=["dog"], **options)
+        assert text.startswith("the ") and "the cat" in text and "sat" in text.split() and "dog" not in text.split()
+    # lines before the last are heard, and do not count
+    text = lm.generate("dog the cat\nsat", max_new_tokens=5, must=["cat"], never=["dog"], seed=3)
+    line = text.removeprefix("dog the cat\n")
+    assert "cat" in line.split() and "dog" not in line.split()
+    assert lm.generate("cat", max_new_tokens=1, must=["cat"], seed=0) == "cat"  # <eos> is all that is left
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("", {"must": ["the cat sat"], "max_new_tokens": 3}, "nothing of at most 3 tokens"),
+        ("the dog", {"never": ["dog"]}, "nothing of at most 100 tokens"),
+        ("", {"must": ["unicorn"]}, "'unicorn' has no words, or some that the model does not know"),
+        ("", {"never": [" "]}, "' ' has no words"),
+        ("", {"must": "cat"}, r"must must be a list of words or phrases: write \['cat'\]"),
+        ("", {"must": ["cat"], "max_new_tokens": 0}, "nothing of at most 0 tokens"),
+    ],
+)  # fmt: skip
+def test_wishes_that_cannot_be_met(lm: LanguageModel, prompt: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        lm.generate(prompt, **options)  # type: ignore[arg-type]
