@@ -183,6 +183,19 @@ def test_help_of_each_command_has_examples(command: str, capsys: pytest.CaptureF
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_threads_do_not_wait_busily_unless_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or one busy core of two makes training many times slower; torch reads it once, so it is set before."""
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    main(["--version"])
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    main(["--version"])
+    assert os.environ["GOMP_SPINCOUNT"] == "10000"
+    source = "import sys; from hmmlm.cli.main import main; main(['--version']); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", source], capture_output=True, text=True).stdout.endswith("False\n")
+
+
 # --- mistakes -------------------------------------------------------------------------------------------------------
 
 
