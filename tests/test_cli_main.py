@@ -421,11 +421,12 @@ def test_infill_and_samples_without_unknown_words(trained: Path, capsys: pytest.
     options = ["--num", "1", "--seed", "3", "--no-unknown"]
     assert main(["sample", str(trained), *options]) == 0
     assert capsys.readouterr().out == load(trained).generate(seed=3, unknown=False) + "\n"
-    options = ["--num", "2", "--seed", "3", "--max-new-tokens", "12", "--must", "the cat", "bird", "--never", "dog"]
+    options = ["--num", "2", "--seed", "3", "--max-new-tokens", "12"]
+    options += ["--must", "the cat", "--must", "bird", "--never", "dog"]
     assert main(["sample", str(trained), *options]) == 0
     for line in capsys.readouterr().out.splitlines():
         assert "the cat" in line and "bird" in line and "dog" not in line
-    assert "nothing of at most 2 tokens" in failure(
+    assert "can say in 2 tokens, <eos> counted" in failure(
         capsys, "sample", str(trained), "--must", "the cat", "--max-new-tokens", "2"
     )
 

@@ -2,7 +2,10 @@
 
 import itertools
 import math
+import random
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import oracle
 import pytest
@@ -10,15 +13,21 @@ import torch
 from test_hmm_blocked import make
 from torch import Tensor
 
-from hmmlm.data.tokenizer import WordTokenizer
+from hmmlm.data.tokenizer import HuggingFaceTokenizer, WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, AnyHMM
-from hmmlm.hmm.automaton import Automaton, anything, avoiding, containing
+from hmmlm.hmm.automaton import Automaton, anything, containing, spelling
 from hmmlm.hmm.constraints import Guide
 from hmmlm.hmm.mixing import mix
 from hmmlm.lm import LanguageModel
 
 WORDS = 4
+
+
+def avoiding(phrase: Sequence[int], vocab_size: int) -> Automaton:
+    return containing(phrase, vocab_size).complement()
+
+
 SEQUENCES = list(itertools.product(range(WORDS), repeat=5))
 
 
@@ -116,10 +125,19 @@ def test_what_cannot_be_is_said() -> None:
         Guide(hmm, anything(7), 3)
     with pytest.raises(InputError, match="length must be 1 or more"):
         Guide(hmm, anything(WORDS), 0)
+    with pytest.raises(InputError, match="length must be a whole number"):
+        Guide(hmm, anything(WORDS), 2.5)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="need 24 GB: allow fewer tokens"):
+        Guide(hmm, anything(WORDS), 10**9)
+    with pytest.raises(InputError, match="token -1 is outside the vocabulary"):
+        anything(WORDS).accepts([-1])
+    never_two = HMM.from_probs([1.0], [[1.0]], [[0.5, 0.5, 0.0]])
+    with pytest.raises(InputError, match="the model never says token 2 here"):
+        Guide(never_two, anything(3), 4).begin([2])
     with pytest.raises(InputError, match="nothing that the model can say in 2 tokens is accepted"):
         guide = Guide(hmm, containing([1, 2, 3], WORDS), 2)
         guide.next_token(guide.begin())
-    with pytest.raises(InputError, match="token 4 of a phrase is outside the vocabulary"):
+    with pytest.raises(InputError, match="token 4 is outside the vocabulary"):
         containing([1, 4], WORDS)
     with pytest.raises(InputError, match="at least one token"):
         containing([], WORDS)
@@ -142,7 +160,7 @@ def lm() -> LanguageModel:
 
 
 def test_lines_are_drawn_as_often_as_the_model_says_them(lm: LanguageModel) -> None:
-    automaton = lm.constraint(["the cat"], ["dog"], unknown=False)
+    automaton = lm.constraint(["the cat"], ["dog"]).without(0)
     length = 4  # with <eos>
     every = [tokens for tokens in itertools.product(range(6), repeat=length) if automaton.accepts(tokens)]
     weights = lm.hmm.log_likelihood(every).exp()
@@ -158,8 +176,8 @@ def test_lines_are_drawn_as_often_as_the_model_says_them(lm: LanguageModel) -> N
 
 
 def test_a_guide_steers_another_model(lm: LanguageModel) -> None:
-    guide = lm.guide(must=["cat sat"], max_new_tokens=6)
-    position, said = guide.begin(), []
+    guide, position = lm.guide(must=["cat sat"], max_new_tokens=6)
+    said = []
     for _ in range(6):  # which says everything equally often
         said.append(int(guide.chances(position).argmax()))
         position = guide.advance(position, said[-1])
@@ -177,15 +195,72 @@ def test_the_prompt_counts_and_other_options_hold(lm: LanguageModel) -> None:
     assert lm.generate("cat", max_new_tokens=1, must=["cat"], seed=0) == "cat"  # <eos> is all that is left
 
 
+def test_unknown_words_are_never_added_but_may_be_in_the_prompt(lm: LanguageModel) -> None:
+    wishes = {"must": ["cat"], "never": ["gnu", "dog"], "unknown": False}
+    for seed in range(20):
+        text = lm.generate("the unicorn", max_new_tokens=6, seed=seed, **wishes)
+        assert text.startswith("the unicorn") and "cat" in text.split() and "<unk>" not in text
+    # never is met by words that the model cannot say, and many of them cost nothing
+    assert lm.constraint([], ["the", "cat", "dog", "sat", "gnu"]).states == 4
+
+
+def test_what_comes_after_the_end_does_not_matter(lm: LanguageModel) -> None:
+    automaton = lm.constraint(["cat"]).without(0)
+    assert automaton.accepts([3, 1, 0, 0]) and not automaton.accepts([3, 0, 1]) and not automaton.accepts([3, 3])
+
+
+PIECES = ["", " list", "list", "li", "st", " l", "ist", "s", "(", ")", " ", "a", "_", " a", "\ufffd"]
+
+
+@pytest.mark.parametrize("phrase", ["list", "a list", "(a", "a)", "s"])
+def test_phrases_are_found_however_they_are_spelled(phrase: str) -> None:
+    automaton = spelling(phrase, PIECES)
+    left = r"(?<![\w\ufffd])" if phrase[0].isalnum() else ""
+    right = r"(?![\w\ufffd])" if phrase[-1].isalnum() else ""
+    pattern = re.compile(left + re.escape(phrase) + right)
+    generator = random.Random(0)
+    found = 0
+    for _ in range(6000):
+        tokens = [generator.randrange(len(PIECES)) for _ in range(generator.randrange(6))]
+        wanted = bool(pattern.search("".join(PIECES[token] for token in tokens)))
+        assert automaton.accepts(tokens) == wanted, [PIECES[token] for token in tokens]
+        found += wanted
+    assert 20 < found < 3000
+
+
+def test_subwords_make_whole_words(tmp_path: Path) -> None:
+    lines = ["the list of functions", "a function (of the list) is listed", "functional lists, a list"] * 3
+    tokenizer = HuggingFaceTokenizer.train(lines, 290)
+    lm = LanguageModel(HMM(*(p.log() for p in oracle.random_hmm(3, tokenizer.vocab_size, 4))), tokenizer)
+    for seed in range(10):
+        text = lm.generate("the", max_new_tokens=12, must=["list"], never=["a", "of"], seed=seed)
+        words = re.findall(r"[\w\ufffd]+", text.replace("\x00", " "))
+        assert "list" in words and not {"a", "of"} & set(words), text
+
+
+def test_rare_words_are_not_lost_in_the_sum_over_many() -> None:
+    zipf = 1.0 / torch.arange(1, 60_001, dtype=torch.float64) ** 1.5
+    hmm = HMM(torch.zeros(1), torch.zeros(1, 1), (zipf / zipf.sum()).log().float()[None])
+    guide = Guide(hmm, containing([0], 60_000), 100)
+    exact = math.log1p(-((1 - float(zipf[0] / zipf.sum())) ** 100))
+    assert abs(guide.chance(guide.begin()) - exact) < 1e-5
+    unwanted = Guide(hmm, avoiding([0], 60_000), 100)
+    assert abs(unwanted.chance(unwanted.begin()) - 100 * math.log1p(-float(zipf[0] / zipf.sum()))) < 1e-3
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        ("", {"must": ["the cat sat"], "max_new_tokens": 3}, "nothing of at most 3 tokens"),
-        ("the dog", {"never": ["dog"]}, "nothing of at most 100 tokens"),
-        ("", {"must": ["unicorn"]}, "'unicorn' has no words, or some that the model does not know"),
-        ("", {"never": [" "]}, "' ' has no words"),
-        ("", {"must": "cat"}, r"must must be a list of words or phrases: write \['cat'\]"),
-        ("", {"must": ["cat"], "max_new_tokens": 0}, "nothing of at most 0 tokens"),
+        ("", {"must": ["the cat sat"], "max_new_tokens": 3}, "can say in 3 tokens, <eos> counted"),
+        ("", {"must": ["the cat"], "never": ["cat"]}, "contradict each other"),
+        ("the dog", {"never": ["dog"]}, "the prompt has what it must not have"),
+        ("", {"must": ["the unicorn"]}, "'the unicorn' has a word that the model does not know"),
+        ("", {"never": [" "]}, "' ' is not a word or a phrase within a line"),
+        ("", {"never": ["cat <eos>"]}, "'cat <eos>' is not a word or a phrase within a line"),
+        ("", {"never": ["the\ncat"]}, "is not a word or a phrase within a line"),
+        ("", {"must": "cat"}, "must must be a list of words or phrases, not 'cat'"),
+        ("", {"must": None, "never": ["cat"]}, "must must be a list"),
+        ("", {"must": ["cat"], "max_new_tokens": 0}, "max_new_tokens must be 1 or more"),
     ],
 )  # fmt: skip
 def test_wishes_that_cannot_be_met(lm: LanguageModel, prompt: str, options: dict[str, object], message: str) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hmmlm.errors import InputError
 from hmmlm.hmm import AnyHMM
-from hmmlm.hmm.automaton import Automaton
-from hmmlm.hmm.constraints import Guide
+from hmmlm.hmm.checks import check_whole
+from hmmlm.hmm.constraints import Guide, Position
 
 
 @dataclass(frozen=True)
@@ -74,25 +74,10 @@ def say(hmm: AnyHMM, heard: Sequence[int], end: int, choice: Choice, excluded: i
     return said
 
 
-def say_accepted(
-    hmm: AnyHMM, automaton: Automaton, heard: Sequence[int], line: Sequence[int], end: int, choice: Choice
-) -> list[int]:
-    """What follows `heard` until `end`, given that the automaton accepts `line`, the last part of `heard`, with it."""
-    guide, generator, said = Guide(hmm, automaton, max(choice.max_new_tokens, 1)), choice.generator(), []
-    position = guide.begin(heard)._replace(automaton=automaton.read(line), remaining=choice.max_new_tokens)
-    if guide.chance(position) == -math.inf:
-        raise InputError(
-            f"nothing of at most {choice.max_new_tokens} tokens that the model can say here has all that it must and "
-            "none of what it must not: allow more tokens, or ask for less"
-        )
+def say_accepted(guide: Guide, position: Position, end: int, choice: Choice) -> list[int]:
+    """What follows until `end`, which is not given back, given that the guide's automaton accepts it."""
+    generator, said = choice.generator(), []
     while (token := choice.draw(guide.next_token(position).exp(), generator)) != end:
         said.append(token)
         position = guide.advance(position, token)
     return said
-
-
-def check_whole(name: str, value: int, least: int) -> None:
-    if not isinstance(value, Integral):
-        raise InputError(f"{name} must be a whole number, not {value!r}")
-    if value < least:
-        raise InputError(f"{name} must be {least} or more, not {value}")

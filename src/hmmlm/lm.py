@@ -20,12 +20,14 @@ from hmmlm.data.files import read_json
 from hmmlm.data.tokenizer import Tokenizer, load_tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.errors import InputError
-from hmmlm.generation import Choice, check_whole, say, say_accepted
+from hmmlm.generation import Choice, say, say_accepted
 from hmmlm.hmm import HMM, AnyHMM, BlockedHMM
-from hmmlm.hmm.automaton import Automaton, anything, avoiding, containing
-from hmmlm.hmm.constraints import Guide
+from hmmlm.hmm.automaton import Automaton
+from hmmlm.hmm.checks import check_whole
+from hmmlm.hmm.constraints import Guide, Position
 from hmmlm.hmm.infilling import infill_words
 from hmmlm.modelfolder import CONFIG, MODEL, model_folder, read_tensors, write_folder
+from hmmlm.phrases import Phrases, check_phrases
 
 FORMAT = "hmmlm language model"
 VERSION = 1
@@ -51,6 +53,8 @@ class LanguageModel:
                 "they do not belong together"
             )
         self.hmm, self.tokenizer, self.config = hmm, tokenizer, dict(config or {})
+        self._guide: tuple[tuple[Any, ...], Automaton, Guide] | None = None  # the last one, and what was asked for
+        self._phrases = Phrases(tokenizer)
 
     def __repr__(self) -> str:
         return f"LanguageModel(states={self.hmm.states}, words={self.hmm.vocab_size}, kind={_kind(self.hmm)!r})"
@@ -119,50 +123,62 @@ class LanguageModel:
         line break asks for a new line; spaces at its end say nothing.
 
         With `must` or `never` the line is drawn given that it has each of these words or phrases and none of those, the
-        prompt's part included, and ends within `max_new_tokens`.
+        prompt's part included, and that it ends within `max_new_tokens`, `<eos>` counted; with unknown=False also given
+        that what is added has no `<unk>`.
         """
         choice = Choice(max_new_tokens, temperature, top_k, seed)
         given = self._encode_prompt(prompt)
-        *_, line = split_at(given, self._eos)
-        heard = line if self.restarts else given
-        if heard and not bool(self.hmm.log_likelihood([heard]).isfinite()):
-            raise InputError("the model gives the prompt probability zero, so nothing can follow it")
         if must or never:
-            automaton = self.constraint(must, never, unknown)
-            added = say_accepted(self.hmm, automaton, heard, line, self._eos, choice)
+            guide, position = self.guide(must, never, max_new_tokens, prompt, unknown)
+            added = say_accepted(guide, position, self._eos, choice)
         else:
-            added = say(self.hmm, heard, self._eos, choice, None if unknown else self.tokenizer.unk_id)
+            added = say(self.hmm, self._heard(given), self._eos, choice, None if unknown else self.tokenizer.unk_id)
         # The prompt is given back as it was written, though unknown words in it were read as <unk>.
         text = self.tokenizer.decode([*given, *added])[len(self.tokenizer.decode(given)) :]
         return prompt + (text.lstrip(" ") if prompt.endswith((" ", "\t")) else text)
 
-    def constraint(self, must: Sequence[str] = (), never: Sequence[str] = (), unknown: bool = True) -> Automaton:
-        """Lines, up to and with `<eos>`, that have each of the words or phrases of `must` and none of `never`.
+    def guide(
+        self, must: Sequence[str] = (), never: Sequence[str] = (), max_new_tokens: int = 100, prompt: str = "",
+        unknown: bool = True,
+    ) -> tuple[Guide, Position]:  # fmt: skip
+        """How likely lines under a constraint are, token by token, and where the prompt leaves them.
 
-        A phrase is looked for as the tokens that it is encoded as.
+        `guide.chances(position)` steers another model with this tokenizer. The guide is kept until another one is
+        asked for.
         """
-        phrases = {"must": must, "never": never}
-        for name, texts in phrases.items():
-            if isinstance(texts, str):
-                raise InputError(f"{name} must be a list of words or phrases: write [{texts!r}] for a single one")
-        automaton = anything(self.hmm.vocab_size)
-        for text in must:
-            automaton &= containing(self._encode_phrase(text), self.hmm.vocab_size)
-        for text in never:
-            automaton &= avoiding(self._encode_phrase(text), self.hmm.vocab_size)
-        if not unknown and self.tokenizer.unk_id is not None:
-            automaton &= avoiding([self.tokenizer.unk_id], self.hmm.vocab_size)
-        return automaton.until(self._eos)
+        check_phrases(must, never)
+        given = self._encode_prompt(prompt)
+        heard, line = self._heard(given), split_at(given, self._eos)[-1]
+        asked = (tuple(must), tuple(never), max_new_tokens, unknown)
+        if self._guide is None or self._guide[0] != asked:
+            automaton = self.constraint(must, never)
+            check_whole("max_new_tokens", max_new_tokens, 1)
+            banned = automaton if unknown or self.tokenizer.unk_id is None else automaton.without(self.tokenizer.unk_id)
+            self._guide = asked, automaton, Guide(self.hmm, banned, max_new_tokens)
+        _, automaton, guide = self._guide
+        position = guide.begin(heard)._replace(automaton=automaton.read(line))
+        hopeful = automaton.hopeful()
+        if not bool(hopeful[0]):
+            raise InputError("what a line must have and what it must not have contradict each other")
+        if not bool(hopeful[position.automaton]):
+            raise InputError("the prompt has what it must not have: leave that out of it, or allow it")
+        if guide.chance(position) == -math.inf:
+            raise InputError(
+                f"no line that the model can say in {max_new_tokens} tokens, <eos> counted, has all that it must and "
+                "none of what it must not: allow more tokens, or ask for less"
+            )
+        return guide, position
 
-    def guide(self, must: Sequence[str] = (), never: Sequence[str] = (), max_new_tokens: int = 100) -> Guide:
-        """How likely lines under such a constraint are, token by token: to steer another model with this tokenizer."""
-        return Guide(self.hmm, self.constraint(must, never), max_new_tokens)
+    def constraint(self, must: Sequence[str] = (), never: Sequence[str] = ()) -> Automaton:
+        """Lines, up to and with `<eos>`, that have each of the words or phrases of `must` and none of `never`."""
+        return self._phrases.lines(must, never)
 
-    def _encode_phrase(self, text: str) -> list[int]:
-        tokens = self.tokenizer.encode(text.strip()) if isinstance(text, str) else []
-        if not tokens or self.tokenizer.unk_id in tokens:
-            raise InputError(f"{text!r} has no words, or some that the model does not know: it cannot be asked for")
-        return tokens
+    def _heard(self, given: list[int]) -> list[int]:
+        """What the chain has been through before it goes on after these tokens."""
+        heard = split_at(given, self._eos)[-1] if self.restarts else given
+        if heard and not bool(self.hmm.log_likelihood([heard]).isfinite()):
+            raise InputError("the model gives the prompt probability zero, so nothing can follow it")
+        return heard
 
     @torch.no_grad()
     def infill(self, text: str, top: int = 5) -> list[list[tuple[str, float]]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
 
 from hmmlm.cli.parse import ModelPath, parse
 from hmmlm.errors import InputError
@@ -13,7 +16,10 @@ examples:
   hmmlm sample runs/mine
   hmmlm sample runs/mine --num 3 --prompt "The function" --temperature 0.7
   hmmlm sample runs/mine --no-unknown
-  hmmlm sample runs/mine --must function "a list" --never None"""
+  hmmlm sample runs/mine --must function --must "a list" --never None"""
+
+
+Phrases = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
 
 
 @dataclass(frozen=True)
@@ -33,10 +39,11 @@ class Arguments:
     """Sample i uses seed + i; None: other samples every time."""
     unknown: bool = True
     """Whether <unk> may be drawn; --no-unknown draws every word given that it is a known one."""
-    must: tuple[str, ...] = ()
-    """Words or phrases that every sample has; it then also ends within --max-new-tokens."""
-    never: tuple[str, ...] = ()
-    """Words or phrases that no sample has; likewise."""
+    must: Phrases = ()
+    """A word or phrase that every sample has; may be given several times. Samples then end within
+    --max-new-tokens, <eos> counted."""
+    never: Phrases = ()
+    """A word or phrase that no sample has; likewise."""
 
 
 def run(argv: list[str]) -> int:

@@ -1,6 +1,7 @@
 """Checks of what users hand in; every message names what is wrong, where, and what to do."""
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,13 @@ def check_distributions(log_probs: Tensor, name: str) -> None:
             f"{name}{row_name(log_probs, row)} sums to {totals[row].item():.6g}, not to one"
             + (f" ({int(wrong.sum())} such rows)" if int(wrong.sum()) > 1 else "") + ": normalise it first"
         )
+
+
+def check_whole(name: str, value: int, least: int) -> None:
+    if not isinstance(value, Integral):
+        raise InputError(f"{name} must be a whole number, not {value!r}")
+    if value < least:
+        raise InputError(f"{name} must be {least} or more, not {value}")
 
 
 def row_name(values: Tensor, row: int) -> str:

@@ -19,11 +19,14 @@ from torch import Tensor
 from hmmlm.errors import InputError
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.blocked import BlockedHMM
+from hmmlm.hmm.checks import check_whole
 from hmmlm.hmm.dense import HMM
 from hmmlm.hmm.mixing import mix
 from hmmlm.ops.scan.naive import NEG_INF, logsumexp
 
 CELLS = 2**24  # largest intermediate
+LARGEST_GB = 16  # of what is kept of the recursion
+FEW = 256  # tokens whose emissions are summed one by one
 
 
 class Position(NamedTuple):
@@ -50,8 +53,13 @@ class Guide:
                 f"the automaton reads {automaton.vocab_size} words and the model says {hmm.vocab_size}: they do not "
                 "belong together"
             )
-        if length < 1:
-            raise InputError(f"length must be 1 or more, not {length}")
+        check_whole("length", length, 1)
+        size = length * automaton.states * hmm.states * hmm.dtype.itemsize / 1e9
+        if size > LARGEST_GB:
+            raise InputError(
+                f"{length} tokens, {automaton.states} states of the automaton and {hmm.states} of the model need "
+                f"{size:.0f} GB: allow fewer tokens, or ask for fewer phrases"
+            )
         self.hmm, self.automaton, self.length = hmm.detach(), automaton, length
         by_class, class_of = automaton.next.unique(dim=1, return_inverse=True)  # [S, C], [V]
         log_classes = _log_classes(self.hmm, class_of.to(hmm.device), by_class.shape[1])
@@ -70,8 +78,11 @@ class Guide:
 
     @torch.no_grad()
     def advance(self, position: Position, token: int) -> Position:
+        state = self.automaton.read([token], position.automaton)
         log_state = self.hmm.advance(position.log_state, token)
-        return Position(log_state, self.automaton.read([token], position.automaton), position.remaining - 1)
+        if not bool((log_state > NEG_INF).any()):
+            raise InputError(f"the model never says token {token} here, so nothing can follow it")
+        return Position(log_state, state, position.remaining - 1)
 
     @torch.no_grad()
     def joint(self, position: Position) -> Tensor:
@@ -81,9 +92,10 @@ class Guide:
         following = self.automaton.next[position.automaton].to(self.hmm.device)  # [V]
         result = torch.full((self.hmm.vocab_size,), NEG_INF, dtype=self.hmm.dtype, device=self.hmm.device)
         for state in following.unique().tolist():
-            log_ahead = self._ahead[position.remaining - 1][state]
-            if bool(log_ahead.amax() > NEG_INF):
-                result = torch.where(following == state, self.hmm.emit(position.log_state + log_ahead), result)
+            log_states = position.log_state + self._ahead[position.remaining - 1][state]
+            if bool(log_states.amax() > NEG_INF):
+                tokens = (following == state).nonzero().squeeze(1)
+                result[tokens] = _emit(self.hmm, log_states, tokens)
         return result
 
     def next_token(self, position: Position) -> Tensor:
@@ -103,8 +115,19 @@ class Guide:
         """log p(all accepted | tokens so far, next token = v) [V]; −inf for tokens that the model never says here."""
         plain = self.hmm.emit(position.log_state)
         possible = plain > NEG_INF
-        # the two are rounded on different ways
+        # no more than one: the two are not rounded alike
         return torch.where(possible, self.joint(position) - torch.where(possible, plain, 0.0), NEG_INF).clamp(max=0)
+
+
+def _emit(hmm: HMM | BlockedHMM, log_states: Tensor, tokens: Tensor) -> Tensor:
+    """log Σ_z p(z) p(token | z) of some tokens [n]."""
+    if len(tokens) > FEW:
+        return hmm.emit(log_states)[tokens]
+    if isinstance(hmm, HMM):
+        return logsumexp(log_states[:, None] + hmm.log_emission[:, tokens], 0)
+    factors = hmm.factors
+    by_block = log_states.view(-1, factors.states_per_block)
+    return logsumexp(by_block[factors.block_of_word[tokens]] + factors.log_emission[tokens], 1)
 
 
 def _log_classes(hmm: HMM | BlockedHMM, class_of: Tensor, classes: int) -> Tensor:
@@ -122,8 +145,10 @@ def _grouped(log_values: Tensor, group: Tensor, groups: int) -> Tensor:
     peak = torch.full((groups, log_values.shape[1]), NEG_INF, dtype=log_values.dtype, device=log_values.device)
     peak = peak.scatter_reduce(0, group[:, None].expand_as(log_values), log_values, "amax")
     peak = torch.where(peak > NEG_INF, peak, 0.0)
-    total = torch.zeros_like(peak).index_add(0, group, (log_values - peak[group]).exp())
-    return total.log() + peak
+    # in float64: thousands of rare words are lost when they are added to a sum of frequent ones
+    relative = (log_values - peak[group]).double().exp()
+    total = torch.zeros_like(peak, dtype=torch.float64).index_add(0, group, relative)
+    return (total.log() + peak).to(log_values)
 
 
 def _read(log_classes: Tensor, by_class: Tensor, log_ahead: Tensor) -> Tensor:
