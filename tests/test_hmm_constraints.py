@@ -195,6 +195,16 @@ def test_the_prompt_counts_and_other_options_hold(lm: LanguageModel) -> None:
     assert lm.generate("cat", max_new_tokens=1, must=["cat"], seed=0) == "cat"  # <eos> is all that is left
 
 
+def test_a_chain_that_restarts_forgets_earlier_lines(lm: LanguageModel) -> None:
+    restarting = LanguageModel(lm.hmm, lm.tokenizer, {"batches": {"kind": "stream", "eval_reset_at_eos": True}})
+    wishes = {"must": ["cat"], "max_new_tokens": 5}
+    positions = [model.guide(prompt="dog sat\nthe", **wishes)[1] for model in (lm, restarting)]
+    alone = lm.guide(prompt="the", **wishes)[1]
+    torch.testing.assert_close(positions[1].log_state, alone.log_state)
+    assert not torch.allclose(positions[0].log_state, alone.log_state)
+    assert len({position.automaton for position in (*positions, alone)}) == 1
+
+
 def test_unknown_words_are_never_added_but_may_be_in_the_prompt(lm: LanguageModel) -> None:
     wishes = {"must": ["cat"], "never": ["gnu", "dog"], "unknown": False}
     for seed in range(20):
