@@ -99,7 +99,7 @@ class Automaton:
         return Automaton(rows, accepting)
 
     def without(self, token: int) -> Automaton:
-        """The same states, and one more, in which `token` ends all hope, but where everything is accepted."""
+        """No `token` until everything is accepted anyway. States keep their numbers; one is added, that of no hope."""
         lost = torch.full((1, self.vocab_size), self.states)
         rows = torch.cat([self.next, lost])
         careless = self.accepting & (self.next == torch.arange(self.states)[:, None]).all(1)
