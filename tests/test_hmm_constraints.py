@@ -20,6 +20,7 @@ from hmmlm.hmm.automaton import Automaton, anything, containing, spelling
 from hmmlm.hmm.constraints import Guide
 from hmmlm.hmm.mixing import mix
 from hmmlm.lm import LanguageModel
+from hmmlm.phrases import Phrases
 
 WORDS = 4
 
@@ -160,7 +161,7 @@ def lm() -> LanguageModel:
 
 
 def test_lines_are_drawn_as_often_as_the_model_says_them(lm: LanguageModel) -> None:
-    automaton = lm.constraint(["the cat"], ["dog"]).without(0)
+    automaton = Phrases(lm.tokenizer).lines(["the cat"], ["dog"]).without(0)
     length = 4  # with <eos>
     every = [tokens for tokens in itertools.product(range(6), repeat=length) if automaton.accepts(tokens)]
     weights = lm.hmm.log_likelihood(every).exp()
@@ -181,7 +182,7 @@ def test_a_guide_steers_another_model(lm: LanguageModel) -> None:
     for _ in range(6):  # which says everything equally often
         said.append(int(guide.chances(position).argmax()))
         position = guide.advance(position, said[-1])
-    assert lm.constraint(["cat sat"]).accepts(said) and guide.chance(position) == 0.0
+    assert Phrases(lm.tokenizer).lines(["cat sat"], []).accepts(said) and guide.chance(position) == 0.0
 
 
 def test_the_prompt_counts_and_other_options_hold(lm: LanguageModel) -> None:
@@ -211,11 +212,11 @@ def test_unknown_words_are_never_added_but_may_be_in_the_prompt(lm: LanguageMode
         text = lm.generate("the unicorn", max_new_tokens=6, seed=seed, **wishes)
         assert text.startswith("the unicorn") and "cat" in text.split() and "<unk>" not in text
     # never is met by words that the model cannot say, and many of them cost nothing
-    assert lm.constraint([], ["the", "cat", "dog", "sat", "gnu"]).states == 4
+    assert Phrases(lm.tokenizer).lines([], ["the", "cat", "dog", "sat", "gnu"]).states == 4
 
 
 def test_what_comes_after_the_end_does_not_matter(lm: LanguageModel) -> None:
-    automaton = lm.constraint(["cat"]).without(0)
+    automaton = Phrases(lm.tokenizer).lines(["cat"], []).without(0)
     assert automaton.accepts([3, 1, 0, 0]) and not automaton.accepts([3, 0, 1]) and not automaton.accepts([3, 3])
 
 

@@ -151,7 +151,7 @@ class LanguageModel:
         heard, line = self._heard(given), split_at(given, self._eos)[-1]
         asked = (tuple(must), tuple(never), max_new_tokens, unknown)
         if self._guide is None or self._guide[0] != asked:
-            automaton = self.constraint(must, never)
+            automaton = self._phrases.lines(must, never)
             check_whole("max_new_tokens", max_new_tokens, 1)
             banned = automaton if unknown or self.tokenizer.unk_id is None else automaton.without(self.tokenizer.unk_id)
             self._guide = asked, automaton, Guide(self.hmm, banned, max_new_tokens)
@@ -168,10 +168,6 @@ class LanguageModel:
                 "none of what it must not: allow more tokens, or ask for less"
             )
         return guide, position
-
-    def constraint(self, must: Sequence[str] = (), never: Sequence[str] = ()) -> Automaton:
-        """Lines, up to and with `<eos>`, that have each of the words or phrases of `must` and none of `never`."""
-        return self._phrases.lines(must, never)
 
     def _heard(self, given: list[int]) -> list[int]:
         """What the chain has been through before it goes on after these tokens."""
