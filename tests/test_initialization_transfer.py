@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from learning_runs import tiny_config, write_text
 from test_learning_resume import Interrupting, assert_same_run
@@ -16,8 +17,9 @@ from test_learning_resume import Interrupting, assert_same_run
 from hmmlm.data.tokenizer import WordTokenizer, load_tokenizer
 from hmmlm.errors import InputError
 from hmmlm.initialization.clustering import Piece, fit_clusters
+from hmmlm.initialization.offsets import FastTokenizer
 from hmmlm.initialization.teacher import open_teacher
-from hmmlm.initialization.transfer import PretrainedStack, from_pretrained, set_states, set_words
+from hmmlm.initialization.transfer import PretrainedStack, from_pretrained, set_states, set_words, word_vectors
 from hmmlm.initialization.transformer_lm import TransformerLM, TransformerShape, save_teacher
 from hmmlm.learning.checkpoint import read_state
 from hmmlm.learning.trainer import train
@@ -89,6 +91,29 @@ def test_a_parameterization_with_pretrained_weights(folder: Path) -> None:
     from_pretrained(open_teacher(str(folder), device="cpu"), 18, 6)().validate()  # beyond the context, which is 16
 
 
+def test_with_its_words_a_state_emits_what_the_language_model_predicts(folder: Path) -> None:
+    teacher, tokenizer = open_teacher(str(folder), device="cpu"), load_tokenizer(folder)
+    words = word_vectors(teacher, tokenizer)
+    assert torch.equal(words, teacher.head())
+    model = from_pretrained(open_teacher(str(folder), device="cpu"), 7, 6, torch.Generator().manual_seed(0), words)
+    lm = teacher.model  # type: ignore[attr-defined]
+    with torch.no_grad():
+        expected = (lm.read(model.embeddings[0][None], 2)[0] @ teacher.head().T).log_softmax(-1)
+        torch.testing.assert_close(model().log_emission, expected)
+    bare = from_pretrained(open_teacher(str(folder), device="cpu"), 7, 6, torch.Generator().manual_seed(0))
+    assert torch.equal(bare.embeddings[0], model.embeddings[0]) and torch.equal(bare.start, model.start)
+    assert not torch.equal(bare.emission, words)
+
+
+def test_words_of_a_teacher_with_other_tokens_are_means_over_its_pieces() -> None:
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "\n": 3}, [("a", "b")]))
+    head = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    teacher: Any = SimpleNamespace(tokenizer=FastTokenizer(bpe, before=None), head=lambda: head)
+    words = word_vectors(teacher, WordTokenizer(["<unk>", "<eos>", "ab", "baab", "z"]))
+    expected = [head.mean(0), head[3], head[2], head[[1, 0, 2]].mean(0), head.mean(0)]  # nothing for "<unk>" and "z"
+    torch.testing.assert_close(words, torch.stack(expected))
+
+
 class Positioned(torch.nn.Module):
     """Looks like a network of transformers with a table of four positions."""
 
@@ -130,7 +155,7 @@ def test_centroids_and_head(folder: Path) -> None:
     assert torch.equal(model.embeddings[2], small.centroids[0])
     with pytest.raises(InputError, match=r"a centroid has 8 dimensions and model\.hidden is 4: set model\.hidden to 8"):
         set_states(model, clusters)
-    with pytest.raises(InputError, match="for other tokens"):
+    with pytest.raises(InputError, match="gives no character offsets"):
         set_words(model, teacher, WordTokenizer([*WORDS[:-1], "z"]), small)
 
 
@@ -166,9 +191,12 @@ def test_frozen_embeddings_move_only_after_their_tokens(tmp_path: Path) -> None:
     assert_same_run(tmp_path / "run", tmp_path / "straight")
 
 
-@pytest.mark.parametrize("network", ["pretrained", "random"])
-def test_a_run_with_the_teachers_network(tmp_path: Path, network: str) -> None:
-    config = run_config(tmp_path, {**LVD, "network": network}, parameterization="transformer", split=False, mono=True)
+@pytest.mark.parametrize(
+    "start", [{"network": "pretrained"}, {"network": "body"}, {"network": "random"},
+              {"network": "pretrained", "head": True, "frozen_tokens": 300}]
+)  # fmt: skip
+def test_a_run_with_the_teachers_network(tmp_path: Path, start: dict[str, Any]) -> None:
+    config = run_config(tmp_path, {**LVD, **start}, parameterization="transformer", split=False, mono=True, hidden=8)
     assert not train(config, tmp_path / "run", progress=Interrupting("train", 6, signal.SIGINT)).finished
     assert train(config, tmp_path / "run", resume=True).finished
     assert train(config, tmp_path / "straight").finished

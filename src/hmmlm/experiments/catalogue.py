@@ -32,6 +32,15 @@ def _without_decay(run: Run) -> Run:
     return replace(run, settings={"optimizer.weight_decay": 0.0, **rate})
 
 
+def _as_released(run: Run) -> Run:
+    """With the released networks and settings, and the paper's schedule: no decay, divided on plateaus."""
+    form = {} if run.recipe == "ptb-vl-hmm-14-scalar" else {"model.form": "code"}
+    return replace(run, settings={
+        **form, "optimizer.rate": 0.01, "optimizer.weight_decay": 0.0, "schedule.kind": "plateau",
+        "train.checks_per_epoch": 4,
+    })  # fmt: skip
+
+
 def _valid(value: float) -> dict[str, float]:
     return {"valid_perplexity": value}
 
@@ -158,6 +167,8 @@ TEACHERS = {
 }
 """Folders, where the runs are started, that the studies of initialization read, weakest teacher first. Of the GGUF
 files that the last two come as, `hmmlm teacher --convert` makes them."""
+NETWORKS = {"random": "random", "pretrained": "pretrained", "pretrained body": "body"}
+"""How a transformer of the teacher's shape starts; with a pretrained body, word vectors are random."""
 NETWORK_RATES = {"stories15M": (0.001, 0.003), "SmolLM2-135M": (0.0003, 0.0003), "TinyLlama-1.1B": (0.0001, 0.0001)}
 """Peak rates of these as networks, without and with LVD: of the first two the best on valid (lee2025-networks)."""
 OWN_TEACHER = "teachers/own"
@@ -204,9 +215,9 @@ def _embeddings() -> list[Run]:
 
 
 def _network(row: str, network: str, lvd: bool, seed: int, paper: float | None = None, **settings: Any) -> Run:
-    """A transformer of the teacher's shape, with its weights or random ones."""
+    """A transformer of the teacher's shape, started as one of `NETWORKS`."""
     named = {name.replace("__", "."): value for name, value in settings.items()}
-    kind = {"initialization.network": network, "initialization.kind": "lvd" if lvd else "none"}
+    kind = {"initialization.network": NETWORKS[network], "initialization.kind": "lvd" if lvd else "none"}
     return Run(row, "lee-lvd-transformer", {**kind, **named}, seed, {} if paper is None else {"test_perplexity": paper})
 
 
@@ -224,18 +235,21 @@ def _networks(kinds: Mapping[str, float | None]) -> list[Run]:
 
 def _network_rates() -> list[Run]:
     """Rates of the networks, tried with few tokens."""
-    plan: list[tuple[str, int, tuple[float, ...], tuple[bool, ...]]] = [
-        ("stories15M", 50, (0.001, 0.003), (False, True)), ("SmolLM2-135M", 10, (0.0003, 0.001, 0.003), (False,)),
-        ("SmolLM2-135M", 50, (0.0001, 0.0003), (False, True)),
-    ]  # fmt: skip
+    plan: list[tuple[str, int, tuple[float, ...], tuple[bool, ...], tuple[str, ...]]] = [
+        ("stories15M", 50, (0.001, 0.003), (False, True), ("random", "pretrained body")),
+        ("stories15M", 50, (0.0003, 0.001, 0.003), (False, True), ("pretrained",)),
+        ("SmolLM2-135M", 10, (0.0003, 0.001, 0.003), (False,), ("random", "pretrained body")),
+        ("SmolLM2-135M", 50, (0.0001, 0.0003), (False, True), tuple(NETWORKS)),
+        ("TinyLlama-1.1B", 10, (0.00003, 0.0001, 0.0003), (False,), ("random", "pretrained")),
+    ]
     return [
         _network(
             f"{name}, {network}{', LVD' if lvd else ''}, rate {rate:g}, {millions}M tokens", network, lvd, SEEDS[0],
             optimizer__rate=rate, initialization__teacher=TEACHERS[name], train__max_tokens=millions * 1_000_000,
             schedule__warmup_tokens=millions * 50_000,
         )
-        for name, millions, rates, lvds in plan
-        for lvd, rate, network in product(lvds, rates, ("random", "pretrained"))
+        for name, millions, rates, lvds, networks in plan
+        for lvd, rate, network in product(lvds, rates, networks)
     ]
 
 
@@ -267,6 +281,7 @@ STUDIES: dict[str, list[Run]] = {
     ],
     "chiu2020-table4": TABLE4,
     "chiu2020-table4-no-decay": [_without_decay(run) for run in TABLE4],
+    "chiu2020-table4-released": [_as_released(run) for run in TABLE4],
     "chiu2020-figure3": [
         *(_states(power, {}) for power in range(10, 14)), _states(14, _valid(134)), _states(15, _valid(125)),
         _states(16, {}), *(_without_dropout(_states(power, {})) for power in range(10, 15)),
@@ -317,9 +332,9 @@ STUDIES: dict[str, list[Run]] = {
     "lee2025-figure6": [
         _network(f"{network}, rate {rate:g}", network, False, seed, optimizer__rate=rate,
                  initialization__teacher=OWN_TEACHER)
-        for seed in SEEDS for rate in (0.0001, 0.0003, 0.001, 0.003, 0.01) for network in ("random", "pretrained")
+        for seed in SEEDS for rate in (0.0001, 0.0003, 0.001, 0.003, 0.01) for network in NETWORKS
     ],
-    "lee2025-figure7": _networks({"random": None, "pretrained": None}),
+    "lee2025-figure7": _networks(dict.fromkeys(NETWORKS)),
     "lee2025-figure8": [
         Run("no LVD", "lee-lvd-scalar", NO_LVD, SEEDS[0]),
         *(Run(f"LVD for {tokens / 1e6:g}M tokens", "lee-lvd-scalar",
@@ -329,6 +344,7 @@ STUDIES: dict[str, list[Run]] = {
         Run("LVD to the end", "lee-lvd-scalar", {"initialization.tokens": 500_000_000, "initialization.labels":
             "cached", "initialization.teacher": TEACHERS["stories15M"]}, SEEDS[0]),
     ],
-    "lee2025-table4": _networks({"random": 365, "random, LVD": 317, "pretrained": 333, "pretrained, LVD": 313}),
+    "lee2025-table4": _networks({"random": 365, "random, LVD": 317, "pretrained": 333, "pretrained, LVD": 313,
+                                 "pretrained body": None, "pretrained body, LVD": None}),
     "lee2025-networks": _network_rates(),
 }

@@ -52,7 +52,7 @@ _CHIU_ROWS = Drawing("PTB, (?P<label>.*)")
 _CAPACITY = Drawing(rf"\d+ states, (?P<series>.*), {_X} parameters", "parameters of the network", _power)
 DRAWINGS = {
     "chiu2020-table3": _CHIU_ROWS, "chiu2020-table4": _CHIU_ROWS,
-    "chiu2020-table4-no-decay": _CHIU_ROWS,
+    "chiu2020-table4-no-decay": _CHIU_ROWS, "chiu2020-table4-released": _CHIU_ROWS,
     "chiu2020-figure3": Drawing(
         f"PTB, {_X} states(?:, (?P<series>.*))?", "states", _power, ours="half of the states dropped"
     ),
@@ -64,8 +64,8 @@ DRAWINGS = {
     "lee2025-figure3": _EVERY_ROW,
     "lee2025-figure4": Drawing("(?P<label>.*?), (?P<series>no LVD|LVD)"),
     "lee2025-figure5": Drawing("LVD, (?P<label>.*)"),
-    "lee2025-figure6": Drawing(f"(?P<series>random|pretrained), rate {_X}", "peak learning rate", _plainly),
-    "lee2025-figure7": Drawing("(?P<label>.*), (?P<series>random|pretrained)"),
+    "lee2025-figure6": Drawing(f"(?P<series>random|pretrained(?: body)?), rate {_X}", "peak learning rate", _plainly),
+    "lee2025-figure7": Drawing("(?P<label>.*), (?P<series>random|pretrained(?: body)?)"),
     "lee2025-figure8": Drawing(
         f"LVD for {_X} tokens", "tokens of latent variable distillation", short,
         {"no LVD": (2e4, "0"), "LVD to the end": (5e8, "all")},

@@ -26,6 +26,7 @@ TITLES = {
     "chiu2020-scalar": "Rate and decay of the scalar ablation, tried at 2^12 states",
     "chiu2020-table4": f"{CHIU}, Tables 2 and 4: ablations at 2^14 states",
     "chiu2020-table4-no-decay": f"{CHIU}, Tables 2 and 4, without weight decay",
+    "chiu2020-table4-released": f"{CHIU}, Tables 2 and 4, with the released networks and settings",
     "chiu2020-table3": f"{CHIU}, Table 3: emission constraints",
     "chiu2020-figure3": f"{CHIU}, Figure 3: number of states",
     "chiu2020-figure4": f"{CHIU}, Figure 4: number of blocks",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hmmlm.data.tokenizer import Tokenizer
 from hmmlm.errors import InputError
-from hmmlm.initialization.alignment import same_tokens
+from hmmlm.initialization.alignment import pieces_of, same_tokens
 from hmmlm.initialization.clustering import Clusters
 from hmmlm.initialization.decoder import Decoder
 from hmmlm.initialization.teacher import Teacher
@@ -51,13 +51,16 @@ class PretrainedStack(nn.Module):
 
 
 def from_pretrained(
-    teacher: Teacher, states: int, vocab_size: int, generator: torch.Generator | None = None
-) -> Factored:
+    teacher: Teacher, states: int, vocab_size: int, generator: torch.Generator | None = None,
+    words: Tensor | None = None,
+) -> Factored:  # fmt: skip
     """A transformer parameterization whose one network, on one table, is the teacher's, which is used up.
 
     State embeddings are drawn with the mean and spread of the teacher's token embeddings, which its network knows how
-    to read; the rest is as in a `Factored` with initial = "unit". Much of what such a network says is the same for all
-    states, so that they begin more alike than those of a network of our own.
+    to read. With `words` [vocab_size, h], the teacher's `word_vectors`, H_emit begins as what the network says, and a
+    state emits what the language model predicts after such an embedding. The rest is as in a `Factored` with initial =
+    "unit". Much of what such a network says is the same for all states, so that they begin more alike than those of a
+    network of our own.
     """
     assert hasattr(teacher, "model")
     model = teacher.model
@@ -83,7 +86,25 @@ def from_pretrained(
         size = torch.stack([h.square().mean() for h in made.features()]).mean().sqrt()
         for head in made.heads.parameters():  # which are ours, unlike the network
             head.mul_(unit / size)
+        if words is not None:
+            made.emission.copy_(words)
+            nn.init.eye_(made.heads[made.roles.index("emit")].weight)  # type: ignore[arg-type]
     return made
+
+
+@torch.no_grad()
+def word_vectors(teacher: Teacher, tokenizer: Tokenizer) -> Tensor:
+    """The teacher's language-model head for our tokens [W, h]; where tokens differ, the mean over those that it has for
+    the text of one of ours."""
+    head = teacher.head().float()
+    pieces = pieces_of(tokenizer)  # type: ignore[arg-type] # protocols say nothing of hashing
+    if same_tokens(teacher.tokenizer, tokenizer):  # type: ignore[arg-type] # as above
+        return head[: len(pieces)]
+    space = " " if tokenizer.kind == "word" else ""  # words have none of their own
+    texts = ["\n" if i == tokenizer.eos_id else space + piece.replace("▁", " ") for i, piece in enumerate(pieces)]
+    ids = [torch.from_numpy(encoding.ids) for encoding in teacher.tokenizer.encode_batch(texts)]
+    mean = head.mean(0)  # of a token that the teacher has nothing for
+    return torch.stack([head[own.to(head.device)].mean(0) if len(own) else mean for own in ids])
 
 
 def _is_positions(name: str, module: nn.Module) -> TypeGuard[nn.Embedding]:
@@ -115,9 +136,7 @@ def set_states(model: Factored, clusters: Clusters) -> None:
 @torch.no_grad()
 def set_words(model: Factored, teacher: Teacher, tokenizer: Tokenizer, clusters: Clusters) -> None:
     """The teacher's language-model head as word vectors, on the principal axes of the centroids if they have some."""
-    if not same_tokens(teacher.tokenizer, tokenizer):  # type: ignore[arg-type] # protocols say nothing of hashing
-        raise InputError(f"the head of {teacher.name} is for other tokens than the model's: use its tokenizer")
-    head = teacher.head()[: model.vocab_size].float().to(clusters.mean.device)
+    head = word_vectors(teacher, tokenizer).to(clusters.mean.device)
     if clusters.components is not None:
         head = head @ clusters.components
     check_width(model, head.shape[1], "the teacher's head")

@@ -25,7 +25,7 @@ USED: Sequence[tuple[Sequence[str], Mapping[str, Sequence[str]]]] = (
     (("tokenizer.vocab_size",), {"tokenizer.kind": ("word", "bpe")}),
     (("tokenizer.min_count", "tokenizer.split", "tokenizer.lowercase"), {"tokenizer.kind": ("word",)}),
     (("initialization",),
-     {"initialization.kind": ("lvd", "counts"), "initialization.network": ("pretrained", "random")}),
+     {"initialization.kind": ("lvd", "counts"), "initialization.network": ("pretrained", "body", "random")}),
 )  # fmt: skip
 """Settings, or sections of them, and what they are for: any one of these."""
 

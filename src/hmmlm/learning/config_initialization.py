@@ -59,9 +59,10 @@ class InitializationConfig(Section):
     """A folder in which runs with the same teacher and text share clusters and, of chunks, labels; None: none."""
     pseudocount: PositiveFloat = 0.01
     """Added to every count (counts)."""
-    network: Literal["own", "pretrained", "random"] = "own"
-    """The network of a transformer parameterization: its own; or the teacher's, with its weights or random ones
-    (transformer, mono, not split; `hidden`, `layers` and `heads` are the teacher's)."""
+    network: Literal["own", "pretrained", "body", "random"] = "own"
+    """The network of a transformer parameterization: its own; or the teacher's, with all its weights, the head for the
+    word vectors (pretrained), those of its blocks alone (body), or random ones (transformer, mono, not split; `hidden`,
+    `layers` and `heads` are the teacher's)."""
     centroids: bool = False
     """State embeddings start as the centroids (lvd; linear, mlp, transformer)."""
     head: bool = False

@@ -29,7 +29,7 @@ from hmmlm.initialization.shared import (
     text_facts,
 )
 from hmmlm.initialization.teacher import Teacher, open_teacher
-from hmmlm.initialization.transfer import check_width, from_pretrained, set_states, set_words
+from hmmlm.initialization.transfer import check_width, from_pretrained, set_states, set_words, word_vectors
 from hmmlm.learning.config import RunConfig
 from hmmlm.learning.prepare import Prepared, make_parameterization
 from hmmlm.learning.progress import Progress
@@ -68,8 +68,9 @@ def make_initial(config: RunConfig, data: Prepared) -> Parameterization:
         return make_parameterization(config.model, data, seed)
     # apart from the one that labels: this one is trained, and may have random weights where that has not
     teacher = _open(config, network == "random", "cpu")
+    words = word_vectors(teacher, data.tokenizer) if network == "pretrained" else None
     generator = torch.Generator().manual_seed(seed)
-    return from_pretrained(teacher, config.model.states, data.tokenizer.vocab_size, generator)
+    return from_pretrained(teacher, config.model.states, data.tokenizer.vocab_size, generator, words)
 
 
 def distilled_tokens(config: RunConfig, total_tokens: int) -> int:
