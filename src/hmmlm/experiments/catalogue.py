@@ -169,8 +169,12 @@ TEACHERS = {
 files that the last two come as, `hmmlm teacher --convert` makes them."""
 NETWORKS = {"random": "random", "pretrained": "pretrained", "pretrained body": "body"}
 """How a transformer of the teacher's shape starts; with a pretrained body, word vectors are random."""
-NETWORK_RATES = {"stories15M": (0.001, 0.003), "SmolLM2-135M": (0.0003, 0.0003), "TinyLlama-1.1B": (0.0001, 0.0001)}
-"""Peak rates of these as networks, without and with LVD: of the first two the best on valid (lee2025-networks)."""
+NETWORK_RATES = {
+    "stories15M": {"random": (0.001, 0.003), "pretrained": (0.0003, 0.003), "pretrained body": (0.001, 0.003)},
+    "SmolLM2-135M": {"random": (0.0003, 0.0003), "pretrained": (0.0001, 0.0003), "pretrained body": (0.0003, 0.0003)},
+    "TinyLlama-1.1B": dict.fromkeys(NETWORKS, (0.0001, 0.0001)),
+}
+"""Peak rates of these, without and with LVD: the best on valid of those tried (lee2025-networks)."""
 OWN_TEACHER = "teachers/own"
 """A run of `hmmlm teacher` on the training text."""
 NO_LVD = {"initialization.kind": "none", "initialization.teacher": None}
@@ -225,10 +229,10 @@ def _networks(kinds: Mapping[str, float | None]) -> list[Run]:
     """Kinds of rows, and what Table 4 prints for them with TinyLlama, with every network."""
     runs = []
     for seed, (name, path), (kind, paper) in product(SEEDS, TEACHERS.items(), kinds.items()):
-        lvd = kind.endswith(", LVD")
+        network, lvd = kind.removesuffix(", LVD"), kind.endswith(", LVD")
         runs.append(_network(
-            f"{name}, {kind}", kind.removesuffix(", LVD"), lvd, seed, paper,
-            initialization__teacher=path, optimizer__rate=NETWORK_RATES[name][lvd],
+            f"{name}, {kind}", network, lvd, seed, paper,
+            initialization__teacher=path, optimizer__rate=NETWORK_RATES[name][network][lvd],
         ))  # fmt: skip
     return runs
 
@@ -240,7 +244,8 @@ def _network_rates() -> list[Run]:
         ("stories15M", 50, (0.0003, 0.001, 0.003), (False, True), ("pretrained",)),
         ("SmolLM2-135M", 10, (0.0003, 0.001, 0.003), (False,), ("random", "pretrained body")),
         ("SmolLM2-135M", 50, (0.0001, 0.0003), (False, True), tuple(NETWORKS)),
-        ("TinyLlama-1.1B", 10, (0.00003, 0.0001, 0.0003), (False,), ("random", "pretrained")),
+        ("TinyLlama-1.1B", 10, (0.0001,), (False,), ("random", "pretrained")),
+        ("TinyLlama-1.1B", 50, (0.00003, 0.0001), (False,), ("random", "pretrained")),
     ]
     return [
         _network(
