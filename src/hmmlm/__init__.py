@@ -8,17 +8,19 @@ if TYPE_CHECKING:
     from hmmlm.hmm.automaton import Automaton
     from hmmlm.hmm.constraints import Guide
     from hmmlm.lm import LanguageModel, load
+    from hmmlm.steering import Steering
 
 __version__ = "0.1.0"
 __all__ = [
-    "HMM", "Automaton", "BlockedHMM", "Counts", "Filtered", "Guide", "InputError", "LanguageModel", "__version__",
-    "load",
+    "HMM", "Automaton", "BlockedHMM", "Counts", "Filtered", "Guide", "InputError", "LanguageModel", "Steering",
+    "__version__", "load",
 ]  # fmt: skip
 
 _HOMES = {
     "HMM": "hmmlm.hmm", "BlockedHMM": "hmmlm.hmm", "Counts": "hmmlm.hmm", "Filtered": "hmmlm.hmm",
     "Automaton": "hmmlm.hmm.automaton", "Guide": "hmmlm.hmm.constraints",
     "InputError": "hmmlm.errors", "LanguageModel": "hmmlm.lm", "load": "hmmlm.lm",
+    "Steering": "hmmlm.steering",
 }
 
 

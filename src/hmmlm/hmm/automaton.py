@@ -56,6 +56,10 @@ class Automaton:
                 return hopeful
             hopeful = more
 
+    def settled(self) -> Tensor:
+        """[S] whether everything that follows is accepted, because the state stays."""
+        return self.accepting & (self.next == torch.arange(self.states)[:, None]).all(1)
+
     def complement(self) -> Automaton:
         """All other sequences."""
         return Automaton(self.next, ~self.accepting)
@@ -102,8 +106,7 @@ class Automaton:
         """No `token` until everything is accepted anyway. States keep their numbers; one is added, that of no hope."""
         lost = torch.full((1, self.vocab_size), self.states)
         rows = torch.cat([self.next, lost])
-        careless = self.accepting & (self.next == torch.arange(self.states)[:, None]).all(1)
-        rows[: self.states, token] = torch.where(careless, rows[: self.states, token], self.states)
+        rows[: self.states, token] = torch.where(self.settled(), rows[: self.states, token], self.states)
         return Automaton(rows, torch.cat([self.accepting, torch.tensor([False])]))
 
 
