@@ -16,7 +16,7 @@ from hmmlm.cli.main import main
 README = (Path(__file__).parent.parent / "README.md").read_text()
 NAMED = "runs/my-20260101-120000"
 RUN = "runs/first"
-WORDS = "the a of list None text line another returns value is returned sentence yours item".split()
+TEXT = "the a of list None text line another returns value is returned sentence yours item"
 
 
 class Other:
@@ -38,7 +38,7 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, chance = tmp_path_factory.mktemp("user"), random.Random(0)
-    lines = ("the " + " ".join(chance.choices(WORDS, k=10)) + " a list" for _ in range(300))
+    lines = ("the " + " ".join(chance.choices(TEXT.split(), k=10)) + " a list" for _ in range(300))
     (folder / "my.txt").write_text("\n".join(lines) + "\n")
     assert main(["train", "--data", str(folder / "my.txt"), "--out", str(folder / RUN)]) == 0
     return folder
