@@ -46,13 +46,14 @@ def test_phrases_are_found_wherever_they_stand(phrase: list[int]) -> None:
 
 def test_automata_are_joined_and_ended() -> None:
     joined = containing([1, 2], WORDS) & containing([2, 1], WORDS) & avoiding([3], WORDS)
-    ended = joined.until(0)
+    ended, going_on = joined.until(0), joined.until(0, ended=False)
     for tokens in SEQUENCES:
         wanted = has(tokens, [1, 2]) and has(tokens, [2, 1]) and 3 not in tokens
         assert joined.accepts(tokens) == wanted
         line = tokens[: tokens.index(0)] if 0 in tokens else None
         good = line is not None and has(line, [1, 2]) and has(line, [2, 1]) and 3 not in line
         assert ended.accepts(tokens) == good, tokens
+        assert going_on.accepts(tokens) == (wanted if line is None else good), tokens
 
 
 def hmms() -> list[AnyHMM]:

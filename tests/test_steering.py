@@ -106,10 +106,14 @@ if importlib.util.find_spec("transformers") is not None:
             vocab_size=10, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
             eos_token_id=1, pad_token_id=9, bos_token_id=None,
         ))  # fmt: skip
-        steering = Steering(*lm.guide(must=["a b", "f"], never=["c"], prompt="d", max_new_tokens=12))
-        prompt = torch.tensor([lm.tokenizer.encode("d")])
-        result = model.generate(prompt, logits_processor=[steering], max_new_tokens=12, **how)
-        assert len({tuple(row) for row in result.tolist()}) > 1 or "num_beams" in how
-        for row in result.tolist():
-            text = lm.tokenizer.decode(row[: row.index(1)])
-            assert "a b" in text and "f" in text and "c" not in text, text
+        prompt, going_on = torch.tensor([lm.tokenizer.encode("d")]), 0
+        for ended in (True, False):
+            guide = lm.guide(must=["a b", "f"], never=["c"], prompt="d", max_new_tokens=6, ended=ended)
+            result = model.generate(prompt, logits_processor=[Steering(*guide)], max_new_tokens=6, **how)
+            assert len({tuple(row) for row in result.tolist()}) > 1 or "num_beams" in how
+            for row in result.tolist():
+                assert not ended or 1 in row
+                going_on += 1 not in row
+                text = lm.tokenizer.decode(row[: row.index(1)] if 1 in row else row)
+                assert "a b" in text and "f" in text and "c" not in text, text
+        assert going_on

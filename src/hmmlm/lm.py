@@ -139,19 +139,19 @@ class LanguageModel:
 
     def guide(
         self, must: Sequence[str] = (), never: Sequence[str] = (), max_new_tokens: int = 100, prompt: str = "",
-        unknown: bool = True,
+        unknown: bool = True, ended: bool = True,
     ) -> tuple[Guide, Position]:  # fmt: skip
         """How likely lines under a constraint are, token by token, and where the prompt leaves them.
 
-        `guide.chances(position)` steers another model with this tokenizer. The guide is kept until another one is
-        asked for.
+        To steer another model with this tokenizer, see `Steering`. `ended`: lines end within `max_new_tokens`;
+        otherwise they may go on, having said what they must. The guide is kept until another one is asked for.
         """
         check_phrases(must, never)
         given = self._encode_prompt(prompt)
         heard, line = self._heard(given), split_at(given, self._eos)[-1]
-        asked = (tuple(must), tuple(never), max_new_tokens, unknown)
+        asked = (tuple(must), tuple(never), max_new_tokens, unknown, ended)
         if self._guide is None or self._guide[0] != asked:
-            automaton = self._phrases.lines(must, never)
+            automaton = self._phrases.lines(must, never, ended)
             check_whole("max_new_tokens", max_new_tokens, 1)
             banned = automaton if unknown or self.tokenizer.unk_id is None else automaton.without(self.tokenizer.unk_id)
             self._guide = asked, automaton, Guide(self.hmm, banned, max_new_tokens)
@@ -164,8 +164,8 @@ class LanguageModel:
             raise InputError("the prompt has what it must not have: leave that out of it, or allow it")
         if guide.chance(position) == -math.inf:
             raise InputError(
-                f"no line that the model can say in {max_new_tokens} tokens, <eos> counted, has all that it must and "
-                "none of what it must not: allow more tokens, or ask for less"
+                f"no line that the model can say in {max_new_tokens} tokens{', <eos> counted,' if ended else ''} has "
+                "all that it must and none of what it must not: allow more tokens, or ask for less"
             )
         return guide, position
 

@@ -17,8 +17,9 @@ class Phrases:
         self.tokenizer = tokenizer
         self._pieces: list[str] | None = None  # what each token adds to a text
 
-    def lines(self, must: Sequence[str], never: Sequence[str]) -> Automaton:
-        """Lines, up to and with the end of text, that have each phrase of `must` and none of `never`."""
+    def lines(self, must: Sequence[str], never: Sequence[str], ended: bool = True) -> Automaton:
+        """Lines that have each phrase of `must` and none of `never`; unless they must have `ended`, also those that go
+        on after what is said here."""
         check_phrases(must, never)
         tokenizer = self.tokenizer
         automaton = anything(tokenizer.vocab_size)
@@ -31,7 +32,7 @@ class Phrases:
             if tokenizer.unk_id in tokens:
                 raise InputError(f"{text!r} has a word that the model does not know, so it cannot be asked for")
             automaton &= self._finds(text, tokens)
-        return automaton.until(tokenizer.eos_id)
+        return automaton.until(tokenizer.eos_id, ended)
 
     def _encode(self, text: str) -> list[int]:
         tokens = self.tokenizer.encode(text.strip())

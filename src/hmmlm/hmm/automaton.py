@@ -93,14 +93,16 @@ class Automaton:
         ]
         return Automaton(torch.stack(rows), torch.tensor(accepting))
 
-    def until(self, end: int) -> Automaton:
-        """A sequence that this accepts, then `end`, which is in none of them; whatever comes afterwards."""
+    def until(self, end: int, ended: bool = True) -> Automaton:
+        """A sequence that this accepts, then `end`, which is in none of them; whatever comes afterwards.
+
+        Unless it must have `ended`, a sequence that this accepts is also accepted without.
+        """
         done, lost = self.states, self.states + 1
         rows = torch.cat([self.next, torch.tensor([[done], [lost]]).expand(-1, self.vocab_size)])
         rows[: self.states, end] = torch.where(self.accepting, done, lost)
-        accepting = torch.zeros(self.states + 2, dtype=torch.bool)
-        accepting[done] = True
-        return Automaton(rows, accepting)
+        before = self.accepting & (not ended)
+        return Automaton(rows, torch.cat([before, torch.tensor([True, False])]))
 
     def without(self, token: int) -> Automaton:
         """No `token` until everything is accepted anyway. States keep their numbers; one is added, that of no hope."""
