@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hmmlm.data.tokenizer import HuggingFaceTokenizer, WordTokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, AnyHMM
+from hmmlm.hmm import HMM, AnyHMM, constraints
 from hmmlm.hmm.automaton import Automaton, anything, containing, spelling
 from hmmlm.hmm.constraints import Guide
 from hmmlm.hmm.mixing import mix
@@ -67,8 +67,12 @@ def sequences(hmm: AnyHMM, length: int) -> tuple[list[tuple[int, ...]], Tensor]:
     return every, hmm.log_likelihood(every).exp().double()
 
 
+@pytest.mark.parametrize("few", [0, constraints.FEW])
 @pytest.mark.parametrize("number", range(3))
-def test_chances_and_tokens_are_those_of_a_list_of_all_sequences(number: int) -> None:
+def test_chances_and_tokens_are_those_of_a_list_of_all_sequences(
+    number: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints, "FEW", few)  # 0: whole vocabularies are read together
     hmm = hmms()[number]
     words, length = hmm.vocab_size, 4
     automaton = (containing([1, 2], words) & avoiding([3, 1], words)).until(0)
@@ -92,6 +96,20 @@ def test_chances_and_tokens_are_those_of_a_list_of_all_sequences(number: int) ->
     assert automaton.accepts(said) and guide.chance(position) == 0.0
     with pytest.raises(InputError, match="all 4 tokens have been said"):
         guide.joint(position)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_chances_of_many_are_those_of_each(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraints, "FEW", 1)
+    hmm = hmms()[number]
+    guide = Guide(hmm, (containing([1, 2], hmm.vocab_size) & avoiding([3], hmm.vocab_size)).until(0), 5)
+    positions = [guide.begin()]
+    for place, token in ((0, 1), (1, 1), (0, 2), (1, 2), (4, 0)):  # at several distances from the end
+        positions.append(guide.advance(positions[place], token))
+    alone = torch.stack([guide.chances(position) for position in positions])
+    for cells in (constraints.CELLS, 1):
+        monkeypatch.setattr(constraints, "CELLS", cells)
+        torch.testing.assert_close(guide.chances_of(positions), alone)
 
 
 def test_a_blocked_model_is_guided_as_its_dense_form() -> None:

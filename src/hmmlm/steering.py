@@ -39,15 +39,14 @@ class Steering:
         self._prompt = input_ids.shape[1] if self._prompt is None else self._prompt
         said = [tuple(row) for row in input_ids[:, self._prompt :].tolist()]
         self._positions = {tokens: self._after(tokens) for tokens in dict.fromkeys(said)}
-        chances = {
-            tokens: self.guide.chances(position).to(scores)
-            for tokens, position in self._positions.items() if not self._settled[position.automaton]
-        }  # fmt: skip
         steered = scores.clone()
-        for row, tokens in enumerate(said):
-            if tokens in chances:
-                steered[row, :words] += chances[tokens]
-                steered[row, words:] = -torch.inf
+        open_ = {tokens: where for tokens, where in self._positions.items() if not self._settled[where.automaton]}
+        if open_:
+            chances = dict(zip(open_, self.guide.chances_of(list(open_.values())).to(scores), strict=True))
+            for row, tokens in enumerate(said):
+                if tokens in chances:
+                    steered[row, :words] += chances[tokens]
+                    steered[row, words:] = -torch.inf
         return steered
 
     def _after(self, tokens: tuple[int, ...]) -> Position:

@@ -147,9 +147,9 @@ class BlockedHMM:
         return self.factors.pull(joint, span, slice(0, self.states))
 
     @torch.no_grad()
-    def emit(self, log_state: Tensor) -> Tensor:
-        """log Σ_z p(z) p(word | z) [V]."""
-        return self.factors.emit(log_state)
+    def emit(self, log_states: Tensor) -> Tensor:
+        """log Σ_z p(z) p(word | z) [..., V] for log-distributions over states [..., Z]."""
+        return self.factors.emit(log_states)
 
     # --- queries, one sequence at a time ---
 

@@ -67,9 +67,9 @@ class Factors(NamedTuple):
         return total
 
     def emit(self, log_states: Tensor) -> Tensor:
-        """log Σ_z p(z) p(word | z) [V] for a log-distribution over all states [Z]."""
-        by_block = log_states.view(-1, self.states_per_block)
-        return logsumexp(by_block[self.block_of_word] + self.log_emission, 1)
+        """log Σ_z p(z) p(word | z) [..., V] for log-distributions over all states [..., Z]."""
+        by_block = log_states.unflatten(-1, (-1, self.states_per_block))
+        return logsumexp(by_block[..., self.block_of_word, :] + self.log_emission, -1)
 
 
 class Trellis:
