@@ -5,12 +5,15 @@
 MODEL is a causal model of transformers, each RUN a model of hmmlm with its tokenizer. For every word, continuations of
 the prompt that have it are drawn under each HMM's guidance, and many without any: those of them that have the word are
 draws from the model given the constraint. Reported are the mean log-probability a token that MODEL gives to the
-continuations, up to their end, and the share of them that has the word.
+continuations, up to their end, the share of them that has the word, and how many tokens stand before it is said; with
+--out, means over the words as the records of a study (results/steering.json).
 """
 
 import argparse
 import json
+import shlex
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,23 @@ from torch import Tensor
 
 import hmmlm
 from hmmlm import Automaton, LanguageModel
+from hmmlm.experiments.studies import commit, machine
 
 
 def cut(row: list[int], end: int) -> list[int]:
     """Up to the end of the line, and with it."""
     return row[: row.index(end) + 1] if end in row else row
+
+
+def place_of(automaton: Automaton, state: int, row: list[int]) -> int | None:
+    """How many tokens of a row stand before the one with which it is accepted for good; None: it is not."""
+    place, before = None, False
+    for number, token in enumerate(row):
+        state = automaton.read([token], state)
+        now = bool(automaton.accepting[state])
+        place = number if now and not before else place
+        before = now
+    return place if before else None
 
 
 @torch.no_grad()
@@ -60,31 +75,28 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     plain = [row for _ in range(options.plain // 100) for row in draw(100)]
     results: list[dict[str, Any]] = []
 
-    def report(word: str, name: str, rows: list[list[int]], share: float, **more: float) -> None:
-        value = log_probability(model, prompt, rows) if rows else float("nan")
-        facts = {"word": word, "name": name, "log_probability": value, "texts": len(rows), "share": share}
-        results.append({**facts, **more})
-        print(f"{word:12} {name:24} {value:8.3f} a token, {len(rows):4} texts, {100 * share:5.1f}% have it", flush=True)
+    def report(word: str, name: str, rows: list[list[int]], **more: float) -> None:
+        facts = {"log_probability_a_token": log_probability(model, prompt, rows), **more, "texts": len(rows)}
+        results.append({"word": word, "name": name, "metrics": facts})
+        print(f"{word:8} {name:20}", ", ".join(f"{key} {value:.3f}" for key, value in facts.items()), flush=True)
 
-    report("", "no constraint", plain[: options.samples], 1.0)
+    report("", "no constraint", plain[: options.samples])
     for word in options.words:
         guides = {
             name: lm.guide(must=[word], max_new_tokens=length, prompt=options.prompt, ended=False)
             for name, lm in hmms.items()
         }
         guide, position = next(iter(guides.values()))
-        automaton, start = guide.automaton, position.automaton
-
-        def has(row: list[int], automaton: Automaton = automaton, start: int = start) -> bool:
-            return bool(automaton.accepting[automaton.read(row, start)])
-
-        exact = [row for row in plain if has(row)]
-        report(word, "exact, by rejection", exact[: options.samples], len(exact) / len(plain))
-        for name, guided in guides.items():
-            began = time.perf_counter()
-            rows = draw(options.samples, hmmlm.Steering(*guided))
-            seconds = time.perf_counter() - began
-            report(word, name, rows, sum(map(has, rows)) / len(rows), seconds=round(seconds, 2))
+        found = partial(place_of, guide.automaton, position.automaton)
+        drawn = {"exact, by rejection": plain}
+        drawn |= {name: draw(options.samples, hmmlm.Steering(*guided)) for name, guided in guides.items()}
+        for name, rows in drawn.items():
+            having = {number: place for number, row in enumerate(rows) if (place := found(row)) is not None}
+            if not having:
+                raise SystemExit(f"none of {len(rows)} texts has {word!r}: draw more with --plain, or leave it out")
+            chosen = [rows[number] for number in having][: options.samples]
+            places = sum(having.values()) / len(having)
+            report(word, name, chosen, share_with_the_word=len(having) / len(rows), tokens_before_the_word=places)
     return results
 
 
@@ -101,12 +113,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results = measure(options)
-    print(f"{'mean over words':37}")
+    settings = {"prompt": options.prompt, "words": " ".join(options.words), "new_tokens": options.length}
+    hmms = " ".join(shlex.quote(f"{pair.split('=')[0]}=RUN") for pair in options.hmms)
+    command = f"python benchmarks/steering.py MODEL {hmms} --samples {options.samples} --plain {options.plain}"
+    records = []
     for name in dict.fromkeys(r["name"] for r in results):
-        values = [r["log_probability"] for r in results if r["name"] == name]
-        print(f"{'':12} {name:24} {sum(values) / len(values):8.3f}")
+        metrics = mean([r["metrics"] for r in results if r["name"] == name])
+        print(f"{name:20} {metrics}")
+        records.append({
+            "row": name, "recipe": "benchmarks/steering.py", "seed": options.seed, "metrics": metrics,
+            "settings": settings, "command": command, "commit": commit(), "machine": machine(False),
+            "date": time.strftime("%Y-%m-%d"),
+        })  # fmt: skip
     if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        options.out.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
+
+
+def mean(metrics: list[dict[str, float]]) -> dict[str, float]:
+    """Over words."""
+    return {key: round(sum(each[key] for each in metrics) / len(metrics), 3) for key in metrics[0]}
 
 
 if __name__ == "__main__":
