@@ -105,6 +105,12 @@ def test_with_its_words_a_state_emits_what_the_language_model_predicts(folder: P
     assert not torch.equal(bare.emission, words)
 
 
+def test_a_head_of_another_width_is_refused(folder: Path) -> None:
+    teacher = open_teacher(str(folder), device="cpu")
+    with pytest.raises(InputError, match=r"has 5 dimensions and its network 8: .* initialization\.network = 'body'"):
+        from_pretrained(teacher, 7, 6, words=torch.zeros(6, 5))
+
+
 def test_words_of_a_teacher_with_other_tokens_are_means_over_its_pieces() -> None:
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "\n": 3}, [("a", "b")]))
     head = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))

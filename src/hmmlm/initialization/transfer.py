@@ -62,6 +62,11 @@ def from_pretrained(
     "unit". Much of what such a network says is the same for all states, so that they begin more alike than those of a
     network of our own.
     """
+    if words is not None and words.shape[1] != teacher.hidden_size:
+        raise InputError(
+            f"the head of {teacher.name} has {words.shape[1]} dimensions and its network {teacher.hidden_size}: take "
+            "the network without it, initialization.network = 'body'"
+        )
     assert hasattr(teacher, "model")
     model = teacher.model
     table = (model.embedding if isinstance(model, Decoder) else model.get_input_embeddings()).weight.float().cpu()
