@@ -40,9 +40,9 @@ class Steering:
         said = [tuple(row) for row in input_ids[:, self._prompt :].tolist()]
         self._positions = {tokens: self._after(tokens) for tokens in dict.fromkeys(said)}
         steered = scores.clone()
-        open_ = {tokens: where for tokens, where in self._positions.items() if not self._settled[where.automaton]}
-        if open_:
-            chances = dict(zip(open_, self.guide.chances_of(list(open_.values())).to(scores), strict=True))
+        unsettled = {tokens: where for tokens, where in self._positions.items() if not self._settled[where.automaton]}
+        if unsettled:
+            chances = dict(zip(unsettled, self.guide.chances_of(list(unsettled.values())).to(scores), strict=True))
             for row, tokens in enumerate(said):
                 if tokens in chances:
                     steered[row, :words] += chances[tokens]
