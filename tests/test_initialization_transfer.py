@@ -225,6 +225,16 @@ def test_bad_configurations(tmp_path: Path, start: dict[str, Any], model: dict[s
         run_config(tmp_path, start, **model)
 
 
+@pytest.mark.parametrize("network", ["pretrained", "body"])
+def test_a_network_without_weights_is_refused_before_any_work(tmp_path: Path, network: str) -> None:
+    start = {"kind": "none", "network": network}
+    config = run_config(tmp_path, start, parameterization="transformer", split=False, mono=True)
+    (tmp_path / "teacher" / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"model\.safetensors"):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_width_that_does_not_fit_is_refused_before_any_work(tmp_path: Path) -> None:
     config = run_config(tmp_path, {**LVD, "centroids": True}, parameterization="linear", hidden=12)
     with pytest.raises(InputError, match=r"a centroid has 8 dimensions and model\.hidden is 12"):

@@ -7,7 +7,7 @@ import torch
 from learning_runs import random_hmm
 
 from hmmlm.errors import InputError
-from hmmlm.parameterization import Parameterization, Scalar
+from hmmlm.parameterization import Scalar, make_dense
 
 
 def test_forward_gives_distributions_of_the_asked_sizes() -> None:
@@ -51,4 +51,4 @@ def test_assign_refuses_other_sizes() -> None:
 
 def test_a_parameterization_without_assign_says_what_to_do() -> None:
     with pytest.raises(InputError, match="Baum-Welch"):
-        Parameterization(3, 4).assign(random_hmm(3, 4, seed=0))
+        make_dense("linear", 3, 4, hidden=2).assign(random_hmm(3, 4, seed=0))

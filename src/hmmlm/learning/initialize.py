@@ -61,16 +61,22 @@ def _open(config: RunConfig, random: bool, device: str) -> Teacher:
         )
 
 
-def make_initial(config: RunConfig, data: Prepared) -> Parameterization:
-    """New parameters, the teacher's network among them where the configuration says so."""
-    network, seed = config.initialization.network, config.train.seed
-    if network == "own":
+def open_network(config: RunConfig) -> Teacher | None:
+    """The teacher whose network is trained, if there is to be one; apart from the one that labels, which stays as it is
+    and may have weights where this has random ones."""
+    network = config.initialization.network
+    return None if network == "own" else _open(config, network == "random", "cpu")
+
+
+def make_initial(config: RunConfig, data: Prepared, network: Teacher | None = None) -> Parameterization:
+    """New parameters, the network's among them where the configuration says so; it is opened unless it is given."""
+    kind, seed = config.initialization.network, config.train.seed
+    network = network or open_network(config)
+    if network is None:
         return make_parameterization(config.model, data, seed)
-    # apart from the one that labels: this one is trained, and may have random weights where that has not
-    teacher = _open(config, network == "random", "cpu")
-    words = word_vectors(teacher, data.tokenizer) if network == "pretrained" else None
+    words = word_vectors(network, data.tokenizer) if kind == "pretrained" else None
     generator = torch.Generator().manual_seed(seed)
-    return from_pretrained(teacher, config.model.states, data.tokenizer.vocab_size, generator, words)
+    return from_pretrained(network, config.model.states, data.tokenizer.vocab_size, generator, words)
 
 
 def distilled_tokens(config: RunConfig, total_tokens: int) -> int:

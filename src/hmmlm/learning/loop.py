@@ -55,15 +55,19 @@ class Position:
 
 
 class Trainer:
-    """A run in the folder `out`, from its beginning; `load` continues from `out/last`."""
+    """A run in the folder `out`, from its beginning; `load` continues from `out/last`.
+
+    `teacher` labels, and the weights of `network` are trained: each is opened here where the run needs it and has none.
+    """
 
     def __init__(
-        self, config: RunConfig, out: Path, data: Prepared, progress: Progress, teacher: Teacher | None = None
-    ) -> None:
+        self, config: RunConfig, out: Path, data: Prepared, progress: Progress, teacher: Teacher | None = None,
+        network: Teacher | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.out, self.data, self.progress = config, out, data, progress
         self.fabric = Fabric(accelerator=accelerator(config), devices=1, precision=config.train.precision)
         torch.manual_seed(config.train.seed)
-        self.parameterization = make_initial(config, data)
+        self.parameterization = make_initial(config, data, network)
         self.updater = make_updater(self.fabric, self.parameterization, config.optimizer)
         self.rate = self.updater.peak
         self.plateau = Plateau(config.schedule)

@@ -21,7 +21,7 @@ from hmmlm.learning.config import RunConfig, config_to_dict
 from hmmlm.learning.config_checks import check_files
 from hmmlm.learning.evaluate import perplexity
 from hmmlm.learning.folders import CONFIG, new_run, refuse_shorter, refuse_used, saved_config
-from hmmlm.learning.initialize import open_configured
+from hmmlm.learning.initialize import open_configured, open_network
 from hmmlm.learning.interrupt import stop_on_signals
 from hmmlm.learning.loop import Trainer, TrainingError, accelerator
 from hmmlm.learning.prepare import find_data, prepare, reopen, with_real_tokenizer
@@ -86,11 +86,11 @@ def _start(config: RunConfig, out: Path, settings: bytes, resume: bool, progress
     """A run at its beginning; `resume`: in a folder where it was begun before, but came to no checkpoint."""
     check_files(config)
     accelerator(config)
-    teacher, source = open_configured(config), find_data(config)
+    teacher, network, source = open_configured(config), open_network(config), find_data(config)
     # Only now, when there is something to train on, does the run's folder come to be.
     with new_run(out, settings, begun=resume):
         progress.note(f"run folder: {out}")
-        return Trainer(config, out, prepare(config, source, out, progress), progress, teacher)
+        return Trainer(config, out, prepare(config, source, out, progress), progress, teacher, network)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from hmmlm.ops.blocked_scan import BlockedScan
 from hmmlm.ops.results import Scan
 
 
-class Parameterization(nn.Module):
+class Parameterization(nn.Module, ABC):
     """A module whose forward pass makes the distributional parameters.
 
     Training calls `scan` once a batch, with gradients; for use the module is called once and the HMM is kept without
@@ -37,9 +38,9 @@ class Parameterization(nn.Module):
         self.skipped += result.suspect.sum()
         return torch.where(result.suspect, 0.0, result.log_likelihood)
 
+    @abstractmethod
     def forward(self) -> AnyHMM:
         """The model with its distributional parameters, differentiable in those of the module."""
-        raise NotImplementedError
 
     def scan(
         self, tokens: Tensor, lengths: Tensor | None = None, initial: Any = None, restart: Tensor | None = None

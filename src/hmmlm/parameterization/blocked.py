@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from hmmlm.errors import InputError
 from hmmlm.ops.blocked_emission import blocked_emission
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
-from hmmlm.parameterization.blocked_base import Blocked
+from hmmlm.parameterization.blocked_base import FromFactors
 from hmmlm.parameterization.networks import Residual, initialise_linears_
 from hmmlm.structure.blocks import Blocks
 
 Form = Literal["code", "paper"]
 
 
-class BlockedNeural(Blocked):
+class BlockedNeural(FromFactors):
     """A ∝ exp(H_out H_inᵀ), O ∝ exp(H_emit E_xᵀ) within blocks, all H from one table of state embeddings.
 
     form "code", as released: networks for start, out and emit, the incoming side is the bare embedding, embeddings

@@ -1,5 +1,7 @@
 """What the blocked parameterizations share: blocks of words, state dropout, and a scan over the states kept."""
 
+from abc import abstractmethod
+
 from torch import Tensor
 
 from hmmlm.hmm import BlockedHMM, Carry
@@ -13,7 +15,7 @@ from hmmlm.structure.dropout import global_states, sample_states, states_kept
 
 
 class Blocked(Parameterization):
-    """States in blocks that emit the words of one cluster each; `parts` makes the factors of any sample of them."""
+    """States in blocks that emit the words of one cluster each."""
 
     def __init__(self, blocks: Blocks, dropout: float) -> None:
         super().__init__(blocks.states, blocks.vocab_size)
@@ -27,12 +29,23 @@ class Blocked(Parameterization):
         self.blocks, self.tiles = self.blocks.to(self.skipped.device), self.tiles.to(self.skipped.device)
         return result
 
+    def finished(
+        self, final: Tensor, log_likelihood: Tensor, tokens: Tensor, lengths: Tensor | None, states: Tensor
+    ) -> BlockedScan:
+        """The result of a scan over `states` [M, kept], which are what the filtered distributions `final` are over."""
+        ended = last_states(tokens, lengths, self.blocks.block_of_word, states)
+        return BlockedScan(log_likelihood, Carry(final, ended))
+
+
+class FromFactors(Blocked):
+    """Those whose transition is softmax(U Wᵀ): `parts` makes the factors of any sample of states."""
+
+    @abstractmethod
     def parts(self, states: Tensor | None, carried: Tensor | None = None) -> tuple[Tensor, ...]:
         """u, w, log_normalizer, log_start [M·kept, …] and log_emission [V, kept] over `states` [M·kept] (or all).
 
         With `carried` [n], states that are left but not entered, u and log_normalizer of those follow.
         """
-        raise NotImplementedError
 
     def forward(self) -> BlockedHMM:
         """All states, no dropout: what is evaluated, saved and queried.
@@ -66,10 +79,3 @@ class Blocked(Parameterization):
             initial=before, lengths=lengths, restart=restart_lost(restart, initial, tokens),
         )
         return self.finished(result.final, self.trusted(result), tokens, lengths, kept.view(sample.shape))
-
-    def finished(
-        self, final: Tensor, log_likelihood: Tensor, tokens: Tensor, lengths: Tensor | None, states: Tensor
-    ) -> BlockedScan:
-        """The result of a scan over `states` [M, kept], which are what the filtered distributions `final` are over."""
-        ended = last_states(tokens, lengths, self.blocks.block_of_word, states)
-        return BlockedScan(log_likelihood, Carry(final, ended))

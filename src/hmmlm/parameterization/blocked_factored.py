@@ -8,13 +8,13 @@ from torch import Tensor
 from hmmlm.errors import InputError
 from hmmlm.ops.blocked_emission import blocked_emission
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
-from hmmlm.parameterization.blocked_base import Blocked
+from hmmlm.parameterization.blocked_base import FromFactors
 from hmmlm.parameterization.dense_networks import Transformer
 from hmmlm.parameterization.factored import Factored
 from hmmlm.structure.blocks import Blocks
 
 
-class BlockedFactored(Blocked):
+class BlockedFactored(FromFactors):
     """H_in, H_out, H_emit of a `Factored` model of the same size, of which a batch computes only the states it keeps.
 
     Everything is factored, and networks are perceptrons: a transformer over the states would see others with every
