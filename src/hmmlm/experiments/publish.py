@@ -23,6 +23,7 @@ CHIU, LEE = "Chiu & Rush 2020", "Lee & Berg-Kirkpatrick 2025"
 TITLES = {
     "chiu2020-table1": f"{CHIU}, Table 1: the very large HMM",
     "chiu2020-speed": "Speed of the very large HMM, alone on the GPU",
+    "chiu2020-brown": "Brown clustering of PTB's training text, beside the classic tool's clusters of it",
     "chiu2020-scalar": "Rate and decay of the scalar ablation, tried at 2^12 states",
     "chiu2020-table4": f"{CHIU}, Tables 2 and 4: ablations at 2^14 states, our settings",
     "chiu2020-table4-no-decay": f"{CHIU}, Tables 2 and 4, without weight decay",
