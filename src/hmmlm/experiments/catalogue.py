@@ -172,7 +172,7 @@ NETWORKS = {"random": "random", "pretrained": "pretrained", "pretrained body": "
 NETWORK_RATES = {
     "stories15M": {"random": (0.001, 0.003), "pretrained": (0.0003, 0.003), "pretrained body": (0.001, 0.003)},
     "SmolLM2-135M": {"random": (0.0003, 0.0003), "pretrained": (0.0001, 0.0003), "pretrained body": (0.0003, 0.0003)},
-    "TinyLlama-1.1B": dict.fromkeys(NETWORKS, (0.0001, 0.0001)),
+    "TinyLlama-1.1B": {"random": (0.0002, 0.0001), "pretrained": (1e-5, 0.0001), "pretrained body": (0.0001, 0.0001)},
 }
 """Peak rates of these, without and with LVD: the best on valid of those tried (lee2025-networks)."""
 OWN_TEACHER = "teachers/own"
@@ -240,12 +240,16 @@ def _networks(kinds: Mapping[str, float | None]) -> list[Run]:
 def _network_rates() -> list[Run]:
     """Rates of the networks, tried with few tokens."""
     plan: list[tuple[str, int, tuple[float, ...], tuple[bool, ...], tuple[str, ...]]] = [
+        ("stories15M", 50, (0.0003,), (False,), ("random",)),
+        ("stories15M", 50, (0.0001,), (False,), ("pretrained",)),
         ("stories15M", 50, (0.001, 0.003), (False, True), ("random", "pretrained body")),
         ("stories15M", 50, (0.0003, 0.001, 0.003), (False, True), ("pretrained",)),
         ("SmolLM2-135M", 10, (0.0003, 0.001, 0.003), (False,), ("random", "pretrained body")),
         ("SmolLM2-135M", 50, (0.0001, 0.0003), (False, True), tuple(NETWORKS)),
         ("TinyLlama-1.1B", 10, (0.0001,), (False,), ("random", "pretrained")),
         ("TinyLlama-1.1B", 50, (0.00003, 0.0001), (False,), ("random", "pretrained")),
+        ("TinyLlama-1.1B", 50, (0.0002,), (False,), ("random",)),
+        ("TinyLlama-1.1B", 50, (0.00001, 0.00005), (False,), ("pretrained",)),
     ]
     return [
         _network(
@@ -289,7 +293,7 @@ STUDIES: dict[str, list[Run]] = {
     "chiu2020-table4-released": [_as_released(run) for run in TABLE4],
     "chiu2020-figure3": [
         *(_states(power, {}) for power in range(10, 14)), _states(14, _valid(134)), _states(15, _valid(125)),
-        _states(16, {}), *(_without_dropout(_states(power, {})) for power in range(10, 15)),
+        _states(16, {}), *(_without_dropout(_states(power, {})) for power in range(10, 16)),
     ],
     "chiu2020-figure4": [_blocks(blocks, factored) for blocks in (32, 64, 128, 256) for factored in (False, True)],
     "chiu2020-beyond": [
