@@ -7,20 +7,27 @@ from pathlib import Path
 
 import pytest
 
+from hmmlm.cli import baseline
+from hmmlm.cli.parse import parse
 from hmmlm.cli.train import _parse
 from hmmlm.experiments import publish
-from hmmlm.experiments.catalogue import STUDIES, Run
+from hmmlm.experiments.catalogue import BASELINE, STUDIES, Run
 from hmmlm.experiments.results import gather
 from hmmlm.experiments.studies import add_record, command, perform, with_settings
 from hmmlm.learning.config import load_recipe
+from hmmlm.learning.config_baseline import BaselineConfig
 
 
 @pytest.mark.parametrize("study", STUDIES)
 def test_every_run_is_valid_and_its_command_gives_the_same_settings(study: str) -> None:
     for run in STUDIES[study]:
-        words = shlex.split(command(run))
-        assert words[:2] == ["hmmlm", "train"]
-        assert _parse(words[2:], load_recipe(run.recipe)).run == with_settings(run)
+        program, name, *words = shlex.split(command(run))
+        assert (program, name) == ("hmmlm", "baseline" if run.recipe == BASELINE else "train")
+        if run.recipe == BASELINE:
+            parsed = parse(baseline.Arguments, words, "baseline", "", baseline.Arguments(BaselineConfig())).run
+        else:
+            parsed = _parse(words, load_recipe(run.recipe)).run
+        assert parsed == with_settings(run)
 
 
 def tiny(**settings: object) -> Run:
@@ -42,6 +49,18 @@ def test_a_blocked_model_learns_on_the_embedded_corpus(tmp_path: Path) -> None:
     assert record["command"].startswith("hmmlm train --recipe ptb-vl-hmm --data embedded")
     history = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
     assert all(math.isfinite(event["loss"]) for event in history)
+
+
+def test_a_baseline_is_performed_like_any_run(tmp_path: Path) -> None:
+    settings = {
+        "data": "embedded", "tokenizer.vocab_size": 500, "model.kind": "feedforward", "model.hidden": 16, "rate": 0.01,
+        "train.device": "cpu", "train.max_tokens": 40_000,
+    }  # fmt: skip
+    record = perform(Run("embedded, FF 5-gram", BASELINE, settings, 1), tmp_path)
+    metrics = record["metrics"]
+    assert metrics["tokens"] >= 40_000 and 0 < metrics["epochs"] < 1 and metrics["best_step"] > 0
+    assert 1 < metrics["valid_perplexity"] < 250 and 1 < metrics["train_perplexity"] < 500  # half of the 500 words
+    assert record["command"].startswith("hmmlm baseline --data embedded --tokenizer.vocab-size 500")
 
 
 def test_records_replace_those_of_the_same_run_and_keep_others(tmp_path: Path) -> None:

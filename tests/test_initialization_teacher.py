@@ -411,18 +411,18 @@ def test_a_resumed_teacher_is_the_same(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_stopped_teacher_is_saved(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hmmlm.learning import teacher as module
+    from hmmlm.learning import network as module
 
-    step = module._Trainer.step
+    step = module.NetworkTrainer.step
 
-    def interrupted(self: module._Trainer, *arguments: object) -> None:
+    def interrupted(self: module.NetworkTrainer, *arguments: object) -> None:
         step(self, *arguments)  # type: ignore[arg-type]
         if self.position.step == 3:
             import signal
 
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(module._Trainer, "step", interrupted)
+    monkeypatch.setattr(module.NetworkTrainer, "step", interrupted)
     config = given_data(TINY, corpus)
     result = train_teacher(config, tmp_path)
     assert not result.finished and result.steps == 3
@@ -442,7 +442,7 @@ def test_bad_runs_of_the_command(corpus: Path, tmp_path: Path, capsys: pytest.Ca
     assert "no run to resume" in failure("--resume", str(tmp_path / "none"))
     assert "no corpus" in failure("--data", str(tmp_path / "none.txt"), "--out", str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
-    assert "not for teachers" in failure("--schedule.kind", "plateau")
+    assert "is for hidden Markov models" in failure("--schedule.kind", "plateau")
     run = tmp_path / "run"
     train_teacher(given_data(TINY, corpus, epochs=1), run)
     assert "already holds a run" in failure("--data", str(corpus), "--out", str(run))

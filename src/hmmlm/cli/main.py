@@ -16,6 +16,7 @@ COMMANDS = {
     "infill": "the words that fit into the blanks of a text",
     "inspect": "the states of a model: their words, what follows them, the states of a sentence",
     "teacher": "train a transformer on the same text, to start a model from",
+    "baseline": "train an LSTM or a feed-forward model on the same text, to compare with",
     "data": "prepare token files; get PTB or WikiText-2",
 }
 HELP = """usage: hmmlm COMMAND [OPTIONS]
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(argv: list[str]) -> int:
     name, *rest = argv or ["--help"]
     if name in ("-h", "--help", "help"):
-        print(HELP.format(commands="\n".join(f"  {c:9}{text}" for c, text in COMMANDS.items())), end="")
+        print(HELP.format(commands="\n".join(f"  {c:10}{text}" for c, text in COMMANDS.items())), end="")
         return 0
     if name == "--version":
         from hmmlm import __version__

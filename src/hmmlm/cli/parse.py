@@ -49,6 +49,17 @@ def parse(kind: type[T], argv: list[str], command: str, description: str, defaul
     raise InputError(f"{condense(captured.getvalue())}; see hmmlm {command} --help")
 
 
+def resumed(argv: list[str], command: str) -> Path | None:
+    """The run to go on with, before the rest can be parsed: its settings are where the others start from."""
+    for i, argument in enumerate(argv):
+        name, equals, value = argument.partition("=")
+        if name == "--resume":
+            if not equals and i + 1 == len(argv):
+                raise InputError(f"--resume needs a value; see hmmlm {command} --help")
+            return Path(value if equals else argv[i + 1])
+    return None
+
+
 def condense(boxed: str) -> str:
     """One line of what tyro says in a box: its first paragraph, and the option it takes to be meant."""
     lines = [line.strip("│ ") for line in boxed.splitlines() if not line.startswith(("╭", "╰"))]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from hmmlm.cli.parse import parse
+from hmmlm.cli.parse import parse, resumed
 from hmmlm.errors import InputError
 from hmmlm.learning.config_checks import check_data
 from hmmlm.learning.config_teacher import TeacherConfig, saved_teacher_config
@@ -42,7 +42,7 @@ class Arguments:
 
 
 def run(argv: list[str]) -> int:
-    resume = _resumed(argv)
+    resume = resumed(argv, "teacher")
     start = TeacherConfig() if resume is None else saved_teacher_config(resume)
     arguments = parse(Arguments, argv, "teacher", DESCRIPTION, Arguments(start))
     if resume is not None and arguments.out is not None:
@@ -86,14 +86,3 @@ def _convert(source: Path, out: Path | None) -> int:
     save_llama(out, teacher)
     print(f"the teacher is in {out}")
     return 0
-
-
-def _resumed(argv: list[str]) -> Path | None:
-    """The run to go on with, before the rest can be parsed: its settings are where the others start from."""
-    for i, argument in enumerate(argv):
-        name, equals, value = argument.partition("=")
-        if name == "--resume":
-            if not equals and i + 1 == len(argv):
-                raise InputError("--resume needs a value; see hmmlm teacher --help")
-            return Path(value if equals else argv[i + 1])
-    return None

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+BASELINE = "baseline"
+"""In place of a recipe: a run of `hmmlm baseline`."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -39,6 +42,22 @@ def _as_released(run: Run) -> Run:
         **form, "optimizer.rate": 0.01, "optimizer.weight_decay": 0.0, "schedule.kind": "plateau",
         "train.checks_per_epoch": 4,
     })  # fmt: skip
+
+
+def _baseline(data: str, kind: str, valid: float, test: float) -> Run:
+    """A neural baseline of Table 1, as printed but for the schedule, a cosine over fewer epochs."""
+    name = {"ptb": "PTB", "wikitext-2": "WikiText-2"}[data]
+    settings: dict[str, Any] = {
+        "data": data, "tokenizer.split": "whitespace", "model.kind": kind, "train.epochs": 30,
+        "train.precision": "bf16-mixed",
+    }  # fmt: skip
+    if data == "wikitext-2":
+        settings["tokenizer.vocab_size"] = 33_278
+    row = "LSTM 2x256"
+    if kind == "feedforward":
+        row = "FF 5-gram 256"
+        settings |= {"batch_size": 128, "length": 64}
+    return Run(f"{name}, {row}", BASELINE, settings, paper={"valid_perplexity": valid, "test_perplexity": test})
 
 
 def _valid(value: float) -> dict[str, float]:
@@ -283,6 +302,8 @@ STUDIES: dict[str, list[Run]] = {
             "WikiText-2, VL-HMM 2^15", "wikitext2-vl-hmm",
             paper={"valid_perplexity": 166.6, "test_perplexity": 158.2},
         ),
+        _baseline("ptb", "feedforward", 159.9, 152.0), _baseline("ptb", "lstm", 93.6, 88.8),
+        _baseline("wikitext-2", "feedforward", 210.9, 195.0), _baseline("wikitext-2", "lstm", 124.5, 117.5),
     ],
     "chiu2020-table3": [
         _constraint(16384, 32, 137), _constraint(16384, 64, 138), _constraint(16384, 128, 134),

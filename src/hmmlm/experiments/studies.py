@@ -19,6 +19,7 @@ import shlex
 import statistics
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -29,8 +30,10 @@ import tyro
 
 from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
-from hmmlm.experiments.catalogue import STUDIES, Run
-from hmmlm.learning.config import config_from_dict, config_to_dict, load_recipe
+from hmmlm.experiments.catalogue import BASELINE, STUDIES, Run
+from hmmlm.learning.config import RunConfig, config_from_dict, config_to_dict, load_recipe
+from hmmlm.learning.config_baseline import BaselineConfig
+from hmmlm.learning.history import read_history
 
 
 @dataclass(frozen=True)
@@ -88,45 +91,14 @@ def perform(run: Run, work: Path) -> dict[str, Any]:
     """Train one run and measure it."""
     import torch
 
-    from hmmlm.experiments.results import evaluate_split
-    from hmmlm.learning.history import read_history
-    from hmmlm.learning.prepare import reopen
-    from hmmlm.learning.progress import LineProgress
-    from hmmlm.learning.trainer import train
-    from hmmlm.lm import LanguageModel
-
     config = with_settings(run)
     label = re.sub(r"[^\w.-]+", "-", f"{run.row}-{run.seed}-{time.time():.0f}-{os.getpid()}")
     if torch.cuda.is_available():  # a worker does several runs: what the last one left is not for this one
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    result = train(config, work / label, progress=LineProgress())
-    seconds = time.perf_counter() - began
-    lm, data = LanguageModel.load(work / label), reopen(work / label)
     on_gpu = torch.cuda.is_available() and config.train.device != "cpu"
-    lm = lm.to("cuda") if on_gpu else lm
-    perplexities = {
-        f"{split}_perplexity": round(evaluate_split(lm, config, data, split).perplexity, 3)
-        for split in ("valid", "test")
-    }
-    history = read_history(work / label / "history.jsonl")
-    speeds = [event["tokens_per_second"] for event in history if event["event"] == "train"][1:]
-    losses = [
-        event["loss"] for event in history if event["event"] == "train" and event.get("objective") != "joint"
-    ]
-    speed = statistics.median(speeds) if speeds else result.tokens / result.seconds
-    batch = config.batches.batch_size * config.batches.length
-    metrics: dict[str, Any] = {
-        **perplexities,
-        "train_perplexity": round(math.exp(statistics.mean(losses[-10:])), 3) if losses else None,
-        "tokens_per_second": round(speed), "step_ms": round(1000 * batch / speed, 3),
-        "train_seconds": round(result.seconds, 1), "seconds": round(seconds, 1), "epochs": round(result.epochs, 2),
-        "tokens": result.tokens,
-        "skipped": max((event.get("skipped", 0) for event in history), default=0),
-        "best_step": max((event["step"] for event in history if event.get("best")), default=0),
-    }
+    metrics = _baseline(config, work / label) if run.recipe == BASELINE else _hmm(config, work / label, on_gpu)
     if on_gpu:
         metrics["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)
     return {
@@ -135,22 +107,87 @@ def perform(run: Run, work: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _hmm(config: RunConfig, folder: Path, on_gpu: bool) -> dict[str, Any]:
+    """Metrics of a hidden Markov model trained in `folder`."""
+    from hmmlm.experiments.results import evaluate_split
+    from hmmlm.learning.prepare import reopen
+    from hmmlm.learning.progress import LineProgress
+    from hmmlm.learning.trainer import train
+    from hmmlm.lm import LanguageModel
+
+    began = time.perf_counter()
+    result = train(config, folder, progress=LineProgress())
+    seconds = time.perf_counter() - began
+    lm, data = LanguageModel.load(folder), reopen(folder)
+    lm = lm.to("cuda") if on_gpu else lm
+    perplexities = {split: evaluate_split(lm, config, data, split).perplexity for split in ("valid", "test")}
+    history = read_history(folder / "history.jsonl")
+    speeds = [event["tokens_per_second"] for event in history if event["event"] == "train"][1:]
+    speed = statistics.median(speeds) if speeds else result.tokens / result.seconds
+    return {
+        **_metrics(perplexities, history, speed, config.batches.batch_size * config.batches.length),
+        "train_seconds": round(result.seconds, 1), "seconds": round(seconds, 1), "epochs": round(result.epochs, 2),
+        "tokens": result.tokens, "skipped": max((event.get("skipped", 0) for event in history), default=0),
+    }  # fmt: skip
+
+
+def _baseline(config: BaselineConfig, folder: Path) -> dict[str, Any]:
+    """Metrics of a neural baseline trained in `folder`."""
+    from hmmlm.data.files import read_json
+    from hmmlm.learning.baseline import PERPLEXITY, train_baseline
+    from hmmlm.learning.prepare import reopen
+    from hmmlm.learning.progress import LineProgress
+
+    began = time.perf_counter()
+    result = train_baseline(config, folder, progress=LineProgress())
+    seconds = time.perf_counter() - began
+    history, speed = read_history(folder / "history.jsonl"), result.tokens / result.seconds
+    return {
+        **_metrics(read_json(folder / PERPLEXITY), history, speed, config.batch_size * config.length),
+        "train_seconds": round(result.seconds, 1), "seconds": round(seconds, 1),
+        "epochs": round(result.tokens / len(reopen(folder).tokens["train"]), 2), "tokens": result.tokens,
+    }  # fmt: skip
+
+
+def _metrics(
+    perplexities: Mapping[str, float], history: Sequence[dict[str, Any]], speed: float, batch: int
+) -> dict[str, Any]:
+    """What every kind of run has: perplexities by split, training loss, tokens a second, the step of the best model."""
+    losses = [
+        event["loss"] for event in history if event["event"] == "train" and event.get("objective") != "joint"
+    ]
+    return {
+        **{f"{split}_perplexity": round(value, 3) for split, value in perplexities.items()},
+        "train_perplexity": round(math.exp(statistics.mean(losses[-10:])), 3) if losses else None,
+        "tokens_per_second": round(speed), "step_ms": round(1000 * batch / speed, 3),
+        "best_step": max((event["step"] for event in history if event.get("best")), default=0),
+    }  # fmt: skip
+
+
 def with_settings(run: Run) -> Any:
     """The recipe's configuration with the run's settings and seed."""
-    values = config_to_dict(load_recipe(run.recipe))
+    values = start_of(run.recipe)
     for name, value in {**run.settings, "train.seed": run.seed}.items():
         *parents, leaf = name.split(".")
         section = values
         for parent in parents:
             section = section[parent]
         section[leaf] = value
+    if run.recipe == BASELINE:
+        return BaselineConfig.model_validate(values)
     return config_from_dict(values, f"study row {run.row}")
+
+
+def start_of(recipe: str) -> dict[str, Any]:
+    """The settings of a recipe, or those that a baseline has by itself."""
+    return BaselineConfig().model_dump(mode="json") if recipe == BASELINE else config_to_dict(load_recipe(recipe))
 
 
 def command(run: Run) -> str:
     """The same run from the command line."""
     settings = {**run.settings, "train.seed": run.seed}
-    return f"hmmlm train --recipe {run.recipe} {' '.join(flag(*setting) for setting in settings.items())}"
+    what = "baseline" if run.recipe == BASELINE else f"train --recipe {run.recipe}"
+    return f"hmmlm {what} {' '.join(flag(*setting) for setting in settings.items())}"
 
 
 def flag(name: str, value: Any) -> str:

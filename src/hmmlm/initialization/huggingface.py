@@ -135,6 +135,8 @@ def _refuse_run(path: Path) -> None:
         return
     if "optimizer" in fields:
         raise InputError(f"{path} is a run of `hmmlm train`, whose model cannot teach: give one of `hmmlm teacher`")
+    if "kind" in fields.get("model", {}):
+        raise InputError(f"{path} is a run of `hmmlm baseline`, whose model cannot teach: give one of `hmmlm teacher`")
     raise InputError(f"the teacher in {path} has no validated weights yet: go on with `hmmlm teacher --resume {path}`")
 
 
