@@ -56,6 +56,15 @@ def test_automata_are_joined_and_ended() -> None:
         assert going_on.accepts(tokens) == (wanted if line is None else good), tokens
 
 
+def test_either_of_two_is_enough() -> None:
+    either = containing([1, 2], WORDS) | containing([3], WORDS)
+    none = avoiding([3], WORDS) & either  # what is left is the other
+    for tokens in SEQUENCES:
+        assert either.accepts(tokens) == (has(tokens, [1, 2]) or 3 in tokens)
+        assert none.accepts(tokens) == (has(tokens, [1, 2]) and 3 not in tokens)
+    assert int(either.settled().sum()) == 1  # once one is there, nothing more is asked
+
+
 def hmms() -> list[AnyHMM]:
     """Dense, dense with zeros, and blocked; all over the same words."""
     given = (oracle.random_hmm(3, WORDS, seed, 2.0, zeros) for seed, zeros in ((0, 0.0), (1, 0.4)))
@@ -215,6 +224,20 @@ def test_the_prompt_counts_and_other_options_hold(lm: LanguageModel) -> None:
     assert lm.generate("cat", max_new_tokens=1, must=["cat"], seed=0) == "cat"  # <eos> is all that is left
 
 
+def test_of_several_words_one_is_enough(lm: LanguageModel) -> None:
+    wishes = {"must": ["sat", ("cat", "dog", "unicorn")], "max_new_tokens": 6, "unknown": False}
+    texts = [lm.generate(seed=seed, **wishes) for seed in range(40)]
+    found = [{"cat", "dog"} & set(text.split()) for text in texts]
+    assert all(found) and all("sat" in text.split() for text in texts)
+    assert {"cat"} in found and {"dog"} in found
+
+    def chance(*must: str | tuple[str, ...]) -> float:
+        return math.exp((guide := lm.guide(must=must, max_new_tokens=6)[0]).chance(guide.begin()))
+
+    both = chance("cat", "dog")
+    assert math.isclose(chance(("cat", "dog")), chance("cat") + chance("dog") - both, rel_tol=1e-5) and both > 0
+
+
 def test_a_chain_that_restarts_forgets_earlier_lines(lm: LanguageModel) -> None:
     restarting = LanguageModel(lm.hmm, lm.tokenizer, {"batches": {"kind": "stream", "eval_reset_at_eos": True}})
     wishes = {"must": ["cat"], "max_new_tokens": 5}
@@ -285,6 +308,10 @@ def test_rare_words_are_not_lost_in_the_sum_over_many() -> None:
         ("", {"must": ["the cat"], "never": ["cat"]}, "contradict each other"),
         ("the dog", {"never": ["dog"]}, "the prompt has what it must not have"),
         ("", {"must": ["the unicorn"]}, "'the unicorn' has a word that the model does not know"),
+        ("", {"must": [("unicorn", "gnu")]}, "'unicorn' or 'gnu' has a word that the model does not know"),
+        ("", {"must": [()]}, "must has a list of no words"),
+        ("", {"must": [("cat", 3)]}, "a part of must must be a list of words or phrases, not"),
+        ("", {"never": [("cat", "dog")]}, "never must be a list of words or phrases, not"),
         ("", {"never": [" "]}, "' ' is not a word or a phrase within a line"),
         ("", {"never": ["cat <eos>"]}, "'cat <eos>' is not a word or a phrase within a line"),
         ("", {"never": ["the\ncat"]}, "is not a word or a phrase within a line"),

@@ -27,7 +27,7 @@ from hmmlm.hmm.checks import check_whole
 from hmmlm.hmm.constraints import Guide, Position
 from hmmlm.hmm.infilling import infill_words
 from hmmlm.modelfolder import CONFIG, MODEL, model_folder, read_tensors, write_folder
-from hmmlm.phrases import Phrases, check_phrases
+from hmmlm.phrases import Phrases, Wanted, check_phrases
 
 FORMAT = "hmmlm language model"
 VERSION = 1
@@ -113,7 +113,7 @@ class LanguageModel:
         top_k: int | None = None,
         seed: int | None = None,
         unknown: bool = True,
-        must: Sequence[str] = (),
+        must: Sequence[Wanted] = (),
         never: Sequence[str] = (),
     ) -> str:
         """`prompt` and an exact sample of what follows it, until `<eos>` or `max_new_tokens`.
@@ -122,9 +122,9 @@ class LanguageModel:
         the same text; with unknown=False every token is drawn given that it is not `<unk>`. A prompt that ends with a
         line break asks for a new line; spaces at its end say nothing.
 
-        With `must` or `never` the line is drawn given that it has each of these words or phrases and none of those, the
-        prompt's part included, and that it ends within `max_new_tokens`, `<eos>` counted; with unknown=False also given
-        that what is added has no `<unk>`.
+        With `must` or `never` the line is drawn given that it has each of these words or phrases (of several in a
+        tuple, must=["runs", ("dog", "dogs")], one) and none of those, the prompt's part included, and that it ends
+        within `max_new_tokens`, `<eos>` counted; with unknown=False also given that what is added has no `<unk>`.
         """
         choice = Choice(max_new_tokens, temperature, top_k, seed)
         given = self._encode_prompt(prompt)
@@ -138,7 +138,7 @@ class LanguageModel:
         return prompt + (text.lstrip(" ") if prompt.endswith((" ", "\t")) else text)
 
     def guide(
-        self, must: Sequence[str] = (), never: Sequence[str] = (), max_new_tokens: int = 100, prompt: str = "",
+        self, must: Sequence[Wanted] = (), never: Sequence[str] = (), max_new_tokens: int = 100, prompt: str = "",
         unknown: bool = True, ended: bool = True,
     ) -> tuple[Guide, Position]:  # fmt: skip
         """How likely lines under a constraint are, token by token, and where the prompt leaves them.
@@ -149,7 +149,8 @@ class LanguageModel:
         check_phrases(must, never)
         given = self._encode_prompt(prompt)
         heard, line = self._heard(given), split_at(given, self._eos)[-1]
-        asked = (tuple(must), tuple(never), max_new_tokens, unknown, ended)
+        wanted = tuple(text if isinstance(text, str) else tuple(text) for text in must)
+        asked = (wanted, tuple(never), max_new_tokens, unknown, ended)
         if self._guide is None or self._guide[0] != asked:
             automaton = self._phrases.lines(must, never, ended)
             check_whole("max_new_tokens", max_new_tokens, 1)

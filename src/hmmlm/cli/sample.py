@@ -16,7 +16,7 @@ examples:
   hmmlm sample runs/mine
   hmmlm sample runs/mine --num 3 --prompt "The function" --temperature 0.7
   hmmlm sample runs/mine --no-unknown
-  hmmlm sample runs/mine --must function --must "a list" --never None"""
+  hmmlm sample runs/mine --must function --must "a list|a tuple" --never None"""
 
 
 Phrases = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
@@ -40,8 +40,8 @@ class Arguments:
     unknown: bool = True
     """Whether <unk> may be drawn; --no-unknown draws every word given that it is a known one."""
     must: Phrases = ()
-    """A word or phrase that every sample has; may be given several times. Samples then end within
-    --max-new-tokens, <eos> counted."""
+    """A word or phrase that every sample has, or several with | between them, of which it has one; may be given
+    several times. Samples then end within --max-new-tokens, <eos> counted."""
     never: Phrases = ()
     """A word or phrase that no sample has; likewise."""
 
@@ -56,6 +56,7 @@ def run(argv: list[str]) -> int:
     from hmmlm.lm import load
 
     lm = load(arguments.model)
+    must = [texts.split("|") for texts in arguments.must]
     for i in range(arguments.num):
         text = lm.generate(
             arguments.prompt,
@@ -64,7 +65,7 @@ def run(argv: list[str]) -> int:
             top_k=arguments.top_k,
             seed=None if arguments.seed is None else arguments.seed + i,
             unknown=arguments.unknown,
-            must=arguments.must,
+            must=must,
             never=arguments.never,
         )
         print(text)

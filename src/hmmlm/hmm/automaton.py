@@ -93,6 +93,10 @@ class Automaton:
         ]
         return Automaton(torch.stack(rows), torch.tensor(accepting))
 
+    def __or__(self, other: Automaton) -> Automaton:
+        """What either accepts."""
+        return (self.complement() & other.complement()).complement()
+
     def until(self, end: int, ended: bool = True) -> Automaton:
         """A sequence that this accepts, then `end`, which is in none of them; whatever comes afterwards.
 
