@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import signal
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import commands
 import numpy as np
 import pytest
 import torch
@@ -148,12 +150,7 @@ def test_a_run_that_was_stopped_in_an_epoch_comes_to_the_same(
 
 
 def test_bad_input(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def failure(*argv: str) -> str:
-        capsys.readouterr()
-        assert main(["baseline", *argv]) == 2
-        error = capsys.readouterr().err
-        assert re.fullmatch(r"hmmlm: error: [^\n]+\n", error)
-        return error
+    failure = partial(commands.failure, capsys, "baseline")
 
     assert "order is for kind = 'feedforward'" in failure("--model.order", "3")
     assert "use 'cosine' or 'constant'" in failure("--schedule.kind", "plateau", "--data", str(corpus))

@@ -5,8 +5,10 @@ import io
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+import commands
 import numpy as np
 import pytest
 import sentencepiece
@@ -431,12 +433,7 @@ def test_a_stopped_teacher_is_saved(corpus: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_bad_runs_of_the_command(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def failure(*argv: str) -> str:
-        capsys.readouterr()
-        assert main(["teacher", *argv]) == 2
-        error = capsys.readouterr().err
-        assert re.fullmatch(r"hmmlm: error: [^\n]+\n", error)
-        return error
+    failure = partial(commands.failure, capsys, "teacher")
 
     assert "hidden (30) must be a multiple" in failure("--model.hidden", "30")
     assert "no run to resume" in failure("--resume", str(tmp_path / "none"))

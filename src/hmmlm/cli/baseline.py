@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from hmmlm.cli.main import INTERRUPTED
+from hmmlm.cli.networks import train_in
 from hmmlm.cli.parse import parse, resumed
-from hmmlm.errors import InputError
+from hmmlm.data.files import read_json
 from hmmlm.learning.config_baseline import BaselineConfig, saved_baseline_config
-from hmmlm.learning.config_checks import check_data
-from hmmlm.learning.folders import new_folder
+
+if TYPE_CHECKING:
+    from hmmlm.learning.network import NetworkResult
 
 DESCRIPTION = """Train a neural language model on the text of a hidden Markov model, to
 compare the two: an LSTM, or a feed-forward model of n words. They are scored as
@@ -41,26 +45,20 @@ def run(argv: list[str]) -> int:
     resume = resumed(argv, "baseline")
     start = BaselineConfig() if resume is None else saved_baseline_config(resume)
     arguments = parse(Arguments, argv, "baseline", DESCRIPTION, Arguments(start))
-    if resume is not None:
-        if arguments.out is not None:
-            raise InputError("--resume has the folder of its run: leave out --out")
-        return _train(arguments.run, resume, resume=True)
-    check_data(arguments.run.data, arguments.run.tokenizer)  # also in training, but that takes seconds to import
-    with new_folder(arguments.out, "baselines", Path(arguments.run.data).stem) as out:
-        return _train(arguments.run, out, resume=False)
-
-
-def _train(config: BaselineConfig, out: Path, resume: bool) -> int:
-    from hmmlm.cli.main import INTERRUPTED
-    from hmmlm.data.files import read_json
-    from hmmlm.learning.baseline import PERPLEXITY, train_baseline
-    from hmmlm.learning.progress import perplexity_text, terminal_progress
-
-    result = train_baseline(config, out, resume=resume, progress=terminal_progress())
+    result = train_in("baseline", arguments.run, arguments.out, resume, partial(_train, arguments.run))
     if not result.finished:
-        print(f"stopped at step {result.steps:,}, saved; continue with: hmmlm baseline --resume {out}")
         return INTERRUPTED
-    scores = {split: perplexity_text(value) for split, value in read_json(out / PERPLEXITY).items()}
-    print(f"{result.steps:,} steps, {result.seconds:,.0f} s; the best model is in {out / 'best'}")
+    from hmmlm.learning.baseline import PERPLEXITY
+    from hmmlm.learning.progress import perplexity_text
+
+    scores = {split: perplexity_text(value) for split, value in read_json(result.out / PERPLEXITY).items()}
+    print(f"{result.steps:,} steps, {result.seconds:,.0f} s; the best model is in {result.out / 'best'}")
     print(f"perplexity: valid {scores['valid']}, test {scores['test']}")
     return 0
+
+
+def _train(config: BaselineConfig, out: Path, resume: bool) -> NetworkResult:
+    from hmmlm.learning.baseline import train_baseline
+    from hmmlm.learning.progress import terminal_progress
+
+    return train_baseline(config, out, resume=resume, progress=terminal_progress())

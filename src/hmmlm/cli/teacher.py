@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from hmmlm.cli.main import INTERRUPTED
+from hmmlm.cli.networks import train_in
 from hmmlm.cli.parse import parse, resumed
 from hmmlm.errors import InputError
-from hmmlm.learning.config_checks import check_data
 from hmmlm.learning.config_teacher import TeacherConfig, saved_teacher_config
-from hmmlm.learning.folders import new_folder, refuse_used
+from hmmlm.learning.folders import refuse_used
+
+if TYPE_CHECKING:
+    from hmmlm.learning.network import NetworkResult
 
 DESCRIPTION = """Train a small decoder-only transformer on a corpus: a teacher, from whose
 contextual embeddings a hidden Markov model can be initialised.
@@ -45,30 +50,24 @@ def run(argv: list[str]) -> int:
     resume = resumed(argv, "teacher")
     start = TeacherConfig() if resume is None else saved_teacher_config(resume)
     arguments = parse(Arguments, argv, "teacher", DESCRIPTION, Arguments(start))
-    if resume is not None and arguments.out is not None:
-        raise InputError("--resume has the folder of its run: leave out --out")
     if arguments.convert is not None:
         return _convert(arguments.convert, arguments.out)
-    if resume is not None:
-        return _train(arguments.run, resume, resume=True)
-    check_data(arguments.run.data, arguments.run.tokenizer)  # also in training, but that takes seconds to import
-    with new_folder(arguments.out, "teachers", Path(arguments.run.data).stem) as out:
-        return _train(arguments.run, out, resume=False)
-
-
-def _train(config: TeacherConfig, out: Path, resume: bool) -> int:
-    from hmmlm.cli.main import INTERRUPTED
-    from hmmlm.learning.progress import perplexity_text, terminal_progress
-    from hmmlm.learning.teacher import train_teacher
-
-    result = train_teacher(config, out, resume=resume, progress=terminal_progress())
+    result = train_in("teacher", arguments.run, arguments.out, resume, partial(_train, arguments.run))
     if not result.finished:
-        print(f"stopped at step {result.steps:,}, saved; continue with: hmmlm teacher --resume {out}")
         return INTERRUPTED
+    from hmmlm.learning.progress import perplexity_text
+
     best = perplexity_text(result.best_perplexity)
     print(f"valid perplexity {best} after {result.steps:,} steps, {result.seconds:,.0f} s")
-    print(f"the teacher is in {out / 'best'}")
+    print(f"the teacher is in {result.out / 'best'}")
     return 0
+
+
+def _train(config: TeacherConfig, out: Path, resume: bool) -> NetworkResult:
+    from hmmlm.learning.progress import terminal_progress
+    from hmmlm.learning.teacher import train_teacher
+
+    return train_teacher(config, out, resume=resume, progress=terminal_progress())
 
 
 def _convert(source: Path, out: Path | None) -> int:
