@@ -162,6 +162,7 @@ def test_bad_input(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "leave out --out" in failure("--resume", str(run), "--out", str(run))
     with pytest.raises(InputError, match=r"is not of a run of hmmlm teacher: model\.kind"):
         main_teacher_config(run)
+    assert f"{run} is of `hmmlm baseline`: a neural network" in commands.failure(capsys, "eval", str(run))
     with pytest.raises(InputError, match="is a run of `hmmlm baseline`"):
         open_teacher(str(run), device="cpu")
     (run / "best" / "model.safetensors").write_bytes(b"no tensors")

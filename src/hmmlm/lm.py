@@ -255,6 +255,8 @@ class LanguageModel:
         """The model in the folder `path`, or the best one of a training run there."""
         folder = model_folder(Path(path))
         header = read_json(folder / CONFIG)
+        if header.get("format") in ("hmmlm teacher", "hmmlm baseline"):
+            raise InputError(f"{path} is of `{header['format']}`: a neural network, not a hidden Markov model")
         if header.get("format") != FORMAT:
             raise InputError(f"{folder / CONFIG} does not belong to an hmmlm model: it may be of another program")
         if header.get("version") != VERSION:
