@@ -19,7 +19,15 @@ from hmmlm.errors import InputError
 from hmmlm.initialization.clustering import Piece, fit_clusters
 from hmmlm.initialization.offsets import FastTokenizer
 from hmmlm.initialization.teacher import open_teacher
-from hmmlm.initialization.transfer import PretrainedStack, from_pretrained, set_states, set_words, word_vectors
+from hmmlm.initialization.transfer import (
+    DOUBLINGS,
+    PretrainedStack,
+    from_pretrained,
+    set_states,
+    set_words,
+    spread_out,
+    word_vectors,
+)
 from hmmlm.initialization.transformer_lm import TransformerLM, TransformerShape, save_teacher
 from hmmlm.learning.checkpoint import read_state
 from hmmlm.learning.trainer import train
@@ -103,6 +111,23 @@ def test_with_its_words_a_state_emits_what_the_language_model_predicts(folder: P
     bare = from_pretrained(open_teacher(str(folder), device="cpu"), 7, 6, torch.Generator().manual_seed(0))
     assert torch.equal(bare.embeddings[0], model.embeddings[0]) and torch.equal(bare.start, model.start)
     assert not torch.equal(bare.emission, words)
+
+
+class Biased(torch.nn.Module):
+    """Says the same of all, and a little of each: nine parts in ten of its square are shared at first."""
+
+    def forward(self, vectors: torch.Tensor) -> torch.Tensor:
+        return 3.0 + vectors
+
+
+def test_states_are_drawn_so_far_apart_that_the_network_tells_them_apart() -> None:
+    mean, offsets = torch.zeros(8), torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
+    near = spread_out(Biased(), mean, offsets)
+    torch.testing.assert_close(near, 4 * offsets)  # 9 / (9 + 4²) is the first share of a half at most
+    torch.testing.assert_close(spread_out(torch.nn.Identity(), mean + 1, 2 * offsets), 1 + 2 * offsets)
+    constant = torch.nn.Linear(8, 8)
+    torch.nn.init.zeros_(constant.weight)  # there is an end to it, where nothing helps
+    torch.testing.assert_close(spread_out(constant, mean, offsets), 2**DOUBLINGS * offsets)
 
 
 def test_a_head_of_another_width_is_refused(folder: Path) -> None:

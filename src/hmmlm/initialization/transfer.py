@@ -19,6 +19,9 @@ from hmmlm.initialization.decoder import Decoder
 from hmmlm.initialization.teacher import Teacher
 from hmmlm.parameterization import Factored
 
+DOUBLINGS = 8
+"""The most of `spread_out`: far outside of what it read in training, a network says what it says."""
+
 
 class PretrainedStack(nn.Module):
     """[..., n, h] → [..., n, h]: the blocks of a language model, which read n vectors as if they were n tokens.
@@ -57,10 +60,9 @@ def from_pretrained(
     """A transformer parameterization whose one network, on one table, is the teacher's, which is used up.
 
     State embeddings are drawn with the mean and spread of the teacher's token embeddings, which its network knows how
-    to read. With `words` [vocab_size, h], the teacher's `word_vectors`, H_emit begins as what the network says, and a
-    state emits what the language model predicts after such an embedding. The rest is as in a `Factored` with initial =
-    "unit". Much of what such a network says is the same for all states, so that they begin more alike than those of a
-    network of our own.
+    to read, then `spread_out`. With `words` [vocab_size, h], the teacher's `word_vectors`, H_emit begins as what the
+    network says, and a state emits what the language model predicts after such an embedding. The rest is as in a
+    `Factored` with initial = "unit".
     """
     if words is not None and words.shape[1] != teacher.hidden_size:
         raise InputError(
@@ -85,7 +87,7 @@ def from_pretrained(
     made.networks[0] = stack  # only now: it would be drawn again
     unit = teacher.hidden_size**-0.25
     with torch.no_grad():
-        made.embeddings[0].mul_(spread).add_(mean)
+        made.embeddings[0].copy_(spread_out(stack, mean, made.embeddings[0] * spread))
         made.start.mul_(unit)
         made.emission.mul_(unit)
         size = torch.stack([h.square().mean() for h in made.features()]).mean().sqrt()
@@ -95,6 +97,22 @@ def from_pretrained(
             made.emission.copy_(words)
             nn.init.eye_(made.heads[made.roles.index("emit")].weight)  # type: ignore[arg-type]
     return made
+
+
+@torch.no_grad()
+def spread_out(stack: nn.Module, mean: Tensor, offsets: Tensor) -> Tensor:
+    """State embeddings mean [h] + offsets [n, h], offsets doubled until the network tells the states apart: until at
+    most half of what it says (of its square) is the same for all.
+
+    At the spread of words that is two thirds to nine tenths with language models, and states that begin so alike are
+    told apart late or never: some seeds then end as if there were half as many.
+    """
+    for _ in range(DOUBLINGS):
+        said = stack(mean + offsets)
+        if said.mean(0).square().mean() <= said.square().mean() / 2:
+            break
+        offsets = 2 * offsets
+    return mean + offsets
 
 
 @torch.no_grad()
