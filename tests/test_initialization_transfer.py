@@ -123,8 +123,8 @@ class Biased(torch.nn.Module):
 def test_states_are_drawn_so_far_apart_that_the_network_tells_them_apart() -> None:
     mean, offsets = torch.zeros(8), torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
     near = spread_out(Biased(), mean, offsets)
-    torch.testing.assert_close(near, 4 * offsets)  # 9 / (9 + 4²) is the first share of a half at most
-    torch.testing.assert_close(spread_out(torch.nn.Identity(), mean + 1, 2 * offsets), 1 + 2 * offsets)
+    torch.testing.assert_close(near, 8 * offsets)  # 9 / (9 + 8²) is the first share of a fifth at most
+    torch.testing.assert_close(spread_out(torch.nn.Identity(), mean + 1, 3 * offsets), 1 + 3 * offsets)
     constant = torch.nn.Linear(8, 8)
     torch.nn.init.zeros_(constant.weight)  # there is an end to it, where nothing helps
     torch.testing.assert_close(spread_out(constant, mean, offsets), 2**DOUBLINGS * offsets)
