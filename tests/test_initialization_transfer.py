@@ -87,8 +87,8 @@ def test_a_parameterization_with_pretrained_weights(folder: Path) -> None:
     model = from_pretrained(open_teacher(str(folder), device="cpu"), 7, 6, torch.Generator().manual_seed(0))
     kept = model.networks[0].model.state_dict()  # type: ignore[union-attr]
     assert len(kept) == len(weights) - 1 and all(torch.equal(kept[name], weights[name]) for name in kept)
-    table = weights["embedding.weight"]
-    assert float(model.embeddings[0].detach().std()) == pytest.approx(float(table.std()), rel=0.5)
+    said = model.networks[0](model.embeddings[0]).detach()
+    assert said.mean(0).square().mean() <= said.square().mean() / 5  # or states would be alike
     hmm = model()
     hmm.validate()
     assert hmm.log_emission.shape == (7, 6)
