@@ -20,11 +20,11 @@ from hmmlm.initialization.clustering import Piece, fit_clusters
 from hmmlm.initialization.offsets import FastTokenizer
 from hmmlm.initialization.teacher import open_teacher
 from hmmlm.initialization.transfer import (
-    DOUBLINGS,
     PretrainedStack,
     from_pretrained,
     set_states,
     set_words,
+    shared,
     spread_out,
     word_vectors,
 )
@@ -87,8 +87,7 @@ def test_a_parameterization_with_pretrained_weights(folder: Path) -> None:
     model = from_pretrained(open_teacher(str(folder), device="cpu"), 7, 6, torch.Generator().manual_seed(0))
     kept = model.networks[0].model.state_dict()  # type: ignore[union-attr]
     assert len(kept) == len(weights) - 1 and all(torch.equal(kept[name], weights[name]) for name in kept)
-    said = model.networks[0](model.embeddings[0]).detach()
-    assert said.mean(0).square().mean() <= said.square().mean() / 5  # or states would be alike
+    assert shared(model.networks[0](model.embeddings[0])) <= 0.2  # or states would be alike
     hmm = model()
     hmm.validate()
     assert hmm.log_emission.shape == (7, 6)
@@ -114,20 +113,21 @@ def test_with_its_words_a_state_emits_what_the_language_model_predicts(folder: P
 
 
 class Biased(torch.nn.Module):
-    """Says the same of all, and a little of each: nine parts in ten of its square are shared at first."""
+    """Says the same of all, and a little of each."""
 
     def forward(self, vectors: torch.Tensor) -> torch.Tensor:
         return 3.0 + vectors
 
 
 def test_states_are_drawn_so_far_apart_that_the_network_tells_them_apart() -> None:
-    mean, offsets = torch.zeros(8), torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
-    near = spread_out(Biased(), mean, offsets)
-    torch.testing.assert_close(near, 8 * offsets)  # 9 / (9 + 8²) is the first share of a fifth at most
+    mean, offsets = torch.zeros(8), torch.randn(5000, 8, generator=torch.Generator().manual_seed(0))
+    assert shared(Biased()(offsets)) == pytest.approx(0.9, abs=0.01)
+    assert abs(shared(offsets[:4])) < 0.5 and shared(offsets[:1]) == 0
+    torch.testing.assert_close(spread_out(Biased(), mean, offsets), 8 * offsets)  # 9 / (9 + 8²) is the first below 0.2
     torch.testing.assert_close(spread_out(torch.nn.Identity(), mean + 1, 3 * offsets), 1 + 3 * offsets)
     constant = torch.nn.Linear(8, 8)
-    torch.nn.init.zeros_(constant.weight)  # there is an end to it, where nothing helps
-    torch.testing.assert_close(spread_out(constant, mean, offsets), 2**DOUBLINGS * offsets)
+    torch.nn.init.zeros_(constant.weight)  # where nothing helps, they stay where they are
+    torch.testing.assert_close(spread_out(constant, mean, offsets), offsets)
 
 
 def test_a_head_of_another_width_is_refused(folder: Path) -> None:

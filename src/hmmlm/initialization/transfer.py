@@ -19,8 +19,8 @@ from hmmlm.initialization.decoder import Decoder
 from hmmlm.initialization.teacher import Teacher
 from hmmlm.parameterization import Factored
 
-DOUBLINGS = 8
-"""The most of `spread_out`: far outside of what it read in training, a network says what it says."""
+DOUBLINGS, ENOUGH = 8, 0.2
+"""Of `spread_out`."""
 
 
 class PretrainedStack(nn.Module):
@@ -102,17 +102,27 @@ def from_pretrained(
 @torch.no_grad()
 def spread_out(stack: nn.Module, mean: Tensor, offsets: Tensor) -> Tensor:
     """State embeddings mean [h] + offsets [n, h], offsets doubled until the network tells the states apart: until at
-    most a fifth of what it says (of its square) is the same for all.
+    most a fifth of what it says is `shared` by them, or as little as can be.
 
     At the spread of words that is two thirds to nine tenths with language models, and states that begin so alike are
     told apart late or never.
     """
-    for _ in range(DOUBLINGS):
-        said = stack(mean + offsets)
-        if said.mean(0).square().mean() <= said.square().mean() / 5:
+    least, factor = torch.inf, 1.0
+    for doublings in range(DOUBLINGS + 1):
+        share = shared(stack(mean + 2**doublings * offsets))
+        if share < least:
+            least, factor = share, 2.0**doublings
+        if share <= ENOUGH:
             break
-        offsets = 2 * offsets
-    return mean + offsets
+    return mean + factor * offsets
+
+
+def shared(vectors: Tensor) -> float:
+    """The part of vectors [n, h] that is the same for all: the mean product of two, relative to that of one with
+    itself; 0 of a single one."""
+    n, one = len(vectors), vectors.square().sum() / len(vectors)
+    two = (n * vectors.mean(0).square().sum() - one) / max(n - 1, 1)
+    return float(two / one)
 
 
 @torch.no_grad()
