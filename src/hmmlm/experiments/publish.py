@@ -52,7 +52,7 @@ TITLES = {
     "lee2025-table4": f"{LEE}, Table 4: pretrained networks and LVD (the paper's network is TinyLlama-1.1B)",
     "lee2025-networks": "Rates of the networks of pretrained transformers, tried on few tokens",
     "lee2025-kmeans": "Speed of k-means in LVD, over embeddings that are made again in every pass",
-    "lee2025-cpu-trials": "Trials with 64 states on two CPU cores",
+    "lee2025-cpu-trials": "Trials with few states on two CPU cores",
     "lee2025-throughput": "Speed of training at the setting of Lee & Berg-Kirkpatrick",
     "steering": "A language model steered to say a word, beside the exact answer",
 }

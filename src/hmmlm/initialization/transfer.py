@@ -117,6 +117,7 @@ def spread_out(stack: nn.Module, mean: Tensor, offsets: Tensor) -> Tensor:
     return mean + factor * offsets
 
 
+@torch.no_grad()
 def shared(vectors: Tensor) -> float:
     """The part of vectors [n, h] that is the same for all: the mean product of two, relative to that of one with
     itself; 0 of a single one."""
