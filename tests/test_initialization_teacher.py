@@ -429,6 +429,9 @@ def test_a_stopped_teacher_is_saved(corpus: Path, tmp_path: Path, monkeypatch: p
     result = train_teacher(config, tmp_path)
     assert not result.finished and result.steps == 3
     monkeypatch.undo()
+    state = json.loads((tmp_path / "last" / "state.json").read_text())
+    state["teacher"] = state.pop("network")  # as runs of earlier versions have it
+    (tmp_path / "last" / "state.json").write_text(json.dumps(state))
     assert train_teacher(config, tmp_path, resume=True).finished
 
 

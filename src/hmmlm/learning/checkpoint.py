@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,18 @@ FORMAT = "hmmlm checkpoint"
 VERSION = 1
 TENSORS = "state.safetensors"
 STATE = "state.json"
+
+
+@dataclass
+class Position:
+    """How far a run is: what a checkpoint keeps as JSON."""
+
+    epoch: int = 0
+    index: int = 0
+    """Batches done in this epoch."""
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
 
 
 def save_folder(run: Path, link: str, name: str, write: Callable[[Path], None]) -> None:

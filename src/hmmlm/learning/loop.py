@@ -18,7 +18,7 @@ from hmmlm.data.batches import Batch
 from hmmlm.errors import InputError
 from hmmlm.hmm import AnyHMM, Carry
 from hmmlm.initialization.teacher import Teacher
-from hmmlm.learning.checkpoint import STATE, load_tensors, read_state, save_folder, write_state
+from hmmlm.learning.checkpoint import STATE, Position, load_tensors, read_state, save_folder, write_state
 from hmmlm.learning.clock import Clock
 from hmmlm.learning.config import RunConfig, config_to_dict
 from hmmlm.learning.evaluate import Evaluation, State, carried, count_tokens, evaluate, to_device
@@ -37,15 +37,7 @@ class TrainingError(InputError):
 
 
 @dataclass
-class Position:
-    """How far a run is: what a checkpoint keeps as JSON."""
-
-    epoch: int = 0
-    index: int = 0
-    """Batches done in this epoch."""
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
+class RunPosition(Position):
     checked: int = 0
     """Step of the last validation check; 0: none yet."""
     initialized: bool = False
@@ -73,7 +65,7 @@ class Trainer:
         self.plateau = Plateau(config.schedule)
         self.train_batches = make_batches(config, data, "train")
         self.valid_batches = make_batches(config, data, "valid")
-        self.position, self.saved = Position(), Position(step=-1)
+        self.position, self.saved = RunPosition(), RunPosition(step=-1)
         self.distillation: Distillation | None = None
         if config.initialization.kind != "none":
             self.distillation = Distillation(config, out, data, self.parameterization, teacher)
@@ -335,7 +327,7 @@ class Trainer:
                     f"{folder} was trained with a vocabulary of {trained['size']} tokens ({trained['fingerprint']}), "
                     f"the tokenizer has {own.vocab_size} ({own.fingerprint()}): put the run's own tokenizer back"
                 )
-            self.position = Position(**state["position"])
+            self.position = RunPosition(**state["position"])
             self.freeze()
             self.plateau.load(state["plateau"])
             self.updater.load(folder, tensors, "optimizer.", state["optimizer"])

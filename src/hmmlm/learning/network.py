@@ -22,7 +22,7 @@ from hmmlm.data.batches import Batch, ChunkBatches, StreamBatches
 from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
 from hmmlm.initialization.teacher import teacher_device
-from hmmlm.learning.checkpoint import STATE, load_tensors, read_state, save_folder, write_state
+from hmmlm.learning.checkpoint import STATE, Position, load_tensors, read_state, save_folder, write_state
 from hmmlm.learning.config import RunConfig, TokenizerConfig
 from hmmlm.learning.config_checks import check_data
 from hmmlm.learning.config_network import NetworkConfig
@@ -119,15 +119,7 @@ def _find(config: NetworkConfig) -> Any:
 
 
 @dataclass
-class Position:
-    """How far a run is: what a checkpoint keeps as JSON."""
-
-    epoch: int = 0
-    index: int = 0
-    """Batches done in this epoch."""
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
+class NetworkPosition(Position):
     best: float | None = None
     """Lowest validation loss a token; None before the first check."""
 
@@ -147,7 +139,7 @@ class NetworkTrainer(ABC, Generic[Config, Model]):
         self.optimizer = torch.optim.AdamW(groups, lr=config.rate, betas=(0.9, 0.95), fused=True)
         self.batches = self.make_batches("train")
         self.valid = self.make_batches("valid")
-        self.position = Position()
+        self.position = NetworkPosition()
         self.state: State = None
         # log-likelihood of the steps since the loss was last read, and their tokens
         self.window = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -318,7 +310,7 @@ class NetworkTrainer(ABC, Generic[Config, Model]):
         if state.get("fingerprint") != self.data.tokenizer.fingerprint():
             raise InputError(f"{folder} was trained with another tokenizer: put the run's own tokenizer back")
         try:
-            self.position = Position(**state["network"])
+            self.position = NetworkPosition(**(state.get("network") or state["teacher"]))  # as earlier runs have it
         except (KeyError, TypeError) as error:
             raise InputError(f"{folder / STATE} is damaged or of another program: {error!r}") from None
         load_tensors(folder, tensors, "parameters.", self.model.state_dict())
