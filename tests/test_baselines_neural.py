@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,13 +12,13 @@ import commands
 import numpy as np
 import pytest
 import torch
+from network_runs import interrupt_after, write_pairs
 from safetensors.torch import load_file
 
 from hmmlm.baselines.neural import NeuralBaseline, load_baseline, make_baseline
 from hmmlm.cli.main import main
 from hmmlm.errors import InputError
 from hmmlm.initialization.teacher import open_teacher
-from hmmlm.learning import network
 from hmmlm.learning.baseline import score_baseline, train_baseline
 from hmmlm.learning.config_baseline import BaselineConfig, BaselineModelConfig
 
@@ -91,11 +90,7 @@ def test_as_many_parameters_as_the_paper_prints(kind: str, words: int, millions:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """After each first word comes one second word only: 8 first words, so perplexity 8^(1/3) = 2 a token at best."""
-    path = tmp_path_factory.mktemp("text") / "pairs.txt"
-    generator = np.random.default_rng(0)
-    path.write_text("".join(f"a{i} b{i}\n" for i in generator.integers(0, 8, 600)), encoding="utf-8")
-    return path
+    return write_pairs(tmp_path_factory.mktemp("text"))
 
 
 SETTINGS = ["--model.hidden", "32", "--model.dropout", "0.1", "--batch-size", "4", "--length", "16", "--rate", "0.02",
@@ -133,14 +128,7 @@ def test_a_run_that_was_stopped_in_an_epoch_comes_to_the_same(
     kind: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train_baseline(tiny(corpus, kind), tmp_path / "straight")
-    step = network.NetworkTrainer.step
-
-    def interrupted(self: network.NetworkTrainer, *arguments: object) -> None:
-        step(self, *arguments)  # type: ignore[arg-type]
-        if self.position.step == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(network.NetworkTrainer, "step", interrupted)
+    interrupt_after(3, monkeypatch)
     result = train_baseline(tiny(corpus, kind), tmp_path / "stopped")
     assert not result.finished and result.steps == 3 and not (tmp_path / "stopped" / "perplexity.json").exists()
     monkeypatch.undo()

@@ -16,6 +16,7 @@ import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from network_runs import interrupt_after, write_pairs
 from safetensors.torch import load_file
 from tokenizers import models, normalizers, pre_tokenizers
 from torch import Tensor
@@ -367,11 +368,7 @@ TINY = TeacherConfig(
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """After each first word comes one second word only: 8 first words, so perplexity 8^(1/3) a token at best."""
-    path = tmp_path_factory.mktemp("text") / "pairs.txt"
-    generator = np.random.default_rng(0)
-    path.write_text("".join(f"a{i} b{i}\n" for i in generator.integers(0, 8, 600)), encoding="utf-8")
-    return path
+    return write_pairs(tmp_path_factory.mktemp("text"))
 
 
 def given_data(config: TeacherConfig, corpus: Path, **train: object) -> TeacherConfig:
@@ -413,18 +410,7 @@ def test_a_resumed_teacher_is_the_same(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_stopped_teacher_is_saved(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hmmlm.learning import network as module
-
-    step = module.NetworkTrainer.step
-
-    def interrupted(self: module.NetworkTrainer, *arguments: object) -> None:
-        step(self, *arguments)  # type: ignore[arg-type]
-        if self.position.step == 3:
-            import signal
-
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(module.NetworkTrainer, "step", interrupted)
+    interrupt_after(3, monkeypatch)
     config = given_data(TINY, corpus)
     result = train_teacher(config, tmp_path)
     assert not result.finished and result.steps == 3

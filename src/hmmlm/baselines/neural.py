@@ -7,7 +7,7 @@ what a window needs of those before it is a state, a tuple of tensors with a row
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,7 @@ FORMAT, VERSION = "hmmlm baseline", 1
 MODEL, CONFIG = "model.safetensors", "config.json"
 
 
-class NeuralBaseline(nn.Module):
+class NeuralBaseline(nn.Module, ABC):
     """p(w_t | w_<t) = softmax(E f(w_<t)); a text is read as if it followed the word `first`."""
 
     def __init__(self, vocab_size: int, hidden: int, dropout: float, first: int) -> None:

@@ -135,7 +135,7 @@ def _baseline(config: BaselineConfig, folder: Path) -> dict[str, Any]:
     """Metrics of a neural baseline trained in `folder`."""
     from hmmlm.data.files import read_json
     from hmmlm.learning.baseline import PERPLEXITY, train_baseline
-    from hmmlm.learning.prepare import reopen
+    from hmmlm.learning.network import reopen_data
     from hmmlm.learning.progress import LineProgress
 
     began = time.perf_counter()
@@ -145,7 +145,7 @@ def _baseline(config: BaselineConfig, folder: Path) -> dict[str, Any]:
     return {
         **_metrics(read_json(folder / PERPLEXITY), history, speed, config.batch_size * config.length),
         "train_seconds": round(result.seconds, 1), "seconds": round(seconds, 1),
-        "epochs": round(result.tokens / len(reopen(folder).tokens["train"]), 2), "tokens": result.tokens,
+        "epochs": round(result.tokens / len(reopen_data(config, folder).tokens["train"]), 2), "tokens": result.tokens,
     }  # fmt: skip
 
 
@@ -165,22 +165,16 @@ def _metrics(
 
 
 def with_settings(run: Run) -> Any:
-    """The recipe's configuration with the run's settings and seed."""
-    values = start_of(run.recipe)
+    """The recipe's configuration, or a baseline's own, with the run's settings and seed."""
+    baseline = run.recipe == BASELINE
+    values = BaselineConfig().model_dump(mode="json") if baseline else config_to_dict(load_recipe(run.recipe))
     for name, value in {**run.settings, "train.seed": run.seed}.items():
         *parents, leaf = name.split(".")
         section = values
         for parent in parents:
             section = section[parent]
         section[leaf] = value
-    if run.recipe == BASELINE:
-        return BaselineConfig.model_validate(values)
-    return config_from_dict(values, f"study row {run.row}")
-
-
-def start_of(recipe: str) -> dict[str, Any]:
-    """The settings of a recipe, or those that a baseline has by itself."""
-    return BaselineConfig().model_dump(mode="json") if recipe == BASELINE else config_to_dict(load_recipe(recipe))
+    return BaselineConfig.model_validate(values) if baseline else config_from_dict(values, f"study row {run.row}")
 
 
 def command(run: Run) -> str:

@@ -20,7 +20,7 @@ from hmmlm.initialization.teacher import Teacher
 from hmmlm.parameterization import Factored
 
 DOUBLINGS, ENOUGH = 8, 0.2
-"""Of `spread_out`."""
+"""How often `spread_out` doubles at most, and the shared part that is little enough."""
 
 
 class PretrainedStack(nn.Module):

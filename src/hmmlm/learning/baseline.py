@@ -15,8 +15,8 @@ from hmmlm.learning.config import BatchConfig, RunConfig
 from hmmlm.learning.config_baseline import BaselineConfig, saved_baseline_config
 from hmmlm.learning.evaluate import perplexity
 from hmmlm.learning.interrupt import StopRequest
-from hmmlm.learning.network import NetworkResult, NetworkTrainer, State, train_network
-from hmmlm.learning.prepare import is_prepared, make_batches, reopen
+from hmmlm.learning.network import NetworkResult, NetworkTrainer, State, reopen_data, train_network
+from hmmlm.learning.prepare import make_batches
 from hmmlm.learning.progress import Progress
 
 PERPLEXITY = "perplexity.json"
@@ -40,8 +40,7 @@ def train_baseline(
 def score_baseline(run: Path, split: str, progress: Progress | None = None) -> float:
     """Perplexity of a run's best model: every token counts, each is predicted from what its stream has before it."""
     config, run = saved_baseline_config(run), Path(run)
-    data = reopen(Path(config.data) if is_prepared(Path(config.data)) else run)
-    trainer = BaselineTrainer(config, run, data, progress or Progress())
+    trainer = BaselineTrainer(config, run, reopen_data(config, run), progress or Progress())
     trainer.model.load_state_dict(load_baseline(run / "best")[0].state_dict())
     return perplexity(-trainer.evaluate(trainer.make_batches(split), StopRequest(), split), 1)
 

@@ -38,6 +38,8 @@ class TrainingError(InputError):
 
 @dataclass
 class RunPosition(Position):
+    """Of a hidden Markov model, which may have a start of its own."""
+
     checked: int = 0
     """Step of the last validation check; 0: none yet."""
     initialized: bool = False

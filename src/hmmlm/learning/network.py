@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hmmlm.data.batches import Batch, ChunkBatches, StreamBatches
+from hmmlm.data.corpora import Documents
 from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
 from hmmlm.initialization.teacher import teacher_device
@@ -64,7 +65,7 @@ def train_network(
 
     Ctrl-C or SIGTERM saves and returns a result that is not `finished`.
     """
-    out, folder, progress = Path(out), Path(config.data), progress or Progress()
+    out, progress = Path(out), progress or Progress()
     if config.schedule.kind == "plateau":
         raise InputError("schedule.kind = 'plateau' is for hidden Markov models: use 'cosine' or 'constant'")
     if resume:
@@ -73,8 +74,7 @@ def train_network(
         refuse_used(out)
     settings = (config.model_dump_json(indent=1) + "\n").encode()
     if (out / "last").exists():
-        data = reopen(folder if is_prepared(folder) else out)
-        run = trainer(config, out, data, progress)
+        run = trainer(config, out, reopen_data(config, out), progress)
         run.load()
         position, batch = run.position, config.batch_size * config.length
         refuse_shorter(out, position.epoch, position.tokens, run.total_tokens, batch)
@@ -84,14 +84,19 @@ def train_network(
         source = _find(config)
         with new_run(out, settings, begun=resume):  # in a folder where it was begun, it came to no checkpoint
             progress.note(f"run folder: {out}")
-            reading = _reading(config)
-            data = reopen(source) if isinstance(source, Path) else prepare(reading, source, out, progress)
+            data = reopen(source) if isinstance(source, Path) else prepare(_reading(config), source, out, progress)
             run = trainer(config, out, data, progress)
     with stop_on_signals() as request:
         finished = run.run(request)
     position = run.position
     best = perplexity(-position.best, 1) if position.best is not None else math.inf
     return NetworkResult(out, finished, position.step, position.tokens, position.seconds, best)
+
+
+def reopen_data(config: NetworkConfig, run: Path) -> Prepared:
+    """The token files that a run reads: those of another folder, or its own."""
+    folder = Path(config.data)
+    return reopen(folder if is_prepared(folder) else run)
 
 
 def _refuse_changes(saved: NetworkConfig, given: NetworkConfig, out: Path) -> None:
@@ -109,7 +114,7 @@ def _reading(config: NetworkConfig) -> RunConfig:
     return RunConfig(data=config.data, data_folder=config.data_folder, tokenizer=config.tokenizer)
 
 
-def _find(config: NetworkConfig) -> Any:
+def _find(config: NetworkConfig) -> Mapping[str, Documents] | Path:
     """The text of a run, or the folder of its token files; what is wrong with them is said before anything is made."""
     check_data(config.data, config.tokenizer)
     teacher_device(config.train.device)
@@ -120,6 +125,8 @@ def _find(config: NetworkConfig) -> Any:
 
 @dataclass
 class NetworkPosition(Position):
+    """Of a network."""
+
     best: float | None = None
     """Lowest validation loss a token; None before the first check."""
 
