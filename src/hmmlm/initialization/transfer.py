@@ -55,14 +55,14 @@ class PretrainedStack(nn.Module):
 
 def from_pretrained(
     teacher: Teacher, states: int, vocab_size: int, generator: torch.Generator | None = None,
-    words: Tensor | None = None,
+    words: Tensor | None = None, device: torch.device | str = "cpu",
 ) -> Factored:  # fmt: skip
-    """A transformer parameterization whose one network, on one table, is the teacher's, which is used up.
+    """A transformer parameterization whose one network, on one table, is the teacher's, which is used up; on the CPU.
 
     State embeddings are drawn with the mean and spread of the teacher's token embeddings, which its network knows how
     to read, then `spread_out`. With `words` [vocab_size, h], the teacher's `word_vectors`, H_emit begins as what the
     network says, and a state emits what the language model predicts after such an embedding. The rest is as in a
-    `Factored` with initial = "unit".
+    `Factored` with initial = "unit". To find this out the network is read several times, on `device`.
     """
     if words is not None and words.shape[1] != teacher.hidden_size:
         raise InputError(
@@ -73,7 +73,7 @@ def from_pretrained(
     model = teacher.model
     table = (model.embedding if isinstance(model, Decoder) else model.get_input_embeddings()).weight.float().cpu()
     mean, spread = table.mean(0), table.std(0)
-    stack = PretrainedStack(model.cpu())
+    stack = PretrainedStack(model)
     positions = min([m.num_embeddings for name, m in stack.named_modules() if _is_positions(name, m)], default=states)
     if states > positions:
         raise InputError(
@@ -85,9 +85,11 @@ def from_pretrained(
         initial="normal", generator=generator,
     )  # fmt: skip
     made.networks[0] = stack  # only now: it would be drawn again
+    made.to(device)
     unit = teacher.hidden_size**-0.25
     with torch.no_grad():
-        made.embeddings[0].copy_(spread_out(stack, mean, made.embeddings[0] * spread))
+        offsets = made.embeddings[0] * spread.to(device)
+        made.embeddings[0].copy_(spread_out(stack, mean.to(device), offsets))
         made.start.mul_(unit)
         made.emission.mul_(unit)
         size = torch.stack([h.square().mean() for h in made.features()]).mean().sqrt()
@@ -96,7 +98,7 @@ def from_pretrained(
         if words is not None:
             made.emission.copy_(words)
             nn.init.eye_(made.heads[made.roles.index("emit")].weight)  # type: ignore[arg-type]
-    return made
+    return made.cpu()
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from hmmlm.initialization.shared import (
     teacher_facts,
     text_facts,
 )
-from hmmlm.initialization.teacher import Teacher, open_teacher
+from hmmlm.initialization.teacher import Teacher, open_teacher, teacher_device
 from hmmlm.initialization.transfer import check_width, from_pretrained, set_states, set_words, word_vectors
 from hmmlm.learning.config import RunConfig
 from hmmlm.learning.prepare import Prepared, make_parameterization
@@ -75,8 +75,8 @@ def make_initial(config: RunConfig, data: Prepared, network: Teacher | None = No
     if network is None:
         return make_parameterization(config.model, data, seed)
     words = word_vectors(network, data.tokenizer) if kind == "pretrained" else None
-    generator = torch.Generator().manual_seed(seed)
-    return from_pretrained(network, config.model.states, data.tokenizer.vocab_size, generator, words)
+    generator, device = torch.Generator().manual_seed(seed), teacher_device(config.train.device)
+    return from_pretrained(network, config.model.states, data.tokenizer.vocab_size, generator, words, device)
 
 
 def distilled_tokens(config: RunConfig, total_tokens: int) -> int:
