@@ -11,7 +11,8 @@ from hmmlm.cli import baseline
 from hmmlm.cli.parse import parse
 from hmmlm.cli.train import _parse
 from hmmlm.experiments import publish
-from hmmlm.experiments.catalogue import BASELINE, STUDIES, Run
+from hmmlm.experiments.catalogue import STUDIES
+from hmmlm.experiments.catalogue.run import BASELINE, Run
 from hmmlm.experiments.results import gather
 from hmmlm.experiments.studies import add_record, command, perform, with_settings
 from hmmlm.learning.config import load_recipe

@@ -30,7 +30,8 @@ import tyro
 
 from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
-from hmmlm.experiments.catalogue import BASELINE, STUDIES, Run
+from hmmlm.experiments.catalogue import STUDIES
+from hmmlm.experiments.catalogue.run import BASELINE, Run
 from hmmlm.learning.config import RunConfig, config_from_dict, config_to_dict, load_recipe
 from hmmlm.learning.config_baseline import BaselineConfig
 from hmmlm.learning.history import read_history

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hmmlm.errors import InputError
-from hmmlm.experiments.catalogue import STUDIES, TEACHERS
+from hmmlm.experiments.catalogue import STUDIES
+from hmmlm.experiments.catalogue.initialization import TEACHERS
 from hmmlm.learning.config import config_to_dict, load_recipe
 
 Record = Mapping[str, Any]

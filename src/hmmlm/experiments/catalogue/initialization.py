@@ -1,0 +1,135 @@
+"""Studies of Lee & Berg-Kirkpatrick 2025, sections 4 and 5 and appendix B: initialization."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+from hmmlm.experiments.catalogue.lee2025 import ARCHITECTURES, SEEDS, capacity
+from hmmlm.experiments.catalogue.run import Run
+
+TEACHERS = {
+    "stories15M": "teachers/stories15M", "SmolLM2-135M": "teachers/smollm2-135m",
+    "TinyLlama-1.1B": "teachers/tinyllama-1.1b",
+}
+"""Folders, where the runs are started, that the studies of initialization read, weakest teacher first. Of the GGUF
+files that the last two come as, `hmmlm teacher --convert` makes them."""
+NETWORKS = {"random": "random", "pretrained": "pretrained", "pretrained body": "body"}
+"""How a transformer of the teacher's shape starts; with a pretrained body, word vectors are random."""
+NETWORK_RATES = {
+    "stories15M": {"random": (0.001, 0.003), "pretrained": (0.0003, 0.003), "pretrained body": (0.001, 0.003)},
+    "SmolLM2-135M": {"random": (0.0003, 0.0003), "pretrained": (0.0001, 0.0003), "pretrained body": (0.0003, 0.0003)},
+    "TinyLlama-1.1B": {"random": (0.0002, 0.0001), "pretrained": (1e-5, 0.0001), "pretrained body": (0.0001, 0.0001)},
+}
+"""Peak rates of these, without and with LVD: the best on valid of those tried (lee2025-networks)."""
+OWN_TEACHER = "teachers/own"
+"""A run of `hmmlm teacher` on the training text."""
+NO_LVD = {"initialization.kind": "none", "initialization.teacher": None}
+
+
+def _teachers() -> list[Run]:
+    """Figure 3."""
+    rows: dict[str, dict[str, Any]] = {
+        "no LVD": NO_LVD, "random TinyLlama-1.1B": {
+            "initialization.random_teacher": True, "initialization.kmeans.seed": None},  # another teacher for each seed
+        **{name: {"initialization.teacher": path} for name, path in TEACHERS.items()},
+    }
+    return [Run(row, "lee-lvd-scalar", settings, seed) for seed in SEEDS for row, settings in rows.items()]
+
+
+def _lvd_architectures() -> list[Run]:
+    """Figure 4, and what did best here without LVD; networks have 2^22 parameters."""
+    lvd = {"initialization.kind": "lvd", "initialization.teacher": TEACHERS["TinyLlama-1.1B"],
+           "initialization.tokens": 10_000_000, "initialization.shared": "runs/shared",
+           "initialization.kmeans.tokens": 10_000_000, "initialization.kmeans.seed": SEEDS[0],
+           "initialization.kmeans.memory_gb": 48.0}  # fmt: skip
+    rows = [Run("scalar", "lee-table1-scalar"), Run("scalar, tuned", "lee-scalar-tuned"),
+            Run("scalar, Baum-Welch", "lee-baum-welch"), Run("ablation B", "lee-table1-ablation-b"),
+            Run("1 layer", "lee-table3-linear"), *(capacity(512, 22, kind) for kind in ARCHITECTURES)]
+    return [
+        Run(f"{run.row}, {name}", run.recipe, {**run.settings, **settings}, seed)
+        for seed in SEEDS for run in rows for name, settings in (("no LVD", {}), ("LVD", lvd))
+    ]
+
+
+def _embeddings() -> list[Run]:
+    """Figure 5, appendix B; all as wide as the teacher."""
+    what = {"": {}, "centroids": {"initialization.centroids": True}, "head": {"initialization.head": True},
+            "centroids and head": {"initialization.centroids": True, "initialization.head": True}}  # fmt: skip
+    rows: dict[str, dict[str, Any]] = {}
+    for name, settings in what.items():
+        wide = {"model.hidden": 2048, "optimizer.rate": 0.0025, **settings}  # see `capacity`
+        rows[name or "random embeddings"] = wide
+        if name:
+            rows[f"{name}, frozen for 20M tokens"] = {**wide, "initialization.frozen_tokens": 20_000_000}
+    return [Run(f"LVD, {row}", "lee-lvd-mlp", settings, seed) for seed in SEEDS for row, settings in rows.items()]
+
+
+def _network(row: str, network: str, lvd: bool, seed: int, paper: float | None = None, **settings: Any) -> Run:
+    """A transformer of the teacher's shape, started as one of `NETWORKS`."""
+    named = {name.replace("__", "."): value for name, value in settings.items()}
+    kind = {"initialization.network": NETWORKS[network], "initialization.kind": "lvd" if lvd else "none"}
+    return Run(row, "lee-lvd-transformer", {**kind, **named}, seed, {} if paper is None else {"test_perplexity": paper})
+
+
+def _networks(kinds: Mapping[str, float | None]) -> list[Run]:
+    """Kinds of rows, and what Table 4 prints for them with TinyLlama, with every network."""
+    runs = []
+    for seed, (name, path), (kind, paper) in product(SEEDS, TEACHERS.items(), kinds.items()):
+        network, lvd = kind.removesuffix(", LVD"), kind.endswith(", LVD")
+        runs.append(_network(
+            f"{name}, {kind}", network, lvd, seed, paper,
+            initialization__teacher=path, optimizer__rate=NETWORK_RATES[name][network][lvd],
+        ))  # fmt: skip
+    return runs
+
+
+def _network_rates() -> list[Run]:
+    """Rates of the networks, tried with few tokens."""
+    plan: list[tuple[str, int, tuple[float, ...], tuple[bool, ...], tuple[str, ...]]] = [
+        ("stories15M", 50, (0.0003,), (False,), ("random",)),
+        ("stories15M", 50, (0.0001,), (False,), ("pretrained",)),
+        ("stories15M", 50, (0.001, 0.003), (False, True), ("random", "pretrained body")),
+        ("stories15M", 50, (0.0003, 0.001, 0.003), (False, True), ("pretrained",)),
+        ("SmolLM2-135M", 10, (0.0003, 0.001, 0.003), (False,), ("random", "pretrained body")),
+        ("SmolLM2-135M", 50, (0.0001, 0.0003), (False, True), tuple(NETWORKS)),
+        ("TinyLlama-1.1B", 10, (0.0001,), (False,), ("random", "pretrained")),
+        ("TinyLlama-1.1B", 50, (0.00003, 0.0001), (False,), ("random", "pretrained")),
+        ("TinyLlama-1.1B", 50, (0.0002,), (False,), ("random",)),
+        ("TinyLlama-1.1B", 50, (0.00001, 0.00005), (False,), ("pretrained",)),
+    ]
+    return [
+        _network(
+            f"{name}, {network}{', LVD' if lvd else ''}, rate {rate:g}, {millions}M tokens", network, lvd, SEEDS[0],
+            optimizer__rate=rate, initialization__teacher=TEACHERS[name], train__max_tokens=millions * 1_000_000,
+            schedule__warmup_tokens=millions * 50_000,
+        )
+        for name, millions, rates, lvds, networks in plan
+        for lvd, rate, network in product(lvds, rates, networks)
+    ]
+
+
+INITIALIZATION: dict[str, list[Run]] = {
+    "lee2025-figure3": _teachers(),
+    "lee2025-figure4": _lvd_architectures(),
+    "lee2025-figure5": _embeddings(),
+    "lee2025-figure6": [
+        _network(f"{network}, rate {rate:g}", network, False, seed, optimizer__rate=rate,
+                 initialization__teacher=OWN_TEACHER)
+        for seed in SEEDS for rate in (0.0001, 0.0003, 0.001, 0.003, 0.01) for network in NETWORKS
+    ],
+    "lee2025-figure7": _networks(dict.fromkeys(NETWORKS)),
+    "lee2025-figure8": [
+        Run("no LVD", "lee-lvd-scalar", NO_LVD, SEEDS[0]),
+        *(Run(f"LVD for {tokens / 1e6:g}M tokens", "lee-lvd-scalar",
+              {"initialization.tokens": tokens, "initialization.teacher": TEACHERS["stories15M"]}, SEEDS[0])
+          for tokens in (100_000, 1_000_000, 5_000_000, 10_000_000, 50_000_000)),
+        # the smallest teacher, because this one reads everything; and once, where the run reads it more often
+        Run("LVD to the end", "lee-lvd-scalar", {"initialization.tokens": 500_000_000, "initialization.labels":
+            "cached", "initialization.teacher": TEACHERS["stories15M"]}, SEEDS[0]),
+    ],
+    "lee2025-table4": _networks({"random": 365, "random, LVD": 317, "pretrained": 333, "pretrained, LVD": 313,
+                                 "pretrained body": None, "pretrained body, LVD": None}),
+    "lee2025-networks": _network_rates(),
+}
