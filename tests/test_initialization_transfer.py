@@ -123,11 +123,12 @@ def test_states_are_drawn_so_far_apart_that_the_network_tells_them_apart() -> No
     mean, offsets = torch.zeros(8), torch.randn(5000, 8, generator=torch.Generator().manual_seed(0))
     assert shared(Biased()(offsets)) == pytest.approx(0.9, abs=0.01)
     assert abs(shared(offsets[:4])) < 0.5 and shared(offsets[:1]) == 0
-    torch.testing.assert_close(spread_out(Biased(), mean, offsets), 8 * offsets)  # 9 / (9 + 8²) is the first below 0.2
-    torch.testing.assert_close(spread_out(torch.nn.Identity(), mean + 1, 3 * offsets), 1 + 3 * offsets)
+    torch.testing.assert_close(spread_out(Biased(), mean, offsets, 0.2), 8 * offsets)  # 9 / (9 + 8²): the first
+    torch.testing.assert_close(spread_out(torch.nn.Identity(), mean + 1, 3 * offsets, 0.2), 1 + 3 * offsets)
+    torch.testing.assert_close(spread_out(Biased(), mean, offsets, 1.0), offsets)  # as far apart as words are
     constant = torch.nn.Linear(8, 8)
     torch.nn.init.zeros_(constant.weight)  # where nothing helps, they stay where they are
-    torch.testing.assert_close(spread_out(constant, mean, offsets), offsets)
+    torch.testing.assert_close(spread_out(constant, mean, offsets, 0.2), offsets)
 
 
 def test_a_head_of_another_width_is_refused(folder: Path) -> None:
@@ -232,6 +233,16 @@ def test_a_run_with_the_teachers_network(tmp_path: Path, start: dict[str, Any]) 
     assert train(config, tmp_path / "run", resume=True).finished
     assert train(config, tmp_path / "straight").finished
     assert_same_run(tmp_path / "run", tmp_path / "straight")
+
+
+def test_how_alike_states_begin_is_a_setting(tmp_path: Path) -> None:
+    spread = {}
+    for alike in (1.0, 0.0):
+        start = {"kind": "none", "network": "pretrained", "alike": alike}
+        config = run_config(tmp_path, start, parameterization="transformer", split=False, mono=True)
+        train(config, tmp_path / f"run{alike}", progress=Interrupting("train", 1, signal.SIGINT))
+        spread[alike] = float(read_state(tmp_path / f"run{alike}" / "last")[0]["parameters.embeddings.0"].std(0).mean())
+    assert spread[0.0] > 1.5 * spread[1.0]
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,8 @@ def test_options_with_a_use_are_not() -> None:
     })  # fmt: skip
     found = {line.split()[0] for line in unused(neural, names)}
     assert found == {
-        "model.states_per_word", "model.layers", "optimizer.baum_welch", "schedule.final_fraction", "initialization"
+        "model.states_per_word", "model.layers", "optimizer.baum_welch", "schedule.final_fraction", "initialization",
+        "initialization.alike",
     }  # fmt: skip
     for name in names:  # all of them are settings
         config: object = neural

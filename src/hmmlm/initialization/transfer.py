@@ -19,8 +19,8 @@ from hmmlm.initialization.decoder import Decoder
 from hmmlm.initialization.teacher import Teacher
 from hmmlm.parameterization import Factored
 
-DOUBLINGS, ENOUGH = 8, 0.2
-"""How often `spread_out` doubles at most, and the shared part that is little enough."""
+DOUBLINGS = 8
+"""How often `spread_out` doubles at most."""
 
 
 class PretrainedStack(nn.Module):
@@ -55,14 +55,15 @@ class PretrainedStack(nn.Module):
 
 def from_pretrained(
     teacher: Teacher, states: int, vocab_size: int, generator: torch.Generator | None = None,
-    words: Tensor | None = None, device: torch.device | str = "cpu",
+    words: Tensor | None = None, alike: float = 0.2, device: torch.device | str = "cpu",
 ) -> Factored:  # fmt: skip
     """A transformer parameterization whose one network, on one table, is the teacher's, which is used up; on the CPU.
 
     State embeddings are drawn with the mean and spread of the teacher's token embeddings, which its network knows how
-    to read, then `spread_out`. With `words` [vocab_size, h], the teacher's `word_vectors`, H_emit begins as what the
-    network says, and a state emits what the language model predicts after such an embedding. The rest is as in a
-    `Factored` with initial = "unit". To find this out the network is read several times, on `device`.
+    to read, then `spread_out` until they are no more `alike` than that. With `words` [vocab_size, h], the teacher's
+    `word_vectors`, H_emit begins as what the network says, and a state emits what the language model predicts after
+    such an embedding. The rest is as in a `Factored` with initial = "unit". To find all this out the network is read
+    several times, on `device`.
     """
     if words is not None and words.shape[1] != teacher.hidden_size:
         raise InputError(
@@ -89,7 +90,7 @@ def from_pretrained(
     unit = teacher.hidden_size**-0.25
     with torch.no_grad():
         offsets = made.embeddings[0] * spread.to(device)
-        made.embeddings[0].copy_(spread_out(stack, mean.to(device), offsets))
+        made.embeddings[0].copy_(spread_out(stack, mean.to(device), offsets, alike))
         made.start.mul_(unit)
         made.emission.mul_(unit)
         size = torch.stack([h.square().mean() for h in made.features()]).mean().sqrt()
@@ -102,9 +103,9 @@ def from_pretrained(
 
 
 @torch.no_grad()
-def spread_out(stack: nn.Module, mean: Tensor, offsets: Tensor) -> Tensor:
+def spread_out(stack: nn.Module, mean: Tensor, offsets: Tensor, alike: float) -> Tensor:
     """State embeddings mean [h] + offsets [n, h], offsets doubled until the network tells the states apart: until at
-    most a fifth of what it says is `shared` by them, or as little as can be.
+    most the part `alike` of what it says is `shared` by them, or as little as can be.
 
     At the spread of words that is two thirds to nine tenths with language models, and states that begin so alike are
     told apart late or never.
@@ -114,7 +115,7 @@ def spread_out(stack: nn.Module, mean: Tensor, offsets: Tensor) -> Tensor:
         share = shared(stack(mean + 2**doublings * offsets))
         if share < least:
             least, factor = share, 2.0**doublings
-        if share <= ENOUGH:
+        if share <= alike:
             break
     return mean + factor * offsets
 

@@ -24,6 +24,7 @@ USED: Sequence[tuple[Sequence[str], Mapping[str, Sequence[str]]]] = (
     (("batches.reset_at_eos", "batches.eval_reset_at_eos"), {"batches.kind": ("stream",)}),
     (("tokenizer.vocab_size",), {"tokenizer.kind": ("word", "bpe")}),
     (("tokenizer.min_count", "tokenizer.split", "tokenizer.lowercase"), {"tokenizer.kind": ("word",)}),
+    (("initialization.alike",), {"initialization.network": ("pretrained", "body", "random")}),
     (("initialization",),
      {"initialization.kind": ("lvd", "counts"), "initialization.network": ("pretrained", "body", "random")}),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from hmmlm.learning.config_base import Section
+from hmmlm.learning.config_base import Fraction, Section
 
 
 class KMeansConfig(Section):
@@ -63,6 +63,9 @@ class InitializationConfig(Section):
     """The network of a transformer parameterization: its own; or the teacher's, with all its weights, the head for the
     word vectors (pretrained), those of its blocks alone (body), or random ones (transformer, mono, not split; `hidden`,
     `layers` and `heads` are the teacher's)."""
+    alike: Fraction = 0.2
+    """The most that such a network may say alike of all states at first: their embeddings, drawn as far apart as those
+    of words, are drawn further apart until it is so. 1 leaves them as they are."""
     centroids: bool = False
     """State embeddings start as the centroids (lvd; linear, mlp, transformer)."""
     head: bool = False

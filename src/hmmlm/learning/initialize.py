@@ -70,13 +70,14 @@ def open_network(config: RunConfig) -> Teacher | None:
 
 def make_initial(config: RunConfig, data: Prepared, network: Teacher | None = None) -> Parameterization:
     """New parameters, the network's among them where the configuration says so; it is opened unless it is given."""
-    kind, seed = config.initialization.network, config.train.seed
+    start, seed = config.initialization, config.train.seed
     network = network or open_network(config)
     if network is None:
         return make_parameterization(config.model, data, seed)
-    words = word_vectors(network, data.tokenizer) if kind == "pretrained" else None
+    words = word_vectors(network, data.tokenizer) if start.network == "pretrained" else None
     generator, device = torch.Generator().manual_seed(seed), teacher_device(config.train.device)
-    return from_pretrained(network, config.model.states, data.tokenizer.vocab_size, generator, words, device)
+    states, vocab_size = config.model.states, data.tokenizer.vocab_size
+    return from_pretrained(network, states, vocab_size, generator, words, start.alike, device)
 
 
 def distilled_tokens(config: RunConfig, total_tokens: int) -> int:
