@@ -9,7 +9,9 @@ import pytest
 from hmmlm.errors import InputError
 from hmmlm.experiments import publish
 from hmmlm.experiments.catalogue import STUDIES
+from hmmlm.experiments.catalogue.initialization import APART
 from hmmlm.experiments.figures import DRAWINGS, bars, draw, lines, number
+from hmmlm.experiments.networks_table import networks_table
 from hmmlm.experiments.summary import order_sentences, ratio, rows_of
 
 README = "before\n<!-- results -->\nold\n<!-- /results -->\nafter\n"
@@ -34,6 +36,8 @@ def cells(name: str, records: list[dict[str, Any]]) -> dict[str, dict[str, str]]
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text(README)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "lee2025.md").write_text("above\n<!-- networks -->\nold\n<!-- /networks -->\nbelow\n")
     (tmp_path / "results").mkdir()
     return tmp_path
 
@@ -196,6 +200,8 @@ def test_every_study_has_a_title_and_every_figure_is_drawn(repository: Path) -> 
     shown = [line for line in readme.splitlines() if line.startswith("**")]
     assert shown == [f"**{publish.TITLES[study]}**" for study in publish.README_STUDIES]
     assert readme.startswith("before") and readme.endswith("after\n") and "old" not in readme
+    lee = (repository / "docs" / "lee2025.md").read_text()
+    assert lee.startswith("above") and lee.endswith("below\n") and lee.count("further apart") == len(APART)
 
 
 @pytest.mark.parametrize("study", sorted(DRAWINGS))
@@ -208,6 +214,27 @@ def test_figures_have_every_row(study: str) -> None:
     points = sum(len(line.get_xdata()) for line in axes.lines if line.get_marker() not in "x|")
     printed = sum("test_perplexity" in row.paper or "valid_perplexity" in row.paper for row in rows)
     assert bars_drawn == len(rows) + printed or points == len(rows)
+
+
+def test_networks_are_told_at_the_rate_that_the_first_seed_chooses() -> None:
+    def run(row: str, rate: float, test: float, seed: int = 42) -> dict[str, Any]:
+        return record(row, test, seed, "lee-lvd-transformer", settings={"optimizer.rate": rate})
+
+    lines = networks_table({
+        "lee2025-table4": [run("stories15M, random", 0.001, 340.0), run("stories15M, random", 0.001, 350.0, 52)],
+        "lee2025-figure6": [run("pretrained, rate 0.001", 0.001, 300.0), run("pretrained, rate 0.003", 0.003, 310.0)],
+        "lee2025-apart": [
+            run("stories15M, pretrained, LVD, rate 0.001", 0.001, 270.0),
+            run("stories15M, pretrained, LVD, rate 0.003", 0.003, 260.0),
+            run("stories15M, pretrained, LVD, rate 0.003", 0.003, 290.0, 62),  # the mean is worse, the first is not
+        ],
+    })  # fmt: skip
+    assert lines[2:] == [
+        "| TinyLlama-1.1B, the paper's figures |  | 365 | 333 | 317 | 313 |",
+        "| own decoder | as far apart as words |  | 300.0 (0.001; 1) |  |  |",
+        "| stories15M | as far apart as words | 345.0 (0.001; 2) |  |  |  |",
+        "| stories15M | further apart |  |  |  | 275.0 (0.003; 2) |",
+    ]
 
 
 def test_bars_carry_their_numbers_and_whiskers() -> None:

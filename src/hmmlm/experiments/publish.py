@@ -1,13 +1,14 @@
 """Tables and plots of the documentation from the measured results: never by hand.
 
-    python -m hmmlm.experiments.publish        # reads results/*.json, writes docs/results.md, docs/figures, README.md
+    python -m hmmlm.experiments.publish    # reads results/*.json, writes docs/results.md, docs/figures, and between the
+                                           # marks in README.md and docs/lee2025.md
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
 from hmmlm.experiments.catalogue import STUDIES
 from hmmlm.experiments.figures import draw
+from hmmlm.experiments.networks_table import networks_table
 from hmmlm.experiments.plots import short
 from hmmlm.experiments.summary import Row, main_rows, order_sentences, ratio, recipe_settings, rows_of
 
@@ -51,13 +53,14 @@ TITLES = {
     "lee2025-figure7": f"{LEE}, Figure 7: the networks of pretrained transformers",
     "lee2025-table4": f"{LEE}, Table 4: pretrained networks and LVD (the paper's network is TinyLlama-1.1B)",
     "lee2025-networks": "Rates of the networks of pretrained transformers, tried on few tokens",
+    "lee2025-apart": f"{LEE}, Table 4 and Figures 6 and 7 where states begin further apart, and the learning rate",
     "lee2025-kmeans": "Speed of k-means in LVD, over embeddings that are made again in every pass",
     "lee2025-cpu-trials": "Trials with few states on two CPU cores",
     "lee2025-throughput": "Speed of training at the setting of Lee & Berg-Kirkpatrick",
     "steering": "A language model steered to say a word, beside the exact answer",
 }
 # Of settings: several rows are scalar, and none is the baseline.
-TRIALS = ("lee2025-rates", "lee2025-networks", "lee2025-cpu-trials")
+TRIALS = ("lee2025-rates", "lee2025-networks", "lee2025-apart", "lee2025-cpu-trials")
 README_STUDIES = (
     "chiu2020-table1", "chiu2020-table4", "chiu2020-table4-released", "lee2025-table1", "lee2025-tuned",
     "lee2025-figure3",
@@ -88,23 +91,35 @@ def main() -> None:
     found = {file.stem: records for file in (root / "results").glob("*.json") if (records := read_records(file))}
     if not found:
         raise InputError(f"no results in {root / 'results'}: run this in the root of the repository")
-    readme = (root / "README.md").read_text()
-    if not re.search(r"<!-- results -->.*<!-- /results -->", readme, flags=re.S):
-        raise InputError("README.md: no lines <!-- results --> and <!-- /results -->; the results go between them")
+    readme = between(root / "README.md", "results", readme_results(found))
+    lee = between(root / "docs" / "lee2025.md", "networks", networks_table(found))
     places = {name: place for place, name in enumerate(TITLES)}
     ordered = sorted(found, key=lambda name: (places.get(name, len(places)), name))
     text = ["# Results", "", INTRODUCTION, ""]
     for name in ordered:
         text += [*section(name, found[name], root / "docs" / "figures"), ""]
     write_bytes(root / "docs" / "results.md", "\n".join(text).encode())
-    summary: list[str] = []
+    write_bytes(root / "README.md", readme.encode())
+    write_bytes(root / "docs" / "lee2025.md", lee.encode())
+
+
+def readme_results(found: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
+    """What README.md says of the results."""
+    lines: list[str] = []
     for name in README_STUDIES:
         if name in found:
             rows = main_rows(rows_of(name, found[name]))
-            summary += ["", f"**{TITLES[name]}**", "", *table(name, rows, README_COLUMNS)]
-    block = "<!-- results -->\n" + "\n".join(summary) + "\n\n<!-- /results -->"
-    readme = re.sub(r"<!-- results -->.*<!-- /results -->", lambda _: block, readme, flags=re.S)
-    write_bytes(root / "README.md", readme.encode())
+            lines += ["", f"**{TITLES[name]}**", "", *table(name, rows, README_COLUMNS)]
+    return [*lines, ""]
+
+
+def between(file: Path, name: str, lines: Sequence[str]) -> str:
+    """The text of a file with these lines between its marks <!-- name --> and <!-- /name -->."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    text = file.read_text()
+    if not re.search(f"{begin}.*{end}", text, flags=re.S):
+        raise InputError(f"{file.name}: no lines {begin} and {end}; the {name} go between them")
+    return re.sub(f"{begin}.*{end}", lambda _: "\n".join([begin, *lines, end]), text, flags=re.S)
 
 
 def read_records(file: Path) -> list[dict[str, Any]]:

@@ -22,7 +22,18 @@ NETWORK_RATES = {
     "SmolLM2-135M": {"random": (0.0003, 0.0003), "pretrained": (0.0001, 0.0003), "pretrained body": (0.0003, 0.0003)},
     "TinyLlama-1.1B": {"random": (0.0002, 0.0001), "pretrained": (1e-5, 0.0001), "pretrained body": (0.0001, 0.0001)},
 }
-"""Peak rates of these, without and with LVD: the best on valid of those tried (lee2025-networks)."""
+"""Peak rates of these, without and with LVD, where states begin as far apart as words: the best on valid of those tried
+(lee2025-networks)."""
+APART: dict[str, dict[str, tuple[float, ...]]] = {
+    "own decoder": dict.fromkeys(("random", "pretrained"), (0.0003, 0.001, 0.003, 0.01)),
+    "stories15M": {"random": (0.001, 0.003, 0.01), "pretrained": (0.0001, 0.0003, 0.001, 0.003, 0.01),
+                   "random, LVD": (0.003,), "pretrained, LVD": (0.001, 0.003)},
+    "SmolLM2-135M": {"random": (0.0003, 0.001, 0.003), "pretrained": (0.0001, 0.0003, 0.001, 0.003),
+                     "random, LVD": (0.0003, 0.001), "pretrained, LVD": (0.0003, 0.001)},
+    "TinyLlama-1.1B": {"random": (0.0002, 0.0004, 0.0008), "pretrained": (0.00001, 0.00003, 0.0001, 0.0004, 0.001),
+                       "random, LVD": (0.0001, 0.0004), "pretrained, LVD": (0.0001, 0.0004)},
+}  # fmt: skip
+"""Peak rates of these where states begin further apart, which are other ones."""
 OWN_TEACHER = "teachers/own"
 """A run of `hmmlm teacher` on the training text."""
 NO_LVD = {"initialization.kind": "none", "initialization.teacher": None}
@@ -66,11 +77,16 @@ def _embeddings() -> list[Run]:
     return [Run(f"LVD, {row}", "lee-lvd-mlp", settings, seed) for seed in SEEDS for row, settings in rows.items()]
 
 
-def _network(row: str, network: str, lvd: bool, seed: int, paper: float | None = None, **settings: Any) -> Run:
-    """A transformer of the teacher's shape, started as one of `NETWORKS`."""
+def _network(
+    row: str, network: str, lvd: bool, seed: int, paper: float | None = None, apart: bool = False, **settings: Any
+) -> Run:
+    """A transformer of the teacher's shape, started as one of `NETWORKS`; unless `apart`, states begin as far apart as
+    words, which is all that the paper may be taken to say."""
     named = {name.replace("__", "."): value for name, value in settings.items()}
     kind = {"initialization.network": NETWORKS[network], "initialization.kind": "lvd" if lvd else "none"}
-    return Run(row, "lee-lvd-transformer", {**kind, **named}, seed, {} if paper is None else {"test_perplexity": paper})
+    start = {} if apart else {"initialization.alike": 1.0}
+    printed = {} if paper is None else {"test_perplexity": paper}
+    return Run(row, "lee-lvd-transformer", {**kind, **start, **named}, seed, printed)
 
 
 def _networks(kinds: Mapping[str, float | None]) -> list[Run]:
@@ -110,6 +126,17 @@ def _network_rates() -> list[Run]:
     ]
 
 
+def _apart() -> list[Run]:
+    """Table 4 and Figures 6 and 7 where states begin further apart."""
+    folders = {"own decoder": OWN_TEACHER, **TEACHERS}
+    rows = [(name, kind, rate) for name, kinds in APART.items() for kind, rates in kinds.items() for rate in rates]
+    return [
+        _network(f"{name}, {kind}, rate {rate:g}", kind.removesuffix(", LVD"), kind.endswith(", LVD"), seed,
+                 apart=True, initialization__teacher=folders[name], optimizer__rate=rate)
+        for seed in SEEDS for name, kind, rate in rows
+    ]  # fmt: skip
+
+
 INITIALIZATION: dict[str, list[Run]] = {
     "lee2025-figure3": _teachers(),
     "lee2025-figure4": _lvd_architectures(),
@@ -132,4 +159,5 @@ INITIALIZATION: dict[str, list[Run]] = {
     "lee2025-table4": _networks({"random": 365, "random, LVD": 317, "pretrained": 333, "pretrained, LVD": 313,
                                  "pretrained body": None, "pretrained body, LVD": None}),
     "lee2025-networks": _network_rates(),
+    "lee2025-apart": _apart(),
 }
