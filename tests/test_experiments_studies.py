@@ -10,7 +10,6 @@ import pytest
 from hmmlm.cli import baseline
 from hmmlm.cli.parse import parse
 from hmmlm.cli.train import _parse
-from hmmlm.experiments import publish
 from hmmlm.experiments.catalogue import STUDIES
 from hmmlm.experiments.catalogue.run import BASELINE, Run
 from hmmlm.experiments.results import gather
@@ -55,9 +54,11 @@ def test_a_blocked_model_learns_on_the_embedded_corpus(tmp_path: Path) -> None:
 def test_a_baseline_is_performed_like_any_run(tmp_path: Path) -> None:
     settings = {
         "data": "embedded", "tokenizer.vocab_size": 500, "model.kind": "feedforward", "model.hidden": 16, "rate": 0.01,
-        "train.device": "cpu", "train.max_tokens": 40_000,
+        "train.device": "cpu", "train.max_tokens": 40_000, "betas": [0.8, 0.99],
     }  # fmt: skip
     record = perform(Run("embedded, FF 5-gram", BASELINE, settings, 1), tmp_path)
+    assert " --betas 0.8 0.99 " in record["command"]
+    assert json.loads((next(tmp_path.iterdir()) / "config.json").read_text())["betas"] == [0.8, 0.99]
     metrics = record["metrics"]
     assert metrics["tokens"] >= 40_000 and 0 < metrics["epochs"] < 1 and metrics["best_step"] > 0
     assert 1 < metrics["valid_perplexity"] < 250 and 1 < metrics["train_perplexity"] < 500  # half of the 500 words
@@ -71,20 +72,3 @@ def test_records_replace_those_of_the_same_run_and_keep_others(tmp_path: Path) -
         add_record(file, changed)
     kept = {(r["row"], r["seed"]): r["metrics"]["valid_perplexity"] for r in json.loads(file.read_text())}
     assert kept == {("a", 0): 2.0, ("a", 1): 3.0}
-
-
-def test_documentation_is_made_from_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "README.md").write_text("before\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
-    (tmp_path / "docs").mkdir()
-    for study in ("chiu2020-table1", "chiu2020-figure3"):
-        for number, run in enumerate(STUDIES[study]):
-            add_record(tmp_path / "results" / f"{study}.json", {
-                "row": run.row, "seed": 7, "settings": run.settings, "machine": "a machine",
-                "metrics": {"valid_perplexity": 123.45 + number, "test_perplexity": 111.1, "seconds": 90.0}})
-    publish.main()
-    readme, page = (tmp_path / "README.md").read_text(), (tmp_path / "docs" / "results.md").read_text()
-    assert "| PTB, VL-HMM 2^15 | 125 | 116 | 123.5 |" in readme or "| 123.4 |" in readme
-    assert "old" not in readme and readme.startswith("before") and readme.endswith("after\n")
-    assert "figures/chiu2020-figure3.png" in page and (tmp_path / "docs/figures/chiu2020-figure3.png").exists()
-    assert "a machine" in page

@@ -190,7 +190,8 @@ def flag(name: str, value: Any) -> str:
     *parents, leaf = name.replace("_", "-").split(".")
     if isinstance(value, bool):
         return "--" + ".".join([*parents, leaf if value else f"no-{leaf}"])
-    return f"--{'.'.join([*parents, leaf])} {shlex.quote(str(value))}"
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return f"--{'.'.join([*parents, leaf])} {shlex.join(map(str, values))}"
 
 
 def commit() -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from hmmlm.learning.config import Section
-from hmmlm.learning.config_base import Fraction
+from hmmlm.learning.config_base import Fraction, Momentum
 from hmmlm.learning.config_network import NetworkConfig, saved_network_config
 
 
@@ -41,6 +41,9 @@ class BaselineConfig(NetworkConfig):
     """Tokens of a window; what was read before it is carried on."""
     batch_size: PositiveInt = 16
     """Streams side by side, into which the text is cut."""
+    betas: tuple[Momentum, Momentum] = (0.9, 0.999)
+    """How much of the mean and of the mean square of gradients is kept a step. In so small batches most words do not
+    occur: where the square forgets that they do, they are pushed down too far in between."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, on matrices."""
 

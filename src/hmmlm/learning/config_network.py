@@ -10,6 +10,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, ValidationErr
 from hmmlm.data.files import read_json
 from hmmlm.errors import InputError
 from hmmlm.learning.config import ScheduleConfig, Section, TokenizerConfig, TrainConfig
+from hmmlm.learning.config_base import Momentum
 from hmmlm.learning.folders import config_file
 
 
@@ -28,6 +29,8 @@ class NetworkConfig(Section):
     """Sequences side by side."""
     rate: PositiveFloat = 1e-3
     """Peak learning rate of AdamW."""
+    betas: tuple[Momentum, Momentum] = (0.9, 0.95)
+    """How much of the mean and of the mean square of gradients is kept a step."""
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, on matrices."""
     clip: NonNegativeFloat = 1.0

@@ -143,7 +143,7 @@ class NetworkTrainer(ABC, Generic[Config, Model]):
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
             {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=config.rate, betas=(0.9, 0.95), fused=True)
+        self.optimizer = torch.optim.AdamW(groups, lr=config.rate, betas=config.betas, fused=True)
         self.batches = self.make_batches("train")
         self.valid = self.make_batches("valid")
         self.position = NetworkPosition()
