@@ -5,7 +5,7 @@ products; benchmarks/gpu_blocked_ops.py checks both on a GPU.
 """
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 def make_case(
     blocks: int, kept: int, h: int, words: int, batch: int, time: int, then: int = 0, ragged: bool = False,
-    restarts: bool = False, seed: int = 0,
+    restarts: bool = False, together: bool = False, seed: int = 0,
 ) -> Case:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
 
@@ -44,7 +44,7 @@ def make_case(
     parameters = [u, w, (u @ w.T).logsumexp(1), normal(blocks * kept).log_softmax(0), normal(words, kept) - 2]
     carried = []
     if then:
-        u_then = normal(batch, then, h)
+        u_then = normal(1 if together else batch, then, h)  # together: all stood on the same states
         carried = [normal(batch, then).softmax(1), u_then, (u_then @ w.T).logsumexp(2)]
     lengths = integers(time + 1, batch) if ragged else None
     restart = integers(3, batch, time) == 0 if restarts else None
@@ -86,7 +86,7 @@ def over_all_paths(case: Case, b: int) -> tuple[Tensor, Tensor]:
         log_emissions[block * kept : (block + 1) * kept, word] = log_emission[word]
     first = log_start
     if case.carried and not (case.restart is not None and case.restart[b, 0]):
-        filtered, u_then, normalizer_then = (x[b] for x in case.carried)
+        filtered, u_then, normalizer_then = (x[b if len(x) > 1 else 0] for x in case.carried)
         first = (filtered[:, None] * (u_then @ w.T - normalizer_then[:, None]).exp()).sum(0).log()
     words = case.tokens[b, : case.tokens.shape[1] if case.lengths is None else int(case.lengths[b])].tolist()
     paths = torch.tensor(list(itertools.product(range(states), repeat=len(words))))
@@ -107,6 +107,41 @@ def over_all_paths(case: Case, b: int) -> tuple[Tensor, Tensor]:
 ])  # fmt: skip
 def test_agrees_with_the_specification(impl: str, size: tuple[int, ...], ragged: bool, restarts: bool) -> None:
     assert_agrees(impl, make_case(*size, ragged, restarts, seed=3))
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_steps_between_the_same_blocks_share_a_tile(impl: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = [], portable._make
+
+    def recorded(*given: Any) -> Any:
+        made.append(make(*given))
+        return made[-1]
+
+    monkeypatch.setattr(portable, "_WORTH_SHARING", 0)
+    monkeypatch.setattr(portable, "_make", recorded)
+    for then, ragged, together in ((0, False, False), (4, True, True), (2, True, False), (3, False, True)):
+        case = make_case(blocks, 3, 4, 6, 4, 9, then, ragged, ragged, together, seed=7)
+        assert_agrees(impl, case)
+        groups = blocks + (len(case.carried[1]) if then else 0)
+        assert all(len(tiles.values) <= blocks * groups < case.tokens.numel() for tiles in made)
+        made.clear()
+
+
+def test_shared_tiles_are_summed_where_single_terms_are_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable, "_WORTH_SHARING", 0)
+    u, w = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0], [-69.0]])  # the second state is hardly ever reached
+    log_emission = torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]])  # and the second word is said by no other
+    given = [u, w, (u @ w.T).logsumexp(1), torch.tensor([0.5, 0.5]).log(), log_emission]
+    tokens = torch.tensor([0, 1] * 64).expand(8, -1)
+    gradients = []
+    for impl in ("torch", "naive"):
+        leaves = [x.clone().requires_grad_() for x in given]
+        result = blocked_scan(tokens, torch.zeros(2, dtype=torch.long), *leaves, impl=impl)  # type: ignore[arg-type]
+        (1e7 * result.log_likelihood).sum().backward()
+        gradients.append([x.grad for x in leaves])
+    for got, want in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-2)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

@@ -30,9 +30,9 @@ def test_factored_embeddings_are_about_as_small_as_printed() -> None:
     assert count(BlockedNeural(blocks(10_000, 2**14, 128), factored=True)) == pytest.approx(5.6e6, rel=0.03)
 
 
-def small(**options: object) -> BlockedNeural:
+def small(num: int = 3, **options: object) -> BlockedNeural:
     return BlockedNeural(
-        blocks(30, 24, 3), hidden=8, generator=torch.Generator().manual_seed(0), **options)  # type: ignore[arg-type]
+        blocks(30, 24, num), hidden=8, generator=torch.Generator().manual_seed(0), **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("form", ["code", "paper"])
@@ -67,13 +67,28 @@ def test_dropout_is_exactly_the_model_of_the_kept_states() -> None:
     assert set(result.final.states.flatten().tolist()) <= set(kept.tolist())
 
 
-def test_without_dropout_training_scan_equals_the_model() -> None:
-    model = small(dropout=0.0)
+@pytest.mark.parametrize("num", [1, 3])
+def test_without_dropout_training_scan_equals_the_model(num: int) -> None:
+    model = small(num, dropout=0.0)
     tokens = torch.randint(0, 30, (3, 9), generator=torch.Generator().manual_seed(2))
-    first = model.scan(tokens[:, :4])
-    second = model.scan(tokens[:, 4:], initial=first.final)
-    torch.testing.assert_close(
-        first.log_likelihood + second.log_likelihood, model().log_likelihood(tokens), rtol=1e-4, atol=1e-4)
+    whole = model().dense().log_likelihood(tokens)
+    for one in (model, model()):
+        first = one.scan(tokens[:, :4])
+        second = one.scan(tokens[:, 4:], initial=first.final)
+        torch.testing.assert_close(first.log_likelihood + second.log_likelihood, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_carried_moves_on_to_the_states_kept_now() -> None:
+    model = small(1, dropout=0.5)
+    tokens = torch.randint(0, 30, (3, 5), generator=torch.Generator().manual_seed(3))
+    before = model.scan(tokens).final
+    result = model.scan(tokens[:, :1], initial=before)
+    now, full = result.final.states, model().detach()  # of one block: all that are kept
+    assert now.shape == (3, 12) and not torch.equal(now, before.states)
+    scores = full.factors.tile(slice(0, 24), slice(0, 24))[before.states[0]][:, now[0]]
+    emission = full.dense().log_emission.exp()[now[0]][:, tokens[:, 0]]
+    likelihood = (before.probs @ scores.softmax(1) * emission.T).sum(1)
+    torch.testing.assert_close(result.log_likelihood.detach(), likelihood.log(), rtol=1e-4, atol=1e-4)
 
 
 def test_bad_dropout_is_refused_before_any_work() -> None:

@@ -24,6 +24,10 @@ class Carry(NamedTuple):
     def rows(self, count: int) -> "Carry":
         return Carry(self.probs[:count], self.states[:count])
 
+    def apart(self, blocks: int) -> Tensor:
+        """The states [B, k], or [1, k] of a single block, in which all stand on the same."""
+        return self.states[:1] if blocks == 1 else self.states
+
 
 class BlockedScan(NamedTuple):
     """The forward recursion: how likely each sequence is and where it left the chain."""
@@ -121,9 +125,8 @@ class BlockedHMM:
         factors, k = self.factors, self.factors.states_per_block
         before = None
         if initial is not None:
-            rows = initial.states.flatten()
-            u = factors.u.index_select(0, rows).view(*initial.states.shape, -1)
-            before = Initial(initial.probs, u, factors.log_normalizer.index_select(0, rows).view(initial.states.shape))
+            states = initial.apart(self.states // k)
+            before = Initial(initial.probs, factors.u[states], factors.log_normalizer[states])
         result = blocked_scan(
             tokens, factors.block_of_word, factors.u, factors.w, factors.log_normalizer, factors.log_start,
             factors.log_emission, initial=before, lengths=lengths, restart=restart,

@@ -65,7 +65,7 @@ def blocked_scan(
     exact = wide(dtype)
     precisely = naive.blocked_scan(
         tokens[again], block_of_word, u.to(exact), w.to(exact), log_normalizer.to(exact), log_start.to(exact),
-        log_emission.to(exact), None if initial is None else Initial(*(x[again].to(exact) for x in initial)),
+        log_emission.to(exact), None if initial is None else initial.of(again, exact),
         None if lengths is None else lengths[again], None if restart is None else restart[again],
     )  # fmt: skip
     return BlockedScan(
@@ -129,10 +129,11 @@ def _check(
         "block_of_word": (block_of_word, (words,)), "restart": (restart, tuple(tokens.shape)),
     }  # fmt: skip
     if initial is not None:
-        rows = (tokens.shape[0], initial.filtered.shape[1])
+        then = initial.filtered.shape[1]
+        rows = 1 if initial.u.shape[0] == 1 else tokens.shape[0]
         expected |= {
-            "initial.filtered": (initial.filtered, rows), "initial.u": (initial.u, (*rows, h)),
-            "initial.log_normalizer": (initial.log_normalizer, rows),
+            "initial.filtered": (initial.filtered, (tokens.shape[0], then)), "initial.u": (initial.u, (rows, then, h)),
+            "initial.log_normalizer": (initial.log_normalizer, (rows, then)),
         }  # fmt: skip
     for name, (x, shape) in expected.items():
         if x is not None and tuple(x.shape) != shape:

@@ -20,7 +20,8 @@ def blocked_scan(
         joint = u.new_zeros(0)  # log p(words since the last restart, z) over the states of the last word's block
         tail = (u[:0], log_normalizer[:0])  # the rows of U of those states, and their normalisers
         if initial is not None:
-            joint, tail = _log(initial.filtered[b]), (initial.u[b], initial.log_normalizer[b])
+            own = b if len(initial.u) > 1 else 0
+            joint, tail = _log(initial.filtered[b]), (initial.u[own], initial.log_normalizer[own])
         length = time if lengths is None else int(lengths[b])
         for t in range(length):
             word = tokens[b, t]

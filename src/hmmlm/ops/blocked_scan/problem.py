@@ -11,11 +11,19 @@ NOTHING, START = -2, -1  # sources of a position that is not a step from another
 
 
 class Initial(NamedTuple):
-    """Where each sequence stood before the window, on the states kept then, which need not be those kept now."""
+    """Where each sequence stood before the window, on the states kept then, which need not be those kept now.
+
+    Where all stood on the same states, as where there is one block, one row of `u` and `log_normalizer` does for all.
+    """
 
     filtered: Tensor  # [B, kept_then] p(z | all words before), zero in sum only if that was impossible
-    u: Tensor  # [B, kept_then, h] the rows of U of those states
-    log_normalizer: Tensor  # [B, kept_then] logsumexp of those rows against the W of now
+    u: Tensor  # [B or 1, kept_then, h] the rows of U of those states
+    log_normalizer: Tensor  # [B or 1, kept_then] logsumexp of those rows against the W of now
+
+    def of(self, sequences: Tensor, dtype: torch.dtype) -> "Initial":
+        """The same of some sequences, in a dtype."""
+        one = self.u.shape[0] == 1
+        return Initial(*((x if one and i else x[sequences]).to(dtype) for i, x in enumerate(self)))
 
 
 class BlockedScan(NamedTuple):
@@ -30,7 +38,7 @@ class Problem(NamedTuple):
     """A blocked scan in one shape for all its steps.
 
     Rows that a step comes from are in G groups of R = max(kept, kept_then): the M blocks, then `initial` as one group
-    a sequence. So the first step of a window is like every other.
+    a sequence, or one for all. So the first step of a window is like every other.
     """
 
     word: Tensor  # [B, T] −1 beyond the length
@@ -94,7 +102,8 @@ def lay_out(
     if initial is None:
         first = torch.full((batch, 1), START, device=tokens.device)
     else:
-        first = torch.arange(blocks, blocks + batch, device=tokens.device)[:, None]
+        groups = torch.arange(blocks, blocks + initial.u.shape[0], device=tokens.device)
+        first = groups.expand(batch)[:, None]
     if lengths is None:
         lengths = torch.full((batch,), time, device=tokens.device)
         word, block = tokens, block_of_word[tokens]

@@ -1,47 +1,118 @@
-"""Portable: scaled probabilities, one batched product a step, tiles for a bounded range of time at once.
+"""Portable: scaled probabilities, one batched product a step, and the tiles of the transition that steps go through.
+
+On the CPU steps between the same blocks share a tile, where that saves half of them; else each has its own, for a
+bounded range of time at once.
 
 The backward pass never forms a backward probability, which can overflow. With f the filtered and q the predicted
 distribution, the posterior of the pair (i, j) is f_i A_ij (γ_j / q_j), and f_i A_ij / q_j ≤ 1 is p(i | j, the past).
 """
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hmmlm.ops.blocked_scan.problem import START, Gradients, Problem, State, floors
 from hmmlm.ops.linear_logsumexp.precision import matmul
+from hmmlm.ops.small import FLOOR, exp
 
 _TILE_BUDGET = 2**26  # numbers in the transition tiles held at a time: 256 MB in float32
+_LIFT = {torch.float32: 2.0**120, torch.float64: 2.0**990}
+"""By this filtered probabilities are multiplied before they are by those of tiles: so no product of two that are kept
+falls out of the range in which CPUs are fast, and no sum goes beyond it."""
+_WORTH_SHARING = 2**12  # numbers of a tile from which on it takes longer to make than to find
 
 
-def _gather(problem: Problem, first: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For times first to end: rows of U [B·span, R, h], rows of W [B·span, kept, h], tiles [B, span, R, kept].
+class _Tiles(NamedTuple):
+    """P transition tiles for the times from `first` to `end`. Positions that are no step have some tile, and nobody
+    looks at it."""
 
-    Positions that are no step get some tile, and nobody looks at it.
-    """
-    source, block = (x[:, first:end].clamp_min(0).reshape(-1) for x in (problem.source, problem.block))
+    first: int
+    end: int
+    source: Tensor  # [P] the group that each comes from
+    block: Tensor  # [P] and the block that it leads to
+    rows: Tensor  # [P, R, h] of U
+    columns: Tensor  # [P, kept, h] of W
+    values: Tensor  # [P, R, kept]
+    tile_of: Tensor | None  # [B, span] the tile of each position; None: each has its own, in order
+    alike: list[bool]  # for each time, whether one tile is that of all sequences
+
+    def reach(self, k: int, vectors: Tensor) -> Tensor:
+        """vectors [B, R] through the tiles at time first + k: [B, kept]."""
+        lift = _LIFT[vectors.dtype]
+        if self.alike[k]:
+            return (lift * vectors @ self._one(k)).div_(lift)
+        return torch.bmm(lift * vectors[:, None], self._own(k))[:, 0].div_(lift)
+
+    def look_back(self, k: int, vectors: Tensor) -> Tensor:
+        """vectors [B, kept] back through the tiles at time first + k: [B, R]."""
+        if self.alike[k]:
+            return vectors @ self._one(k).T
+        return torch.bmm(self._own(k), vectors[:, :, None])[:, :, 0]
+
+    def pairs(self, before: Tensor, after: Tensor) -> Tensor:
+        """Σ over the positions of each tile of before_i · tile_ij · after_j [P, R, kept], of vectors [B, span, ·]."""
+        if self.tile_of is None:
+            return before.flatten(0, 1)[:, :, None] * self.values * after.flatten(0, 1)[:, None, :]
+        # in float64, since before the tile makes it small, `after` can be as large as float32 goes
+        order = self.tile_of.flatten().argsort(stable=True)
+        before, after = (x.flatten(0, 1).index_select(0, order).double() for x in (before, after))
+        ends = self.tile_of.flatten().bincount(minlength=len(self.values)).cumsum(0).tolist()
+        sums = torch.stack([before[i:j].T @ after[i:j] for i, j in zip([0, *ends], ends, strict=False)])
+        return sums.mul_(self.values).to(self.values.dtype)
+
+    def _one(self, k: int) -> Tensor:
+        assert self.tile_of is not None
+        return self.values[int(self.tile_of[0, k])]
+
+    def _own(self, k: int) -> Tensor:
+        if self.tile_of is None:
+            return self.values.view(-1, self.end - self.first, *self.values.shape[1:])[:, k]
+        return self.values.index_select(0, self.tile_of[:, k])
+
+
+def _all_tiles(problem: Problem, backwards: bool = False) -> Iterator[_Tiles]:
+    """The tiles of all times, a range of them at a time."""
+    (blocks, kept), rows = problem.w.shape[:2], problem.u.shape[1]
+    if not problem.u.is_cuda and rows * kept >= _WORTH_SHARING:  # on the GPU, to count them would be to wait
+        pair = problem.source.clamp_min(0) * blocks + problem.block.clamp_min(0)
+        distinct, index = pair.unique(return_inverse=True)
+        if 2 * len(distinct) <= pair.numel() and len(distinct) * rows * kept <= _TILE_BUDGET:
+            alike = (index == index[:1]).all(0).tolist()
+            yield _make(problem, 0, pair.shape[1], distinct // blocks, distinct % blocks, index, alike)
+            return
+    spans = problem.spans(_TILE_BUDGET)
+    for first, end in reversed(spans) if backwards else spans:
+        source, block = (x[:, first:end].clamp_min(0).reshape(-1) for x in (problem.source, problem.block))
+        yield _make(problem, first, end, source, block, None, [False] * (end - first))
+
+
+def _make(
+    problem: Problem, first: int, end: int, source: Tensor, block: Tensor, index: Tensor | None, alike: list[bool]
+) -> _Tiles:
     rows, columns = problem.u.index_select(0, source), problem.w.index_select(0, block)
     scores = matmul(rows, columns.transpose(1, 2))
-    tiles = scores.sub_(problem.log_normalizer.index_select(0, source)[:, :, None]).exp_()
-    return rows, columns, tiles.view(problem.word.shape[0], end - first, *tiles.shape[1:])
+    values = exp(scores.sub_(problem.log_normalizer.index_select(0, source)[:, :, None]))
+    return _Tiles(first, end, source, block, rows, columns, values, index, alike)
 
 
 def forward(problem: Problem) -> State:
     """Filtered distributions and log-likelihoods."""
     batch, time = problem.word.shape
     dtype, kept = problem.log_start.dtype, problem.w.shape[1]
-    floor, suspicious = floors(dtype)
+    (floor, suspicious), lost = floors(dtype), FLOOR[dtype]
     filtered = torch.zeros(batch, time + 1, problem.u.shape[1], dtype=dtype, device=problem.u.device)
     filtered[:, 0] = problem.initial
     predicted = torch.zeros(batch, time, kept, dtype=dtype, device=problem.u.device)
     log_likelihood = torch.zeros(batch, dtype=dtype, device=problem.u.device)
     alive = torch.ones(batch, dtype=torch.bool, device=problem.u.device)
     word, block = problem.word.clamp_min(0), problem.block.clamp_min(0)
-    for first, end in problem.spans(_TILE_BUDGET):
-        tiles = _gather(problem, first, end)[2]
-        for t in range(first, end):
+    for tiles in _all_tiles(problem):
+        for t in range(tiles.first, tiles.end):
             inside, starts = t < problem.lengths, (problem.source[:, t] == START)[:, None]
             emission = problem.log_emission[word[:, t]]
-            reached = torch.bmm(filtered[:, t, None], tiles[:, t - first])[:, 0]
+            reached = tiles.reach(t - tiles.first, filtered[:, t])
             reached = reached.masked_fill(starts | (reached < floor), 0.0)
             scores = torch.where(starts, problem.log_start[block[:, t]] + emission, emission)
             shift = scores.amax(1)
@@ -50,7 +121,8 @@ def forward(problem: Problem) -> State:
             mass = weight.sum(1)
             alive = alive & ((mass >= suspicious) | ~inside)
             going = inside & alive
-            filtered[:, t + 1, :kept] = torch.where(going[:, None], weight / mass[:, None], 0.0)
+            here = weight / mass[:, None]
+            filtered[:, t + 1, :kept] = here.masked_fill_(~going[:, None] | (here < lost), 0.0)
             predicted[:, t] = reached
             log_likelihood += torch.where(going, mass.log() + shift, 0.0)
     return State(log_likelihood.masked_fill(~alive, -torch.inf), filtered, predicted, ~alive)
@@ -62,10 +134,11 @@ def backward(problem: Problem, state: State, grad: Tensor) -> Gradients:
     grad = grad.masked_fill(state.suspect, 0.0).to(problem.log_start.dtype)[:, None]
     out = Gradients(*(torch.zeros_like(x, dtype=grad.dtype) for x in (
         problem.u, problem.w, problem.log_normalizer, problem.log_start, problem.log_emission, problem.initial)))
+    lost = FLOOR[grad.dtype]
     back = torch.zeros_like(problem.initial)  # posterior of the position before, by the step to this one
     stepped = torch.zeros(batch, 1, dtype=torch.bool, device=grad.device)  # whether the next position is such a step
-    for first, end in reversed(problem.spans(_TILE_BUDGET)):
-        rows, columns, tiles = _gather(problem, first, end)
+    for tiles in _all_tiles(problem, backwards=True):
+        first, end = tiles.first, tiles.end
         filtered, predicted = state.filtered[:, first : end + 1], state.predicted[:, first:end]
         posterior, before = torch.zeros_like(predicted), torch.zeros_like(filtered[:, 1:])
         ratio = torch.zeros_like(predicted)
@@ -73,9 +146,9 @@ def backward(problem: Problem, state: State, grad: Tensor) -> Gradients:
             inside = (first + k < problem.lengths)[:, None]
             posterior[:, k] = torch.where(stepped, back[:, :kept], grad * filtered[:, k + 1, :kept]) * inside
             stepped = problem.source[:, first + k, None] >= 0
-            some = stepped & (predicted[:, k] > 0)
+            some = stepped & (predicted[:, k] > 0) & (posterior[:, k].abs() >= lost)
             ratio[:, k] = torch.where(some, posterior[:, k] / predicted[:, k], 0.0)
-            ahead = torch.bmm(tiles[:, k], ratio[:, k, :, None])[:, :, 0]
+            ahead = tiles.look_back(k, ratio[:, k])
             back = filtered[:, k] * ahead
             before[:, k] = back
             if first + k == 0:
@@ -83,10 +156,10 @@ def backward(problem: Problem, state: State, grad: Tensor) -> Gradients:
         source, block, word = (
             x[:, first:end].clamp_min(0).reshape(-1) for x in (problem.source, problem.block, problem.word)
         )
-        pairs = (filtered[:, :-1, :, None] * tiles * ratio[:, :, None, :]).flatten(0, 1).to(rows.dtype)
+        pairs = tiles.pairs(filtered[:, :-1], ratio).to(tiles.rows.dtype)
         starts = (problem.source[:, first:end, None] == START) * posterior
-        out.u.index_add_(0, source, matmul(pairs, columns))
-        out.w.index_add_(0, block, matmul(pairs.transpose(1, 2), rows))
+        out.u.index_add_(0, tiles.source, matmul(pairs, tiles.columns))
+        out.w.index_add_(0, tiles.block, matmul(pairs.transpose(1, 2), tiles.rows))
         out.log_normalizer.index_add_(0, source, before.flatten(0, 1), alpha=-1)
         out.log_start.index_add_(0, block, starts.flatten(0, 1))
         out.log_emission.index_add_(0, word, posterior.flatten(0, 1))

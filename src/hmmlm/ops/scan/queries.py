@@ -11,6 +11,7 @@ from hmmlm.ops.scan import naive
 from hmmlm.ops.scan import torch as scaled
 from hmmlm.ops.scan.function import differentiable_scan, in_log_space, run, wide_chunks
 from hmmlm.ops.scan.naive import Evidence, Parameters
+from hmmlm.ops.small import FLOOR
 
 Impl = Literal["auto", "naive", "torch", "triton"]
 """`triton` is for `scan`; the other questions have no kernels, and torch answers them."""
@@ -136,7 +137,7 @@ def surroundings(parameters: Parameters, evidence: Evidence, impl: Impl = "auto"
         return exactly(parameters, evidence)
     chain, result, doubt = run(parameters, evidence)
     assert result.alpha is not None and result.predicted is not None
-    floor, tiny = scaled.FLOOR[chain.start.dtype], torch.finfo(chain.start.dtype).tiny
+    floor, tiny = FLOOR[chain.start.dtype], torch.finfo(chain.start.dtype).tiny
     around, least = torch.zeros_like(result.alpha), torch.ones_like(result.log_likelihood)
     ahead, ending = torch.empty_like(result.alpha[0, :0]), torch.ones_like(result.alpha[0])
     # Not scaled.backward: its messages are dropped where x_t itself rules a state out, which is what is undone here.

@@ -1,5 +1,8 @@
 """The recursions with scaled probabilities: one matrix product a step, memory O(B·T·Z), portable.
 
+What is below FLOOR is lost. That keeps the backward messages finite: α_t(z) β_t(z) is a posterior, so β_t(z) ≤ 1 /
+FLOOR wherever α_t(z) is kept.
+
 Each word's emissions are divided by their largest value over states, and each step's joint by its sum, so that nothing
 overflows. What can still go wrong is that paths which matter later are flushed to zero; `doubtful` finds the sequences
 for which that cannot be excluded, and the callers in `__init__.py` do those again in log space.
@@ -13,10 +16,8 @@ from torch import Tensor
 
 from hmmlm.ops.results import Counts
 from hmmlm.ops.scan.naive import NEG_INF, Evidence, Parameters
+from hmmlm.ops.small import FLOOR, exp
 
-# Probabilities below this are treated as lost. It keeps the backward messages finite: α_t(z) β_t(z) is a posterior, so
-# β_t(z) ≤ 1 / FLOOR wherever α_t(z) is kept.
-FLOOR = {torch.float32: 1e-36, torch.float64: 1e-300}
 # Relative mass that may be lost without the sequence being done again.
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 GROUP = 4  # steps between two normalisations
@@ -64,14 +65,6 @@ def product_dtype(parameter: Tensor) -> torch.dtype:
     if parameter.dtype == torch.float32 and torch.is_autocast_enabled(parameter.device.type):
         return torch.get_autocast_dtype(parameter.device.type)
     return parameter.dtype
-
-
-def exp(scores: Tensor) -> Tensor:
-    """exp, with results below FLOOR as zeros: on CPUs those take a hundred times as long, here and in products."""
-    lowest = math.log(FLOOR[scores.dtype])
-    if scores.is_cuda or bool(scores.amin() >= lowest):
-        return scores.exp()
-    return scores.clamp_min(lowest).exp_().masked_fill_(scores < lowest, 0.0)
 
 
 def prepare(parameters: Parameters, evidence: Evidence, products: torch.dtype) -> Chain:

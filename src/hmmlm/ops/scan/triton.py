@@ -28,8 +28,9 @@ from hmmlm.ops.scan.kernels import (
     weigh_kernel,
 )
 from hmmlm.ops.scan.naive import NEG_INF, Evidence, Parameters
+from hmmlm.ops.small import FLOOR
 
-_FLOOR = scaled.FLOOR[torch.float32]
+_FLOOR = FLOOR[torch.float32]
 # States from which the product is the library's. The one kernel reads its operands Z/64 and B/128 times from the
 # cache, 100 MB for a step of 200 sequences with 2,048 states: by then that takes longer than two launches more.
 _LIBRARY_STATES = 2048
