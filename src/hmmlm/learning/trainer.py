@@ -50,6 +50,20 @@ class TrainResult(NamedTuple):
     """On the validation text, of the model in out/best; infinite before the first check."""
 
 
+@contextmanager
+def flushed_denormals() -> Iterator[None]:
+    """Numbers below 1e-38 as zeros: CPUs take a hundred times as long for them, and nothing here depends on them.
+
+    Threads do as the one that starts them: those of torch, which stay, if nothing was computed before.
+    """
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@flushed_denormals()
 def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress | None = None) -> TrainResult:
     """Train in the folder `out`; with `resume`, go on from its last checkpoint.
 
@@ -72,7 +86,7 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
     else:
         trainer = _start(config, out, settings, resume, progress)
     try:
-        with stop_on_signals() as request, flushed_denormals():
+        with stop_on_signals() as request:
             finished = trainer.run(request)
     except OSError as error:
         raise InputError(
@@ -91,16 +105,6 @@ def _start(config: RunConfig, out: Path, settings: bytes, resume: bool, progress
     with new_run(out, settings, begun=resume):
         progress.note(f"run folder: {out}")
         return Trainer(config, out, prepare(config, source, out, progress), progress, teacher, network)
-
-
-@contextmanager
-def flushed_denormals() -> Iterator[None]:
-    """Numbers below 1e-38 as zeros: CPUs take a hundred times as long for them, and nothing here depends on them."""
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
 
 
 def refuse_changes(saved: RunConfig, given: RunConfig, out: Path) -> None:
