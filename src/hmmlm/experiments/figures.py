@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
@@ -16,6 +16,7 @@ from hmmlm.experiments.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, logarithm
 from hmmlm.experiments.summary import Row, main_rows
 
 COLOURS, MARKERS = (BLUE, ORANGE, GREEN, PURPLE, "#56b4e9", "#e69f00", "#000000"), "os^DvPX"
+DASHES = (":", "-", "--")
 PAPER_COLOUR, INK = "#bbbbbb", "#222222"
 OURS, PAPER = "here", "the paper"
 Spread = tuple[float, float, float]
@@ -36,6 +37,10 @@ class Drawing:
     """Where rows whose name has no number stand, and what is written there."""
     ours: str = OURS
     """What the rows without a series are called."""
+    paired: bool = False
+    """Whether series are named “what, which”: what has a colour then, and which a dash."""
+    top: float | None = None
+    """Where the axis of perplexities ends; lines may leave it."""
 
 
 def _power(value: float) -> str:
@@ -44,6 +49,11 @@ def _power(value: float) -> str:
 
 def _plainly(value: float) -> str:
     return f"{value:.6f}".rstrip("0")
+
+
+def _decade(value: float) -> str:
+    power = math.log10(value)
+    return f"$10^{{{power:.0f}}}$" if math.isclose(power, round(power)) else ""
 
 
 _X = r"(?P<x>2\^\d+|\d+(?:\.\d+)?(?:e-\d+|M)?)"
@@ -65,6 +75,9 @@ DRAWINGS = {
     "lee2025-figure4": Drawing("(?P<label>.*?), (?P<series>no LVD|LVD)"),
     "lee2025-figure5": Drawing("LVD, (?P<label>.*)"),
     "lee2025-figure6": Drawing(f"(?P<series>random|pretrained(?: body)?), rate {_X}", "peak learning rate", _plainly),
+    "lee2025-apart": Drawing(
+        f"(?P<series>.*, (?:random|pretrained)), rate {_X}", "peak learning rate", _decade, paired=True, top=340
+    ),
     "lee2025-figure7": Drawing("(?P<label>.*), (?P<series>random|pretrained(?: body)?)"),
     "lee2025-figure8": Drawing(
         f"LVD for {_X} tokens", "tokens of latent variable distillation", short,
@@ -115,7 +128,9 @@ def _lines(drawing: Drawing, points: Sequence[tuple[str, str, Row]], metric: str
         ticks[x] = tick
         if metric in row.paper:
             printed.setdefault(name or drawing.ours, {})[x] = row.paper[metric]
-    return lines(series, printed, ticks, drawing.axis, unit) if len(ticks) > 1 else None
+    if len(ticks) == 1:
+        return None
+    return lines(series, printed, ticks, drawing.axis, unit, drawing.paired, drawing.top)
 
 
 def _spread(row: Row, metric: str) -> Spread:
@@ -161,14 +176,17 @@ def bars(labels: Sequence[str], series: Mapping[str, Mapping[str, Spread]], unit
 
 def lines(
     series: Mapping[str, Mapping[float, Spread]], printed: Mapping[str, Mapping[float, float]],
-    ticks: Mapping[float, str], axis: str, unit: str,
+    ticks: Mapping[float, str], axis: str, unit: str, paired: bool = False,
+    top: float | None = None,
 ) -> Figure:  # fmt: skip
     """A line a series over a logarithmic x, whiskers from least to largest, crosses for what the paper prints of it."""
     figure, axes = new_figure(7.2, 4.2)
-    for (name, spreads), colour, marker in zip(series.items(), cycle(COLOURS), cycle(MARKERS), strict=False):
+    styles = _styles(series, paired)
+    for name, spreads in series.items():
+        colour, marker, dash = styles[name]
         places = sorted(spreads)
         low, mean, high = (list(part) for part in zip(*(spreads[x] for x in places), strict=True))
-        axes.plot(places, mean, color=colour, marker=marker, ms=5, lw=1.6, label=name)
+        axes.plot(places, mean, color=colour, marker=marker, ms=5, lw=1.6, ls=dash, label=name)
         axes.vlines(places, low, high, color=colour, lw=1.2)
         theirs = printed.get(name, {})
         axes.plot(list(theirs), list(theirs.values()), color=colour, marker="x", ms=8, mew=2, ls="")
@@ -183,12 +201,24 @@ def lines(
     axes.set_xlabel(axis)
     axes.set_ylabel(unit)
     means = [mean for spreads in series.values() for _, mean, _ in spreads.values()]
-    if max(means) > 3 * min(means):  # else the few largest would flatten what matters
+    if top is not None:
+        axes.set_ylim(0.98 * min(means), top)
+    elif max(means) > 3 * min(means):  # else the few largest would flatten what matters
         logarithmic(axes)
     shown = len(series) + bool(printed)
     if shown > 1:
-        _legend_above(axes, shown)
+        _legend_above(axes, 2 if paired else shown)
     return figure
+
+
+def _styles(names: Iterable[str], paired: bool) -> dict[str, tuple[str, str, str]]:
+    """Colour, marker and dash of each series."""
+    parts = {name: name.split(", ", 1) if paired else [name, ""] for name in names}
+    looks = zip(cycle(COLOURS), cycle(MARKERS), strict=False)
+    look = dict(zip(dict.fromkeys(what for what, _ in parts.values()), looks, strict=False))
+    dashes = cycle(DASHES if paired else "-")
+    dash = dict(zip(dict.fromkeys(which for _, which in parts.values()), dashes, strict=False))
+    return {name: (*look[what], dash[which]) for name, (what, which) in parts.items()}
 
 
 def _number_points(axes: Any, spreads: Mapping[float, Spread], printed: Mapping[float, float]) -> None:
