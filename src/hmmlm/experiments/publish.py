@@ -57,6 +57,7 @@ TITLES = {
     "lee2025-kmeans": "Speed of k-means in LVD, over embeddings that are made again in every pass",
     "lee2025-cpu-trials": "Trials with few states on two CPU cores",
     "lee2025-throughput": "Speed of training at the setting of Lee & Berg-Kirkpatrick",
+    "blocked-cpu": "The blocked scan on the CPU: tiles that steps share, beside one a step",
     "steering": "A language model steered to say a word, beside the exact answer",
 }
 # Of settings: several rows are scalar, and none is the baseline.
