@@ -68,12 +68,11 @@ class FromFactors(Blocked):
         """
         sample = sample_states(self.blocks, self.dropout)
         kept = global_states(self.blocks, sample)
-        left_from = None if initial is None else initial.apart(self.blocks.num_blocks)
-        carried = None if left_from is None else left_from.flatten()
+        carried = None if initial is None else initial.apart(self.blocks.num_blocks).flatten()
         u, w, log_normalizer, log_start, log_emission, *left = self.parts(kept, carried)
         before = None
-        if initial is not None and left_from is not None:
-            before = Initial(initial.probs, left[0].view(*left_from.shape, -1), left[1].view(left_from.shape))
+        if initial is not None:
+            before = Initial(initial.probs, *(x.unflatten(0, (-1, initial.states.shape[1])) for x in left))
         result = blocked_scan(
             tokens, self.blocks.block_of_word, u, w, log_normalizer, log_start, log_emission,
             initial=before, lengths=lengths, restart=restart_lost(restart, initial, tokens),
