@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from hmmlm.experiments.studies import commit, machine
+from hmmlm.experiments.studies import add_record, commit, machine
 from hmmlm.ops.blocked_scan import Initial, blocked_scan
 from hmmlm.ops.blocked_scan import torch as portable
 
@@ -49,7 +46,6 @@ def seconds(
 
 
 def main() -> None:
-    records: list[dict[str, Any]] = []
     least = portable._WORTH_SHARING
     for blocks, kept in SIZES:
         given, times = problem(blocks, kept), {"shared": [], "own": []}  # type: ignore[var-annotated]
@@ -62,14 +58,13 @@ def main() -> None:
         metrics = {"as_it_comes_ms": round(1e3 * shared, 1), "a_tile_a_step_ms": round(1e3 * own, 1),
                    "times_as_fast": round(own / shared, 2)}  # fmt: skip
         print(row, metrics, flush=True)
-        records.append({
+        add_record(Path("results/blocked-cpu.json"), {
             "row": row, "metrics": metrics, "seed": 0,
             "settings": {"batch": BATCH, "length": TIME, "hidden": HIDDEN, "words": WORDS},
             "command": "python -m benchmarks.blocked_cpu", "commit": commit(), "machine": machine(False),
-            "date": datetime.date.today().isoformat(), "note": f"least of {REPEATS} times",
+            "date": time.strftime("%Y-%m-%d"), "note": f"least of {REPEATS} times",
         })  # fmt: skip
     portable._WORTH_SHARING = least
-    Path("results/blocked-cpu.json").write_text(json.dumps(records, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -221,7 +221,7 @@ def test_networks_are_told_at_the_rate_that_the_first_seed_chooses() -> None:
     def run(row: str, rate: float, test: float, seed: int = 42) -> dict[str, Any]:
         return record(row, test, seed, "lee-lvd-transformer", settings={"optimizer.rate": rate})
 
-    lines = networks_table({
+    cells = networks_table({
         "lee2025-table4": [run("stories15M, random", 0.001, 340.0), run("stories15M, random", 0.001, 350.0, 52)],
         "lee2025-figure6": [run("pretrained, rate 0.001", 0.001, 300.0), run("pretrained, rate 0.003", 0.003, 310.0)],
         "lee2025-apart": [
@@ -230,7 +230,7 @@ def test_networks_are_told_at_the_rate_that_the_first_seed_chooses() -> None:
             run("stories15M, pretrained, LVD, rate 0.003", 0.003, 290.0, 62),  # the mean is worse, the first is not
         ],
     })  # fmt: skip
-    assert lines[2:] == [
+    assert publish.markdown(cells)[2:] == [
         "| TinyLlama-1.1B, the paper's figures |  | 365 | 333 | 317 | 313 |",
         "| own decoder | as far apart as words |  | 300.0 (0.001; 1) |  |  |",
         "| stories15M | as far apart as words | 345.0 (0.001; 2) |  |  |  |",

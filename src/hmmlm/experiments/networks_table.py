@@ -12,31 +12,31 @@ from hmmlm.experiments.summary import Record, Row, rows_of
 
 OWN = "own decoder"
 KINDS = ("random", "pretrained", "random, LVD", "pretrained, LVD")
-STARTS = {"words": "as far apart as words", "apart": "further apart"}
+AS_WORDS, APART_START = "as far apart as words", "further apart"
 Found = Mapping[str, Sequence[Record]]
 """The records of every study."""
 
 
-def networks_table(found: Found) -> list[str]:
-    """A line a network and start, a column a kind: test perplexity at the rate that is best on valid with the first
-    seed, the mean over seeds; with that rate and the number of seeds."""
+def networks_table(found: Found) -> list[list[str]]:
+    """Lines of cells, the header first: a line a network and start, a column a kind. Test perplexity at the rate that is
+    best on valid with the first seed, the mean over seeds; with that rate and the number of seeds."""
     printed = {run.row: run.paper.get("test_perplexity") for run in INITIALIZATION["lee2025-table4"]}
     paper = [f"{printed[f'TinyLlama-1.1B, {kind}']:g}" for kind in KINDS]
     lines = [["network", "states begin", *KINDS], ["TinyLlama-1.1B, the paper's figures", "", *paper]]
     rows = _gathered(found)
     for name in APART:
-        for start, told in STARTS.items():
+        for start in (AS_WORDS, APART_START):
             cells = [_cell(rows.get((name, kind, start), [])) for kind in KINDS]
             if any(cells):
-                lines.append([name, told, *cells])
-    texts = ["| " + " | ".join(line) + " |" for line in lines]
-    return [texts[0], "|" + "---|" * len(lines[0]), *texts[1:]]
+                lines.append([name, start, *cells])
+    return lines
 
 
 def _gathered(found: Found) -> dict[tuple[str, str, str], list[Row]]:
     """The rows of every network, kind and start, a row a rate."""
     rows: dict[tuple[str, str, str], list[Row]] = {}
-    for study, start in (("lee2025-figure6", "words"), ("lee2025-table4", "words"), ("lee2025-apart", "apart")):
+    studies = {"lee2025-figure6": AS_WORDS, "lee2025-table4": AS_WORDS, "lee2025-apart": APART_START}
+    for study, start in studies.items():
         for row in rows_of(study, found.get(study, [])):
             name, _, kind = re.sub(", rate .*", "", row.name).partition(", ")
             if study == "lee2025-figure6":  # whose only network is ours

@@ -93,7 +93,7 @@ def main() -> None:
     if not found:
         raise InputError(f"no results in {root / 'results'}: run this in the root of the repository")
     readme = between(root / "README.md", "results", readme_results(found))
-    lee = between(root / "docs" / "lee2025.md", "networks", networks_table(found))
+    lee = between(root / "docs" / "lee2025.md", "networks", markdown(networks_table(found)))
     places = {name: place for place, name in enumerate(TITLES)}
     ordered = sorted(found, key=lambda name: (places.get(name, len(places)), name))
     text = ["# Results", "", INTRODUCTION, ""]
@@ -154,7 +154,11 @@ def table(name: str, rows: Sequence[Row], only: Sequence[str] | None = None) -> 
     cells = {title: [cell(row) for row in rows] for title, cell in columns.items()}
     filled = {title: column for title, column in cells.items() if any(column)}
     names = [escape(row.name + differing(row, rows)) for row in rows]
-    lines = [["", *filled], *(list(line) for line in zip(names, *filled.values(), strict=True))]
+    return markdown([["", *filled], *(list(line) for line in zip(names, *filled.values(), strict=True))])
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> list[str]:
+    """A table of cells, the header first."""
     texts = ["| " + " | ".join(line) + " |" for line in lines]
     return [texts[0], "|" + "---|" * len(lines[0]), *texts[1:]]
 

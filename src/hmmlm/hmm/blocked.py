@@ -24,7 +24,7 @@ class Carry(NamedTuple):
     def rows(self, count: int) -> "Carry":
         return Carry(self.probs[:count], self.states[:count])
 
-    def apart(self, blocks: int) -> Tensor:
+    def distinct_states(self, blocks: int) -> Tensor:
         """The states [B, k], or [1, k] of a single block, in which all stand on the same."""
         return self.states[:1] if blocks == 1 else self.states
 
@@ -125,7 +125,7 @@ class BlockedHMM:
         factors, k = self.factors, self.factors.states_per_block
         before = None
         if initial is not None:
-            states = initial.apart(self.states // k)
+            states = initial.distinct_states(self.states // k)
             before = Initial(initial.probs, factors.u[states], factors.log_normalizer[states])
         result = blocked_scan(
             tokens, factors.block_of_word, factors.u, factors.w, factors.log_normalizer, factors.log_start,

@@ -68,7 +68,7 @@ class FromFactors(Blocked):
         """
         sample = sample_states(self.blocks, self.dropout)
         kept = global_states(self.blocks, sample)
-        carried = None if initial is None else initial.apart(self.blocks.num_blocks).flatten()
+        carried = None if initial is None else initial.distinct_states(self.blocks.num_blocks).flatten()
         u, w, log_normalizer, log_start, log_emission, *left = self.parts(kept, carried)
         before = None
         if initial is not None:
