@@ -18,8 +18,8 @@ Found = Mapping[str, Sequence[Record]]
 
 
 def networks_table(found: Found) -> list[list[str]]:
-    """Lines of cells, the header first: a line a network and start, a column a kind. Test perplexity at the rate that is
-    best on valid with the first seed, the mean over seeds; with that rate and the number of seeds."""
+    """Lines of cells, the header first: a line a network and start, a column a kind. Test perplexity at the rate that
+    is best on valid with the first seed, the mean over seeds; with that rate and the number of seeds."""
     printed = {run.row: run.paper.get("test_perplexity") for run in INITIALIZATION["lee2025-table4"]}
     paper = [f"{printed[f'TinyLlama-1.1B, {kind}']:g}" for kind in KINDS]
     lines = [["network", "states begin", *KINDS], ["TinyLlama-1.1B, the paper's figures", "", *paper]]
