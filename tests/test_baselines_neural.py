@@ -141,6 +141,8 @@ def test_bad_input(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     failure = partial(commands.failure, capsys, "baseline")
 
     assert "order is for kind = 'feedforward'" in failure("--model.order", "3")
+    assert "--rate: Input should be greater than 0 (given -1.0)" in failure("--rate", "-1")
+    assert "--betas.1: Input should be less than 1 (given 1.0)" in failure("--betas", "0.9", "1.0")
     assert "use 'cosine' or 'constant'" in failure("--schedule.kind", "plateau", "--data", str(corpus))
     assert "no run to resume" in failure("--resume", str(tmp_path / "none"))
     run = tmp_path / "run"

@@ -184,7 +184,9 @@ def test_options_with_a_use_are_not() -> None:
     neural = config_from_dict({
         "model": {"structure": "brown", "parameterization": "neural", "states": 256}, "schedule": {"kind": "plateau"},
     })  # fmt: skip
-    found = {line.split()[0] for line in unused(neural, names)}
+    lines = [line.split()[0] for line in unused(neural, names)]
+    found = set(lines)
+    assert len(lines) == len(found)  # each is said once
     assert found == {
         "model.states_per_word", "model.layers", "optimizer.baum_welch", "schedule.final_fraction", "initialization",
         "initialization.alike",

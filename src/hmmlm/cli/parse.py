@@ -44,8 +44,13 @@ def parse(kind: type[T], argv: list[str], command: str, description: str, defaul
     except SystemExit as end:
         if not end.code:  # help
             raise
-    except ValidationError as error:  # a rule over several sections, which tyro lets through
-        raise InputError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+    except ValidationError as error:  # of the outermost settings, which tyro lets through
+        first = error.errors()[0]
+        reason = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "value_error":  # a rule over several of them
+            raise InputError(reason) from None
+        option = ".".join(map(str, first["loc"])).replace("_", "-")
+        raise InputError(f"--{option}: {reason} (given {first['input']!r}); see hmmlm {command} --help") from None
     raise InputError(f"{condense(captured.getvalue())}; see hmmlm {command} --help")
 
 

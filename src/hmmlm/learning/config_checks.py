@@ -40,6 +40,7 @@ def unused(config: RunConfig, given: Collection[str]) -> Iterator[str]:
                 what = " or ".join(f"{k} {' or '.join(map(repr, kinds))}" for k, kinds in needed.items())
                 now = " and ".join(f"{k} is {_value(config, k)!r}" for k in needed)
                 yield f"{name} is not used: it is for {what}, and {now}"
+                break  # what holds for its section is no news
 
 
 def _value(config: RunConfig, name: str) -> Any:
