@@ -31,7 +31,7 @@ from hmmlm.initialization.transfer import (
 from hmmlm.initialization.transformer_lm import TransformerLM, TransformerShape, save_teacher
 from hmmlm.learning.checkpoint import read_state
 from hmmlm.learning.trainer import train
-from hmmlm.parameterization import make_dense
+from hmmlm.parameterization import Factored, make_dense
 
 WORDS = ["<unk>", "<eos>", *"abcd"]
 
@@ -110,6 +110,24 @@ def test_with_its_words_a_state_emits_what_the_language_model_predicts(folder: P
     bare = from_pretrained(open_teacher(str(folder), device="cpu"), 7, 6, torch.Generator().manual_seed(0))
     assert torch.equal(bare.embeddings[0], model.embeddings[0]) and torch.equal(bare.start, model.start)
     assert not torch.equal(bare.emission, words)
+
+
+def test_whatever_the_sizes_of_network_and_words_one_rate_suits_both(folder: Path) -> None:
+    def made(gain: float) -> Factored:
+        teacher = open_teacher(str(folder), device="cpu")
+        words = teacher.head().clone() / gain
+        with torch.no_grad():
+            for parameter in teacher.model.norm.parameters():  # type: ignore[attr-defined]
+                parameter.mul_(gain)
+        return from_pretrained(teacher, 7, 6, torch.Generator().manual_seed(0), words)
+
+    plain, loud = made(1), made(30)  # the same language model, whose network says much and whose words are small
+    torch.testing.assert_close(loud().log_emission, plain().log_emission)
+    torch.testing.assert_close(loud.emission, plain.emission)
+    hidden = plain.embeddings[0].shape[1]
+    torch.testing.assert_close(loud.networks[0](loud.embeddings[0]).square().mean(), torch.tensor(1.0))
+    for features in loud.features():
+        assert float(features.detach().square().mean()) == pytest.approx(hidden**-0.5, rel=0.5)
 
 
 class Biased(torch.nn.Module):

@@ -26,8 +26,11 @@ DOUBLINGS = 8
 class PretrainedStack(nn.Module):
     """[..., n, h] → [..., n, h]: the blocks of a language model, which read n vectors as if they were n tokens.
 
-    Everything is as it was trained: causal, with positions, normalised at the end. Dropout stays off.
+    Everything is as it was trained: causal, with positions, normalised at the end. Dropout stays off. What comes out
+    is divided by `size`, which is 1 unless something else is said.
     """
+
+    size: Tensor
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -38,6 +41,7 @@ class PretrainedStack(nn.Module):
             model = model.base_model
             model.set_input_embeddings(nn.Identity())  # read by nobody now, and large
         self.model = model.float().requires_grad_(True)
+        self.register_buffer("size", torch.ones(()))
         self.train()
 
     def train(self, mode: bool = True) -> PretrainedStack:
@@ -50,7 +54,7 @@ class PretrainedStack(nn.Module):
             result = self.model.read(rows, len(self.model.blocks))
         else:
             result = self.model(inputs_embeds=rows, use_cache=False).last_hidden_state
-        return result.reshape(vectors.shape)
+        return result.reshape(vectors.shape) / self.size
 
 
 def from_pretrained(
@@ -61,9 +65,10 @@ def from_pretrained(
 
     State embeddings are drawn with the mean and spread of the teacher's token embeddings, which its network knows how
     to read, then `spread_out` until they are no more `alike` than that. With `words` [vocab_size, h], the teacher's
-    `word_vectors`, H_emit begins as what the network says, and a state emits what the language model predicts after
-    such an embedding. The rest is as in a `Factored` with initial = "unit". To find all this out the network is read
-    several times, on `device`.
+    `word_vectors`, a state emits at first what the language model predicts after such an embedding. H is as large as
+    in a `Factored` with initial = "unit", and so is what the network says, entries of mean square 1: language models
+    have networks that say much and words that are small, and as they come, a step that suits the network is ten to
+    thirty times too large for the words. To find all this out the network is read several times, on `device`.
     """
     if words is not None and words.shape[1] != teacher.hidden_size:
         raise InputError(
@@ -91,14 +96,17 @@ def from_pretrained(
     with torch.no_grad():
         offsets = made.embeddings[0] * spread.to(device)
         made.embeddings[0].copy_(spread_out(stack, mean.to(device), offsets, alike))
+        said = stack(made.embeddings[0]).square().mean().sqrt().clamp(min=1e-6)
+        stack.size.copy_(said)
         made.start.mul_(unit)
         made.emission.mul_(unit)
         size = torch.stack([h.square().mean() for h in made.features()]).mean().sqrt()
         for head in made.heads.parameters():  # which are ours, unlike the network
             head.mul_(unit / size)
         if words is not None:
-            made.emission.copy_(words)
-            nn.init.eye_(made.heads[made.roles.index("emit")].weight)  # type: ignore[arg-type]
+            made.emission.copy_(words * (said / unit))
+            emit: Tensor = made.heads[made.roles.index("emit")].weight  # type: ignore[assignment]
+            nn.init.eye_(emit).mul_(unit)
     return made.cpu()
 
 
