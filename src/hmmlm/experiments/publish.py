@@ -182,7 +182,7 @@ def columns_of(name: str, rows: Sequence[Row]) -> dict[str, Callable[[Row], str]
     for metric in dict.fromkeys(key for row in rows for record in row.records for key in record["metrics"]):
         if metric not in KNOWN:
             columns[escape(metric.replace("_", " "))] = plain_mean(metric)
-    columns["sequences left out"] = lambda row: number(row.mean("skipped") or None, "{:g}")
+    columns["sequences left out"] = lambda row: number(row.mean("skipped") or None, "{:.3g}")
     columns["seeds"] = seeds
     return columns
 

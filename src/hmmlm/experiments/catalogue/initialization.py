@@ -26,7 +26,7 @@ NETWORK_RATES = {
 (lee2025-networks)."""
 APART: dict[str, dict[str, tuple[float, ...]]] = {
     "own decoder": dict.fromkeys(("random", "pretrained"), (0.0003, 0.001, 0.003, 0.01)),
-    "stories15M": {"random": (0.001, 0.003, 0.01), "pretrained": (0.0001, 0.0003, 0.001, 0.003, 0.01),
+    "stories15M": {"random": (0.001, 0.003, 0.01), "pretrained": (0.0001, 0.0003, 0.001, 0.002, 0.003, 0.01),
                    "random, LVD": (0.003,), "pretrained, LVD": (0.001, 0.003)},
     "SmolLM2-135M": {"random": (0.0003, 0.001, 0.003), "pretrained": (0.0001, 0.0003, 0.001, 0.003),
                      "random, LVD": (0.0003, 0.001), "pretrained, LVD": (0.0003, 0.001)},
