@@ -76,7 +76,8 @@ DRAWINGS = {
     "lee2025-figure5": Drawing("LVD, (?P<label>.*)"),
     "lee2025-figure6": Drawing(f"(?P<series>random|pretrained(?: body)?), rate {_X}", "peak learning rate", _plainly),
     "lee2025-apart": Drawing(
-        f"(?P<series>.*, (?:random|pretrained)), rate {_X}", "peak learning rate", _decade, paired=True, top=340
+        f"(?P<series>.*, (?:random|pretrained(?: as it comes)?)), rate {_X}", "peak learning rate", _decade,
+        paired=True, top=340,
     ),
     "lee2025-figure7": Drawing("(?P<label>.*), (?P<series>random|pretrained(?: body)?)"),
     "lee2025-figure8": Drawing(

@@ -6,13 +6,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from hmmlm.experiments.catalogue.initialization import APART, INITIALIZATION
+from hmmlm.experiments.catalogue.initialization import APART, TABLE4
 from hmmlm.experiments.catalogue.lee2025 import SEEDS
 from hmmlm.experiments.summary import Record, Row, rows_of
 
-OWN = "own decoder"
-KINDS = ("random", "pretrained", "random, LVD", "pretrained, LVD")
+OWN, LAPTOP = "own decoder", "stories15M, PTB, 128 states"
 AS_WORDS, APART_START = "as far apart as words", "further apart"
+LOUD = " as it comes"
+"""Of kinds in results from before networks and words began at sizes that one rate suits."""
+LOUD_START = APART_START + ", sizes as they come"
+RANDOM = ("random", "random, LVD")
 Found = Mapping[str, Sequence[Record]]
 """The records of every study."""
 
@@ -20,28 +23,33 @@ Found = Mapping[str, Sequence[Record]]
 def networks_table(found: Found) -> list[list[str]]:
     """Lines of cells, the header first: a line a network and start, a column a kind. Test perplexity at the rate that
     is best on valid with the first seed, the mean over seeds; with that rate and the number of seeds."""
-    printed = {run.row: run.paper.get("test_perplexity") for run in INITIALIZATION["lee2025-table4"]}
-    paper = [f"{printed[f'TinyLlama-1.1B, {kind}']:g}" for kind in KINDS]
-    lines = [["network", "states begin", *KINDS], ["TinyLlama-1.1B, the paper's figures", "", *paper]]
+    paper = [f"{printed:g}" for printed in TABLE4.values()]
+    lines = [["network", "states begin", *TABLE4], ["TinyLlama-1.1B, the paper's figures", "", *paper]]
     rows = _gathered(found)
-    for name in APART:
-        for start in (AS_WORDS, APART_START):
-            cells = [_cell(rows.get((name, kind, start), [])) for kind in KINDS]
-            if any(cells):
-                lines.append([name, start, *cells])
+    for name in (*APART, LAPTOP):
+        for start in (AS_WORDS, LOUD_START, APART_START):
+            kinds = [kind for kind in TABLE4 if (name, kind, start) in rows]
+            if start == LOUD_START and kinds:  # random networks come at the size that others are brought to
+                rows.update({(name, kind, start): rows.get((name, kind, APART_START), []) for kind in RANDOM})
+            if kinds:
+                lines.append([name, start, *(_cell(rows.get((name, kind, start), [])) for kind in TABLE4)])
     return lines
 
 
 def _gathered(found: Found) -> dict[tuple[str, str, str], list[Row]]:
     """The rows of every network, kind and start, a row a rate."""
     rows: dict[tuple[str, str, str], list[Row]] = {}
-    studies = {"lee2025-figure6": AS_WORDS, "lee2025-table4": AS_WORDS, "lee2025-apart": APART_START}
+    studies = {"lee2025-figure6": AS_WORDS, "lee2025-table4": AS_WORDS, "lee2025-apart": APART_START,
+               "lee2025-table4-cpu": APART_START}  # fmt: skip
     for study, start in studies.items():
         for row in rows_of(study, found.get(study, [])):
             name, _, kind = re.sub(", rate .*", "", row.name).partition(", ")
             if study == "lee2025-figure6":  # whose only network is ours
                 name, kind = OWN, name
-            rows.setdefault((name, kind, start), []).append(row)
+            elif study == "lee2025-table4-cpu":
+                name = LAPTOP
+            loud = LOUD in kind
+            rows.setdefault((name, kind.replace(LOUD, ""), LOUD_START if loud else start), []).append(row)
     return rows
 
 

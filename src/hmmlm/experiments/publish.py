@@ -54,6 +54,7 @@ TITLES = {
     "lee2025-table4": f"{LEE}, Table 4: pretrained networks and LVD (the paper's network is TinyLlama-1.1B)",
     "lee2025-networks": "Rates of the networks of pretrained transformers, tried on few tokens",
     "lee2025-apart": f"{LEE}, Table 4 and Figures 6 and 7 where states begin further apart, and the learning rate",
+    "lee2025-table4-cpu": f"{LEE}, Table 4 on two CPU cores: PTB, 128 states, the network of stories15M",
     "lee2025-kmeans": "Speed of k-means in LVD, over embeddings that are made again in every pass",
     "lee2025-cpu-trials": "Trials with few states on two CPU cores",
     "lee2025-throughput": "Speed of training at the setting of Lee & Berg-Kirkpatrick",
@@ -61,7 +62,7 @@ TITLES = {
     "steering": "A language model steered to say a word, beside the exact answer",
 }
 # Of settings: several rows are scalar, and none is the baseline.
-TRIALS = ("lee2025-rates", "lee2025-networks", "lee2025-apart", "lee2025-cpu-trials")
+TRIALS = ("lee2025-rates", "lee2025-networks", "lee2025-apart", "lee2025-table4-cpu", "lee2025-cpu-trials")
 README_STUDIES = (
     "chiu2020-table1", "chiu2020-table4", "chiu2020-table4-released", "lee2025-table1", "lee2025-tuned",
     "lee2025-figure3",
