@@ -243,6 +243,23 @@ def test_networks_are_told_at_the_rate_that_the_first_seed_chooses() -> None:
     ]
 
 
+def test_runs_that_were_stopped_are_said_and_their_rate_is_not_chosen() -> None:
+    def run(rate: float, test: float | None, seed: int = 42) -> dict[str, Any]:
+        row, settings = f"stories15M, random, rate {rate:g}", {"optimizer.rate": rate}
+        made = record(row, test or 0.0, seed, "lee-lvd-transformer", settings=settings)
+        return made if test else {**made, "metrics": {}, "stopped": "NaN in step 7"}
+
+    records = [run(0.001, 300.0), run(0.003, 250.0), run(0.003, None, 52), run(0.01, None)]
+    seeds = {row: line["seeds"] for row, line in cells("lee2025-apart", records).items()}
+    assert seeds == {
+        "stories15M, random, rate 0.001": "seed 42", "stories15M, random, rate 0.003": "2 seeds, 1 stopped",
+        "stories15M, random, rate 0.01": "seed 42, 1 stopped",
+    }  # fmt: skip
+    assert "Stopped, because they failed to train: NaN in step 7.\n" in publish.remarks([], records)
+    assert networks_table({"lee2025-apart": records})[-1][2] == "300.0 (0.001; 1)"
+    assert networks_table({"lee2025-apart": records[-1:]})[-1][2] == "stopped (0.01; 1)"
+
+
 def test_bars_carry_their_numbers_and_whiskers() -> None:
     series = {"here": {"a": (9, 10, 12), "b": (5, 5, 5)}, "the paper": {"b": (7, 7, 7)}}
     (axes,) = bars(["a", "b"], series, "perplexity").axes

@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from hmmlm.cli import baseline
 from hmmlm.cli.parse import parse
 from hmmlm.cli.train import _parse
+from hmmlm.experiments import studies
 from hmmlm.experiments.catalogue import STUDIES
 from hmmlm.experiments.catalogue.run import BASELINE, Run
 from hmmlm.experiments.results import gather
@@ -63,6 +65,34 @@ def test_a_baseline_is_performed_like_any_run(tmp_path: Path) -> None:
     assert metrics["tokens"] >= 40_000 and 0 < metrics["epochs"] < 1 and metrics["best_step"] > 0
     assert 1 < metrics["valid_perplexity"] < 250 and 1 < metrics["train_perplexity"] < 500  # half of the 500 words
     assert record["command"].startswith("hmmlm baseline --data embedded --tokenizer.vocab-size 500")
+
+
+def test_a_run_that_fails_to_train_has_a_record_that_says_so(tmp_path: Path) -> None:
+    record = perform(tiny(optimizer__rate=1e30, optimizer__clip=1e30, schedule__kind="constant"), tmp_path / "work")
+    assert record["metrics"] == {} and record["commit"]
+    assert "loss in training is nan" in record["stopped"] and str(tmp_path) not in record["stopped"]
+
+
+def test_a_study_goes_on_where_it_was_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tiny(train__max_tokens=4_000)
+    monkeypatch.setitem(STUDIES, "tiny", [replace(short, seed=seed) for seed in (1, 2)])
+    folders = ["tiny", "--out", str(tmp_path), "--work", str(tmp_path / "work"), "--set", "model.hidden=16"]
+
+    def seeds() -> list[int]:
+        return [record["seed"] for record in json.loads((tmp_path / "tiny.json").read_text())]
+
+    studies.main([*folders, "--seeds", "2"])
+    (first,) = json.loads((tmp_path / "tiny.json").read_text())
+    assert first["seed"] == 2 and first["metrics"]["tokens_per_second"] > 0
+    studies.main([*folders, "--jobs", "2"])
+    assert seeds() == [2, 1]
+    assert "1 runs; 1 have a record" in capsys.readouterr().out
+    kept, new = json.loads((tmp_path / "tiny.json").read_text())
+    assert kept == first and not set(studies.SPEEDS) & set(new["metrics"])  # it may not have been alone
+    studies.main([*folders, "--again", "--seeds", "2"])
+    assert seeds() == [1, 2]
 
 
 def test_records_replace_those_of_the_same_run_and_keep_others(tmp_path: Path) -> None:

@@ -58,10 +58,14 @@ def _cell(rows: Sequence[Row]) -> str:
         return ""
     best = min(rows, key=_first_valid)
     rate = float(best.records[0]["settings"]["optimizer.rate"])
-    return f"{best.mean('test_perplexity'):.1f} ({rate:g}; {len(best.records)})"
+    test = best.mean("test_perplexity")
+    return f"{'stopped' if test is None else f'{test:.1f}'} ({rate:g}; {len(best.records)})"
 
 
 def _first_valid(row: Row) -> float:
-    """Valid perplexity with the first seed, with which rates are chosen; the mean where it was not run."""
+    """Valid perplexity with the first seed, with which rates are chosen; the mean where it was not run. The last to be
+    chosen is one that failed to train with any seed."""
+    if row.stopped:
+        return float("inf")
     first = [record["metrics"]["valid_perplexity"] for record in row.records if record["seed"] == SEEDS[0]]
     return first[0] if first else row.mean("valid_perplexity") or float("inf")

@@ -225,8 +225,10 @@ def tokens(row: Row) -> str:
 
 
 def seeds(row: Row) -> str:
+    """How many, which if it is one, and how many of the runs failed."""
     given = [record["seed"] for record in row.records if "seed" in record]
-    return f"{len(given)} seeds" if len(given) > 1 else "".join(f"seed {seed}" for seed in given)
+    text = f"{len(given)} seeds" if len(given) > 1 else "".join(f"seed {seed}" for seed in given)
+    return text + (f", {row.stopped} stopped" if row.stopped else "")
 
 
 def shared_settings(rows: Sequence[Row]) -> dict[str, str]:
@@ -295,6 +297,8 @@ def remarks(rows: Sequence[Row], records: Sequence[dict[str, Any]]) -> list[str]
         ):
             if names:
                 lines.append(f"{whom}: " + escape(", ".join(setting(name, shared[name]) for name in names)) + ".\n")
+    if reasons := dict.fromkeys(record["stopped"] for record in records if "stopped" in record):
+        lines.append(f"Stopped, because they failed to train: {escape('; '.join(reasons))}.\n")
     notes = dict.fromkeys(part for record in records for part in record.get("note", "").rstrip(".").split("; ") if part)
     if notes:
         lines.append(f"Notes: {escape('; '.join(notes))}.\n")

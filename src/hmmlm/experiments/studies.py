@@ -4,7 +4,8 @@
 
 A study is a list of runs. Each is trained from its recipe, its best model by validation is scored once on valid and
 once on test, and a record of it is added to the study's file: row, recipe, seed, metrics, settings, command, commit,
-machine and date. Records of other runs in the file are kept.
+machine and date. A run that fails to train has a record too, which says why it was stopped. Records in the file are
+kept, and runs that have one are not done again, so that a study that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from hmmlm.learning.config import RunConfig, config_from_dict, config_to_dict, l
 from hmmlm.learning.config_baseline import BaselineConfig
 from hmmlm.learning.history import read_history
 
+SPEEDS = ("tokens_per_second", "step_ms", "train_seconds", "seconds")
+"""Metrics that others on the machine change."""
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -49,8 +53,12 @@ class Arguments:
     """Folder for the training runs."""
     rows: str = ""
     """Only rows that match this regular expression."""
+    seeds: list[int] = field(default_factory=list)
+    """Only runs with these seeds; none: all."""
     jobs: int = 1
-    """Runs side by side."""
+    """Runs side by side; of several, nothing is said about speed."""
+    again: bool = False
+    """Also runs that the study's file has a record of, which are then replaced."""
     set: list[str] = field(default_factory=list)
     """Settings for every run, as model.states=1024."""
 
@@ -62,12 +70,18 @@ def main(argv: list[str] | None = None) -> None:
     common = dict(setting.split("=", 1) for setting in arguments.set)
     runs = [
         replace(run, settings={**run.settings, **common})
-        for run in STUDIES[arguments.study] if re.search(arguments.rows, run.row)
+        for run in STUDIES[arguments.study]
+        if re.search(arguments.rows, run.row) and (not arguments.seeds or run.seed in arguments.seeds)
     ]
-    pool = ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn"))
     file = arguments.out / f"{arguments.study}.json"
+    if not arguments.again:
+        done = {_identity(vars(run)) for run in runs} & {_identity(record) for record in _records(file)}
+        runs = [run for run in runs if _identity(vars(run)) not in done]
+        print(f"{len(runs)} runs; {len(done)} have a record in {file} (--again does them again)", flush=True)
+    pool = ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn"))
     with pool:
-        futures = {pool.submit(perform, run, arguments.work / arguments.study): run for run in runs}
+        work, alone = arguments.work / arguments.study, arguments.jobs == 1
+        futures = {pool.submit(perform, run, work, alone): run for run in runs}
         for future in as_completed(futures):
             try:
                 record = future.result()
@@ -75,22 +89,32 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"FAILED {futures[future].row}: {error!r}", flush=True)
                 continue
             add_record(file, record)
-            print(json.dumps({"row": record["row"], "seed": record["seed"], **record["metrics"]}), flush=True)
+            shown = {name: record[name] for name in ("row", "seed", "stopped") if name in record}
+            print(json.dumps({**shown, **record["metrics"]}), flush=True)
 
 
 def add_record(file: Path, record: dict[str, Any]) -> None:
     """Add a run to a study's file; an earlier record of the same row, seed and settings is replaced."""
-    records: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
-    key = ("row", "seed", "settings")
-    records = [old for old in records if any(old[k] != record[k] for k in key)]
+    records = [old for old in _records(file) if _identity(old) != _identity(record)]
     records.append(record)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(file, (json.dumps(records, indent=1, ensure_ascii=False) + "\n").encode())
 
 
-def perform(run: Run, work: Path) -> dict[str, Any]:
-    """Train one run and measure it."""
+def _records(file: Path) -> list[dict[str, Any]]:
+    return json.loads(file.read_text()) if file.exists() else []
+
+
+def _identity(run: Mapping[str, Any]) -> str:
+    """What tells runs, or their records, apart."""
+    return json.dumps([run["row"], run["seed"], run["settings"]], sort_keys=True)
+
+
+def perform(run: Run, work: Path, alone: bool = True) -> dict[str, Any]:
+    """Train one run and measure it; unless `alone` on the machine, no speeds and times."""
     import torch
+
+    from hmmlm.learning.trainer import TrainingError
 
     config = with_settings(run)
     label = re.sub(r"[^\w.-]+", "-", f"{run.row}-{run.seed}-{time.time():.0f}-{os.getpid()}")
@@ -99,12 +123,20 @@ def perform(run: Run, work: Path) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     on_gpu = torch.cuda.is_available() and config.train.device != "cpu"
-    metrics = _baseline(config, work / label) if run.recipe == BASELINE else _hmm(config, work / label, on_gpu)
-    if on_gpu:
+    stopped: dict[str, str] = {}
+    metrics: dict[str, Any] = {}
+    try:
+        metrics = _baseline(config, work / label) if run.recipe == BASELINE else _hmm(config, work / label, on_gpu)
+    except TrainingError as error:
+        stopped["stopped"] = str(error).partition(": ")[0]  # what follows is advice, and where the run lies
+    if on_gpu and metrics:
         metrics["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)
+    if not alone:
+        metrics = {name: value for name, value in metrics.items() if name not in SPEEDS}
     return {
-        "row": run.row, "recipe": run.recipe, "seed": run.seed, "metrics": metrics, "settings": run.settings,
-        "command": command(run), "commit": commit(), "machine": machine(on_gpu), "date": time.strftime("%Y-%m-%d"),
+        "row": run.row, "recipe": run.recipe, "seed": run.seed, "metrics": metrics, **stopped,
+        "settings": run.settings, "command": command(run), "commit": commit(), "machine": machine(on_gpu),
+        "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
 
 

@@ -63,6 +63,11 @@ class Row:
         found = [record["metrics"].get(metric) for record in self.records]
         return [float(value) for value in found if value is not None]
 
+    @property
+    def stopped(self) -> int:
+        """How many runs failed to train and were stopped."""
+        return sum("stopped" in record for record in self.records)
+
     def mean(self, metric: str) -> float | None:
         values = self.values(metric)
         return statistics.fmean(values) if values else None
