@@ -126,8 +126,9 @@ def test_whatever_the_sizes_of_network_and_words_one_rate_suits_both(folder: Pat
     torch.testing.assert_close(loud.emission, plain.emission)
     hidden = plain.embeddings[0].shape[1]
     torch.testing.assert_close(loud.networks[0](loud.embeddings[0]).square().mean(), torch.tensor(1.0))
-    for features in loud.features():
-        assert float(features.detach().square().mean()) == pytest.approx(hidden**-0.5, rel=0.5)
+    sizes = {role: float(h.detach().square().mean()) for role, h in zip(loud.roles, loud.features(), strict=True)}
+    assert sizes["emit"] == pytest.approx(float(loud.emission.detach().square().mean()), rel=1e-4)
+    assert sizes["in"] == pytest.approx(hidden**-0.5, rel=0.5) and sizes["out"] == pytest.approx(sizes["in"], rel=0.5)
 
 
 class Biased(torch.nn.Module):

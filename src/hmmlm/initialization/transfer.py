@@ -64,11 +64,12 @@ def from_pretrained(
     """A transformer parameterization whose one network, on one table, is the teacher's, which is used up; on the CPU.
 
     State embeddings are drawn with the mean and spread of the teacher's token embeddings, which its network knows how
-    to read, then `spread_out` until they are no more `alike` than that. With `words` [vocab_size, h], the teacher's
-    `word_vectors`, a state emits at first what the language model predicts after such an embedding. H is as large as
-    in a `Factored` with initial = "unit", and so is what the network says, entries of mean square 1: language models
-    have networks that say much and words that are small, and as they come, a step that suits the network is ten to
-    thirty times too large for the words. To find all this out the network is read several times, on `device`.
+    to read, then `spread_out` until they are no more `alike` than that. What the network says is brought to entries of
+    mean square 1, and H, V and s are as large as in a `Factored` with initial = "unit". With `words` [vocab_size, h],
+    the teacher's `word_vectors`, a state emits at first what the language model predicts after such an embedding; H
+    and V are then of one size: language models have networks that say much and words that are small, and as they come,
+    a step that suits the network is ten to thirty times too large for the words. To find all this out the network is
+    read several times, on `device`.
     """
     if words is not None and words.shape[1] != teacher.hidden_size:
         raise InputError(
@@ -104,9 +105,11 @@ def from_pretrained(
         for head in made.heads.parameters():  # which are ours, unlike the network
             head.mul_(unit / size)
         if words is not None:
-            made.emission.copy_(words * (said / unit))
+            spoken = words.square().mean().sqrt().clamp(min=1e-6).to(device)
+            each = (said * spoken).sqrt()  # of H and of V: their product is as it was
+            made.emission.copy_(words).mul_(each / spoken)
             emit: Tensor = made.heads[made.roles.index("emit")].weight  # type: ignore[assignment]
-            nn.init.eye_(emit).mul_(unit)
+            nn.init.eye_(emit).mul_(each)
     return made.cpu()
 
 
