@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shlex
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from hmmlm.cli import baseline
 from hmmlm.cli.parse import parse
 from hmmlm.cli.train import _parse
+from hmmlm.errors import InputError
 from hmmlm.experiments import studies
 from hmmlm.experiments.catalogue import STUDIES
 from hmmlm.experiments.catalogue.run import BASELINE, Run
@@ -18,6 +21,7 @@ from hmmlm.experiments.results import gather
 from hmmlm.experiments.studies import add_record, command, perform, with_settings
 from hmmlm.learning.config import load_recipe
 from hmmlm.learning.config_baseline import BaselineConfig
+from hmmlm.learning.loop import Trainer
 
 
 @pytest.mark.parametrize("study", STUDIES)
@@ -71,6 +75,18 @@ def test_a_run_that_fails_to_train_has_a_record_that_says_so(tmp_path: Path) -> 
     record = perform(tiny(optimizer__rate=1e30, optimizer__clip=1e30, schedule__kind="constant"), tmp_path / "work")
     assert record["metrics"] == {} and record["commit"]
     assert "loss in training is nan" in record["stopped"] and str(tmp_path) not in record["stopped"]
+
+
+def test_an_interrupted_run_has_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Trainer.read_window
+
+    def interrupted(self: Trainer) -> list[float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return read(self)
+
+    monkeypatch.setattr(Trainer, "read_window", interrupted)
+    with pytest.raises(InputError, match="interrupted: it has no record"):
+        perform(tiny(train__log_every=1), tmp_path)
 
 
 def test_a_study_goes_on_where_it_was_left(

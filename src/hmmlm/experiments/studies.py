@@ -150,6 +150,7 @@ def _hmm(config: RunConfig, folder: Path, on_gpu: bool) -> dict[str, Any]:
 
     began = time.perf_counter()
     result = train(config, folder, progress=LineProgress())
+    _refuse_part(result.finished)
     seconds = time.perf_counter() - began
     lm, data = LanguageModel.load(folder), reopen(folder)
     lm = lm.to("cuda") if on_gpu else lm
@@ -173,6 +174,7 @@ def _baseline(config: BaselineConfig, folder: Path) -> dict[str, Any]:
 
     began = time.perf_counter()
     result = train_baseline(config, folder, progress=LineProgress())
+    _refuse_part(result.finished)
     seconds = time.perf_counter() - began
     history, speed = read_history(folder / "history.jsonl"), result.tokens / result.seconds
     return {
@@ -180,6 +182,12 @@ def _baseline(config: BaselineConfig, folder: Path) -> dict[str, Any]:
         "train_seconds": round(result.seconds, 1), "seconds": round(seconds, 1),
         "epochs": round(result.tokens / len(reopen_data(config, folder).tokens["train"]), 2), "tokens": result.tokens,
     }  # fmt: skip
+
+
+def _refuse_part(finished: bool) -> None:
+    """An error if a run was interrupted: what it is worth so far is not what its record would say."""
+    if not finished:
+        raise InputError("interrupted: it has no record, and is begun again when the study is run again")
 
 
 def _metrics(
