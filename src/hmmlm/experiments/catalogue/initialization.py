@@ -146,7 +146,7 @@ def _on_a_laptop() -> list[Run]:
         _network(f"stories15M, {kind}, rate {rate:g}", kind.removesuffix(", LVD"), kind.endswith(", LVD"), seed,
                  apart=True, initialization__teacher=TEACHERS["stories15M"], optimizer__rate=rate, **small,
                  **(few if kind.endswith(", LVD") else {}))
-        for seed in SEEDS[:2] for rate in (0.001, 0.003, 0.0003, 0.01) for kind in TABLE4
+        for seed in SEEDS[:2] for rate in (0.0003, 0.001, 0.003, 0.006) for kind in TABLE4
     ]  # fmt: skip
 
 
