@@ -79,7 +79,9 @@ DRAWINGS = {
         f"(?P<series>.*, (?:random|pretrained(?: as it comes)?)), rate {_X}", "peak learning rate", _decade,
         paired=True, top=340,
     ),
-    "lee2025-table4-cpu": Drawing(f"stories15M, (?P<series>.*), rate {_X}", "peak learning rate", _plainly),
+    "lee2025-table4-cpu": Drawing(
+        f"stories15M, (?P<series>.*), rate {_X}", "peak learning rate", _plainly, top=330
+    ),
     "lee2025-figure7": Drawing("(?P<label>.*), (?P<series>random|pretrained(?: body)?)"),
     "lee2025-figure8": Drawing(
         f"LVD for {_X} tokens", "tokens of latent variable distillation", short,
