@@ -348,7 +348,7 @@ def test_condense_of_boxes_and_of_plain_text() -> None:
 def start(*argv: str, **options: object) -> subprocess.Popen[str]:
     source = Path(__file__).parents[1] / "src"
     environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "hmmlm.cli.main", *argv]
+    command = [sys.executable, "-m", "hmmlm", *argv]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, env=environment, **pipes, **options)  # type: ignore[call-overload, no-any-return]
 

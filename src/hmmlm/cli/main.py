@@ -97,7 +97,3 @@ def _explain(error: Exception) -> str | None:
     if isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text:
         return "not enough memory: use fewer states (--model.states), a smaller vocabulary or smaller batches"
     return None
-
-
-if __name__ == "__main__":
-    sys.exit(main())
