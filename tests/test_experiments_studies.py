@@ -18,8 +18,9 @@ from hmmlm.errors import InputError
 from hmmlm.experiments import studies
 from hmmlm.experiments.catalogue import STUDIES
 from hmmlm.experiments.catalogue.run import BASELINE, Run
+from hmmlm.experiments.records import add_record
 from hmmlm.experiments.results import gather
-from hmmlm.experiments.studies import SPEEDS, add_record, command, perform, with_settings
+from hmmlm.experiments.studies import SPEEDS, command, perform, with_settings
 from hmmlm.learning.config import load_recipe
 from hmmlm.learning.config_baseline import BaselineConfig
 from hmmlm.learning.loop import Trainer
@@ -56,6 +57,8 @@ def test_a_blocked_model_learns_on_the_embedded_corpus(tmp_path: Path) -> None:
     assert record["command"].startswith("hmmlm train --recipe ptb-vl-hmm --data embedded")
     history = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
     assert all(math.isfinite(event["loss"]) for event in history)
+    assert {path.name for path in run.iterdir() if path.is_symlink()} == {"best", "final"}
+    assert not list(run.rglob("state.*")) and list((run / "best").iterdir())  # the model stays
 
 
 def test_a_baseline_is_performed_like_any_run(tmp_path: Path) -> None:
@@ -69,6 +72,7 @@ def test_a_baseline_is_performed_like_any_run(tmp_path: Path) -> None:
     metrics = record["metrics"]
     assert metrics["tokens"] >= 40_000 and 0 < metrics["epochs"] < 1 and metrics["best_step"] > 0
     assert not set(SPEEDS) & set(metrics)  # others may have been on the machine
+    assert not list(tmp_path.rglob("state.*")) and list(tmp_path.glob("*/best/*"))
     assert 1 < metrics["valid_perplexity"] < 250 and 1 < metrics["train_perplexity"] < 500  # half of the 500 words
     assert record["command"].startswith("hmmlm baseline --data embedded --tokenizer.vocab-size 500")
 

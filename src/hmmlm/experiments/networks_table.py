@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from hmmlm.experiments.catalogue.initialization import APART, TABLE4
 from hmmlm.experiments.catalogue.lee2025 import SEEDS
@@ -58,8 +59,10 @@ def _cell(rows: Sequence[Row]) -> str:
         return ""
     best = min(rows, key=_first_valid)
     rate = float(best.records[0]["settings"]["optimizer.rate"])
-    test = best.mean("test_perplexity")
-    return f"{'stopped' if test is None else f'{test:.1f}'} ({rate:g}; {len(best.records)})"
+    for metric, where in (("test_perplexity", ""), ("valid_perplexity", " on valid")):  # test is not always known
+        if values := best.values(metric):
+            return f"{fmean(values):.1f}{where} ({rate:g}; {len(values)})"
+    return f"stopped ({rate:g}; {len(best.records)})"
 
 
 def _first_valid(row: Row) -> float:

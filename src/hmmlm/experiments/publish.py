@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from math import isclose
@@ -19,6 +18,7 @@ from hmmlm.experiments.catalogue import STUDIES
 from hmmlm.experiments.figures import draw
 from hmmlm.experiments.networks_table import networks_table
 from hmmlm.experiments.plots import short
+from hmmlm.experiments.records import read_records
 from hmmlm.experiments.summary import Row, main_rows, order_sentences, ratio, recipe_settings, rows_of
 
 CHIU, LEE = "Chiu & Rush 2020", "Lee & Berg-Kirkpatrick 2025"
@@ -122,17 +122,6 @@ def between(file: Path, name: str, lines: Sequence[str]) -> str:
     if not re.search(f"{begin}.*{end}", text, flags=re.S):
         raise InputError(f"{file.name}: no lines {begin} and {end}; the {name} go between them")
     return re.sub(f"{begin}.*{end}", lambda _: "\n".join([begin, *lines, end]), text, flags=re.S)
-
-
-def read_records(file: Path) -> list[dict[str, Any]]:
-    """The runs in a file of results."""
-    try:
-        records = json.loads(file.read_text())
-    except ValueError as error:
-        raise InputError(f"{file}: not JSON: {error}") from None
-    if not isinstance(records, list) or any({"row", "metrics"} - set(record) for record in records):
-        raise InputError(f"{file}: not a list of runs with `row` and `metrics`; move it out of results/")
-    return records
 
 
 def section(name: str, records: Sequence[dict[str, Any]], figures: Path) -> list[str]:

@@ -4,8 +4,9 @@
 
 A study is a list of runs. Each is trained from its recipe, its best model by validation is scored once on valid and
 once on test, and a record of it is added to the study's file: row, recipe, seed, metrics, settings, command, commit,
-machine and date. A run that fails to train has a record too, which says why it was stopped. Records in the file are
-kept, and runs that have one are not done again, so that a study that was interrupted goes on.
+machine and date. Its folder keeps the model, not the state to resume from. A run that fails to train has a record too,
+which says why it was stopped. Records in the file are kept, and runs that have one are not done again, so that a study
+that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from typing import Any
 
 import tyro
 
-from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
 from hmmlm.experiments.catalogue import STUDIES
 from hmmlm.experiments.catalogue.run import BASELINE, Run
+from hmmlm.experiments.records import add_record, identity, read_records
 from hmmlm.learning.config import RunConfig, config_from_dict, config_to_dict, load_recipe
 from hmmlm.learning.config_baseline import BaselineConfig
 from hmmlm.learning.history import read_history
@@ -75,8 +76,8 @@ def main(argv: list[str] | None = None) -> None:
     ]
     file = arguments.out / f"{arguments.study}.json"
     if not arguments.again:
-        done = {_identity(vars(run)) for run in runs} & {_identity(record) for record in _records(file)}
-        runs = [run for run in runs if _identity(vars(run)) not in done]
+        done = {identity(vars(run)) for run in runs} & {identity(record) for record in read_records(file)}
+        runs = [run for run in runs if identity(vars(run)) not in done]
         print(f"{len(runs)} runs; {len(done)} have a record in {file} (--again does them again)", flush=True)
     pool = ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn"))
     with pool:
@@ -93,27 +94,11 @@ def main(argv: list[str] | None = None) -> None:
             print(json.dumps({**shown, **record["metrics"]}), flush=True)
 
 
-def add_record(file: Path, record: dict[str, Any]) -> None:
-    """Add a run to a study's file; an earlier record of the same row, seed and settings is replaced."""
-    records = [old for old in _records(file) if _identity(old) != _identity(record)]
-    records.append(record)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(file, (json.dumps(records, indent=1, ensure_ascii=False) + "\n").encode())
-
-
-def _records(file: Path) -> list[dict[str, Any]]:
-    return json.loads(file.read_text()) if file.exists() else []
-
-
-def _identity(run: Mapping[str, Any]) -> str:
-    """What tells runs, or their records, apart."""
-    return json.dumps([run["row"], run["seed"], run["settings"]], sort_keys=True)
-
-
 def perform(run: Run, work: Path, alone: bool = True) -> dict[str, Any]:
     """Train one run and measure it; unless `alone` on the machine, no speeds and times."""
     import torch
 
+    from hmmlm.learning.checkpoint import remove_folder
     from hmmlm.learning.trainer import TrainingError
 
     config = with_settings(run)
@@ -129,6 +114,7 @@ def perform(run: Run, work: Path, alone: bool = True) -> dict[str, Any]:
         metrics = _baseline(config, work / label) if run.recipe == BASELINE else _hmm(config, work / label, on_gpu)
     except TrainingError as error:
         stopped["stopped"] = str(error).partition(": ")[0]  # what follows is advice, and where the run lies
+    remove_folder(work / label, "last")  # nobody resumes it now, and of a large network it soon fills a disk
     if on_gpu and metrics:
         metrics["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)
     if not alone:

@@ -72,6 +72,13 @@ def save_folder(run: Path, link: str, name: str, write: Callable[[Path], None]) 
     _remove_unlinked(store)
 
 
+def remove_folder(run: Path, link: str) -> None:
+    """Take the link `run/link` away, if it is there, and what it points to."""
+    (run / link).unlink(missing_ok=True)
+    if (run / "checkpoints").exists():
+        _remove_unlinked(run / "checkpoints")
+
+
 def _replace_link(link: Path, target: Path) -> None:
     fresh = link.with_name(f".{link.name}.new")
     fresh.unlink(missing_ok=True)
