@@ -258,8 +258,8 @@ def test_runs_that_were_stopped_are_said_and_their_rate_is_not_chosen() -> None:
     assert "Stopped, because they failed to train: NaN in step 7.\n" in publish.remarks([], records)
     assert networks_table({"lee2025-apart": records})[-1][2] == "300.0 (0.001; 1)"
     assert networks_table({"lee2025-apart": records[-1:]})[-1][2] == "stopped (0.01; 1)"
-    untested = {**records[0], "metrics": {"valid_perplexity": 200.0}}
-    assert networks_table({"lee2025-apart": [untested, *records[1:]]})[-1][2] == "200.0 on valid (0.001; 1)"
+    untested = {**run(0.0001, 1.0), "metrics": {"valid_perplexity": 200.0}}
+    assert networks_table({"lee2025-apart": [untested, *records]})[-1][2] == "300.0 (0.001; 1)"
 
 
 def test_bars_carry_their_numbers_and_whiskers() -> None:

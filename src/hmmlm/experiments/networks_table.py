@@ -23,7 +23,8 @@ Found = Mapping[str, Sequence[Record]]
 
 def networks_table(found: Found) -> list[list[str]]:
     """Lines of cells, the header first: a line a network and start, a column a kind. Test perplexity at the rate that
-    is best on valid with the first seed, the mean over seeds; with that rate and the number of seeds."""
+    is best on valid with the first seed, of those with a test figure; the mean over seeds; with that rate and their
+    number."""
     paper = [f"{printed:g}" for printed in TABLE4.values()]
     lines = [["network", "states begin", *TABLE4], ["TinyLlama-1.1B, the paper's figures", "", *paper]]
     rows = _gathered(found)
@@ -57,12 +58,9 @@ def _gathered(found: Found) -> dict[tuple[str, str, str], list[Row]]:
 def _cell(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
-    best = min(rows, key=_first_valid)
-    rate = float(best.records[0]["settings"]["optimizer.rate"])
-    for metric, where in (("test_perplexity", ""), ("valid_perplexity", " on valid")):  # test is not always known
-        if values := best.values(metric):
-            return f"{fmean(values):.1f}{where} ({rate:g}; {len(values)})"
-    return f"stopped ({rate:g}; {len(best.records)})"
+    best = min([row for row in rows if row.values("test_perplexity")] or rows, key=_first_valid)
+    rate, tested = float(best.records[0]["settings"]["optimizer.rate"]), best.values("test_perplexity")
+    return f"{fmean(tested):.1f} ({rate:g}; {len(tested)})" if tested else f"stopped ({rate:g}; {len(best.records)})"
 
 
 def _first_valid(row: Row) -> float:
