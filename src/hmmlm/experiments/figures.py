@@ -74,6 +74,7 @@ DRAWINGS = {
     "lee2025-figure3": _EVERY_ROW,
     "lee2025-figure4": Drawing("(?P<label>.*?), (?P<series>no LVD|LVD)"),
     "lee2025-figure5": Drawing("LVD, (?P<label>.*)"),
+    "lee2025-figure5-cpu": Drawing(f"(?P<series>.*), rate {_X}", "peak learning rate", _plainly),
     "lee2025-figure6": Drawing(f"(?P<series>random|pretrained(?: body)?), rate {_X}", "peak learning rate", _plainly),
     "lee2025-apart": Drawing(
         f"(?P<series>.*, (?:random|pretrained(?: as it comes)?)), rate {_X}", "peak learning rate", _decade,

@@ -49,6 +49,7 @@ TITLES = {
     "lee2025-figure8": f"{LEE}, Figure 8: how long LVD lasts",
     "lee2025-figure4": f"{LEE}, Figure 4: LVD and architectures",
     "lee2025-figure5": f"{LEE}, Figure 5: centroids and head as embeddings",
+    "lee2025-figure5-cpu": f"{LEE}, Figure 5 on two CPU cores: PTB, 128 states, teacher stories15M",
     "lee2025-figure6": f"{LEE}, Figure 6: a pretrained network and the learning rate",
     "lee2025-figure7": f"{LEE}, Figure 7: the networks of pretrained transformers",
     "lee2025-table4": f"{LEE}, Table 4: pretrained networks and LVD (the paper's network is TinyLlama-1.1B)",
@@ -62,7 +63,10 @@ TITLES = {
     "steering": "A language model steered to say a word, beside the exact answer",
 }
 # Of settings: several rows are scalar, and none is the baseline.
-TRIALS = ("lee2025-rates", "lee2025-networks", "lee2025-apart", "lee2025-table4-cpu", "lee2025-cpu-trials")
+TRIALS = (
+    "lee2025-rates", "lee2025-networks", "lee2025-apart", "lee2025-table4-cpu", "lee2025-figure5-cpu",
+    "lee2025-cpu-trials",
+)
 README_STUDIES = (
     "chiu2020-table1", "chiu2020-table4", "chiu2020-table4-released", "lee2025-table1", "lee2025-tuned",
     "lee2025-figure3",

@@ -64,17 +64,22 @@ def _lvd_architectures() -> list[Run]:
     ]
 
 
+def _embedding_rows(frozen: int) -> dict[str, dict[str, Any]]:
+    """Figure 5's rows: what embeddings start from, then that with these held for so many tokens."""
+    centroids, head = {"initialization.centroids": True}, {"initialization.head": True}
+    rows: dict[str, dict[str, Any]] = {"random embeddings": {}}
+    for name, settings in {"centroids": centroids, "head": head, "centroids and head": {**centroids, **head}}.items():
+        rows[name] = dict(settings)
+        rows[f"{name}, frozen for {frozen / 1e6:g}M tokens"] = {**settings, "initialization.frozen_tokens": frozen}
+    return rows
+
+
 def _embeddings() -> list[Run]:
     """Figure 5, appendix B; all as wide as the teacher."""
-    what = {"": {}, "centroids": {"initialization.centroids": True}, "head": {"initialization.head": True},
-            "centroids and head": {"initialization.centroids": True, "initialization.head": True}}  # fmt: skip
-    rows: dict[str, dict[str, Any]] = {}
-    for name, settings in what.items():
-        wide = {"model.hidden": 2048, "optimizer.rate": 0.0025, **settings}  # see `capacity`
-        rows[name or "random embeddings"] = wide
-        if name:
-            rows[f"{name}, frozen for 20M tokens"] = {**wide, "initialization.frozen_tokens": 20_000_000}
-    return [Run(f"LVD, {row}", "lee-lvd-mlp", settings, seed) for seed in SEEDS for row, settings in rows.items()]
+    wide = {"model.hidden": 2048, "optimizer.rate": 0.0025}  # see `capacity`
+    rows = _embedding_rows(20_000_000)
+    return [Run(f"LVD, {row}", "lee-lvd-mlp", {**wide, **settings}, seed)
+            for seed in SEEDS for row, settings in rows.items()]  # fmt: skip
 
 
 def _network(
@@ -137,17 +142,29 @@ def _apart() -> list[Run]:
     ]  # fmt: skip
 
 
-def _on_a_laptop() -> list[Run]:
-    """Table 4 on two cores: PTB's words, 128 states, the smallest network; every rate for every kind."""
-    small: dict[str, Any] = {"model__states": 128, "train__max_tokens": 2_000_000, "schedule__warmup_tokens": 100_000,
-             "batches__batch_size": 32, "train__precision": "32-true", "train__log_every": 50}
-    few: dict[str, Any] = {"initialization__tokens": 200_000, "initialization__kmeans__tokens": 200_000}
+LAPTOP: dict[str, Any] = {
+    "model.states": 128, "train.max_tokens": 2_000_000, "schedule.warmup_tokens": 100_000, "batches.batch_size": 32,
+    "train.precision": "32-true", "train.log_every": 50, "initialization.teacher": TEACHERS["stories15M"],
+}  # fmt: skip
+"""What two cores do in minutes: PTB's words and the smallest network."""
+LAPTOP_LVD: dict[str, Any] = {"initialization.tokens": 200_000, "initialization.kmeans.tokens": 200_000}
+
+
+def _table4_on_a_laptop() -> list[Run]:
+    """Table 4 on two cores; every rate for every kind."""
     return [
         _network(f"stories15M, {kind}, rate {rate:g}", kind.removesuffix(", LVD"), kind.endswith(", LVD"), seed,
-                 apart=True, initialization__teacher=TEACHERS["stories15M"], optimizer__rate=rate, **small,
-                 **(few if kind.endswith(", LVD") else {}))
+                 apart=True, optimizer__rate=rate, **LAPTOP, **(LAPTOP_LVD if kind.endswith(", LVD") else {}))
         for seed in SEEDS[:2] for rate in (0.0003, 0.001, 0.003, 0.006) for kind in TABLE4
     ]  # fmt: skip
+
+
+def _figure5_on_a_laptop() -> list[Run]:
+    """Figure 5 on two cores, as wide as the teacher; every rate for every row."""
+    wide = {**LAPTOP, **LAPTOP_LVD, "model.hidden": 288}
+    return [Run(f"{row}, rate {rate:g}", "lee-lvd-mlp", {**wide, "optimizer.rate": rate, **settings}, seed)
+            for seed in SEEDS for rate in (0.001, 0.003, 0.01)
+            for row, settings in _embedding_rows(800_000).items()]  # fmt: skip
 
 
 INITIALIZATION: dict[str, list[Run]] = {
@@ -172,5 +189,6 @@ INITIALIZATION: dict[str, list[Run]] = {
     "lee2025-table4": _networks({**TABLE4, "pretrained body": None, "pretrained body, LVD": None}),
     "lee2025-networks": _network_rates(),
     "lee2025-apart": _apart(),
-    "lee2025-table4-cpu": _on_a_laptop(),
+    "lee2025-table4-cpu": _table4_on_a_laptop(),
+    "lee2025-figure5-cpu": _figure5_on_a_laptop(),
 }
