@@ -241,4 +241,6 @@ def _number_points(axes: Any, spreads: Mapping[float, Spread], printed: Mapping[
 
 
 def _legend_above(axes: Any, columns: int) -> None:
-    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=min(columns, 4), fontsize=9)
+    longest = max(map(len, axes.get_legend_handles_labels()[1]))
+    fit = max(1, 110 // (longest + 8))  # about as many letters stand side by side
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=min(columns, 4, fit), fontsize=9)
