@@ -11,7 +11,7 @@ from hmmlm.experiments import publish
 from hmmlm.experiments.catalogue import STUDIES
 from hmmlm.experiments.catalogue.initialization import APART
 from hmmlm.experiments.figures import DRAWINGS, bars, draw, lines, number
-from hmmlm.experiments.networks_table import networks_table
+from hmmlm.experiments.networks_table import networks_table, one_rate_table
 from hmmlm.experiments.summary import order_sentences, ratio, rows_of
 
 README = "before\n<!-- results -->\nold\n<!-- /results -->\nafter\n"
@@ -37,7 +37,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text(README)
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "lee2025.md").write_text("above\n<!-- networks -->\nold\n<!-- /networks -->\nbelow\n")
+    marks = "".join(f"<!-- {name} -->\nold\n<!-- /{name} -->\n" for name in ("networks", "one rate"))
+    (tmp_path / "docs" / "lee2025.md").write_text(f"above\n{marks}below\n")
     (tmp_path / "results").mkdir()
     return tmp_path
 
@@ -201,7 +202,10 @@ def test_every_study_has_a_title_and_every_figure_is_drawn(repository: Path) -> 
     assert shown == [f"**{publish.TITLES[study]}**" for study in publish.README_STUDIES]
     assert readme.startswith("before") and readme.endswith("after\n") and "old" not in readme
     lee = (repository / "docs" / "lee2025.md").read_text()
-    assert lee.startswith("above") and lee.endswith("below\n") and lee.count("further apart") == len(APART) + 1
+    assert lee.startswith("above") and lee.endswith("below\n") and "old" not in lee
+    best, same = lee.split("<!-- one rate -->")
+    assert best.count("further apart") == len(APART) + 1
+    assert "| stories15M | as far apart as words | 0.003 |" in same  # of runs of two studies
 
 
 @pytest.mark.parametrize("study", sorted(DRAWINGS))
@@ -240,6 +244,25 @@ def test_networks_are_told_at_the_rate_that_the_first_seed_chooses() -> None:
         "| stories15M | further apart, sizes as they come | 280.0 (0.003; 1) |  |  | 265.0 (0.001; 1) |",
         "| stories15M | further apart | 280.0 (0.003; 1) |  |  | 275.0 (0.003; 2) |",
         "| stories15M, PTB, 128 states | further apart | 250.0 (0.01; 1) |  |  |  |",
+    ]
+
+
+def test_kinds_are_ordered_at_one_rate_where_all_were_run() -> None:
+    def run(kind: str, rate: float, test: float, seed: int = 42, more: str = "") -> dict[str, Any]:
+        settings = {"optimizer.rate": rate}
+        return record(f"SmolLM2-135M, {kind}{more}", test, seed, "lee-lvd-transformer", settings=settings)
+
+    trial = ", rate 0.001, 50M tokens"
+    cells = one_rate_table({
+        "lee2025-table4": [
+            run("random", 0.001, 400.0), run("random", 0.001, 100.0, 52), run("random, LVD", 0.001, 350.0)],
+        "lee2025-networks": [
+            run("pretrained", 0.001, 340.0, more=trial), run("pretrained, LVD", 0.001, 330.0, more=trial),
+            run("pretrained", 0.001, 900.0, more=", rate 0.001, 10M tokens")],
+        "lee2025-apart": [run(kind, 0.003, 300.0, more=", rate 0.003") for kind in ("random", "pretrained")],
+    })  # fmt: skip
+    assert cells[1:] == [
+        ["SmolLM2-135M", "as far apart as words", "0.001", "400.0", "340.0", "350.0", "330.0", "5 of 6"]
     ]
 
 

@@ -1,10 +1,11 @@
 """Table 4 and Figures 6 and 7 of Lee & Berg-Kirkpatrick 2025 in one table: networks, how they start, how apart states
-begin."""
+begin; and Table 4 at one rate for all kinds."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from statistics import fmean
 
 from hmmlm.experiments.catalogue.initialization import APART, TABLE4
@@ -17,6 +18,9 @@ LOUD = " as it comes"
 """Of kinds in results from before networks and words began at sizes that one rate suits."""
 LOUD_START = APART_START + ", sizes as they come"
 RANDOM = ("random", "random, LVD")
+STARTS = {"lee2025-figure6": AS_WORDS, "lee2025-table4": AS_WORDS, "lee2025-apart": APART_START,
+          "lee2025-table4-cpu": APART_START}  # fmt: skip
+"""How states begin in the studies of networks."""
 Found = Mapping[str, Sequence[Record]]
 """The records of every study."""
 
@@ -38,12 +42,31 @@ def networks_table(found: Found) -> list[list[str]]:
     return lines
 
 
-def _gathered(found: Found) -> dict[tuple[str, str, str], list[Row]]:
-    """The rows of every network, kind and start, a row a rate."""
+def one_rate_table(found: Found) -> list[list[str]]:
+    """Lines of cells, the header first: a line a network, start and rate with which all four kinds were run, first seed
+    and test perplexity; with how many of the six pairs of kinds are in the paper's order."""
+    trials = [record for record in found.get("lee2025-networks", []) if record["row"].endswith(", 50M tokens")]
+    rows = _gathered({**found, "lee2025-networks": trials}, {**STARTS, "lee2025-networks": AS_WORDS})
+    tests: dict[tuple[str, str, float], dict[str, float]] = {}
+    for (name, kind, start), same in rows.items():
+        for record in (record for row in same for record in row.records if record["seed"] == SEEDS[0]):
+            if test := record["metrics"].get("test_perplexity"):
+                tests.setdefault((name, start, float(record["settings"]["optimizer.rate"])), {})[kind] = test
+    names = (*APART, LAPTOP)
+    lines = [["network", "states begin", "rate", *TABLE4, "pairs as printed"]]
+    for name, start, rate in sorted(tests, key=lambda key: (names.index(key[0]), *key[1:])):
+        four = [tests[name, start, rate].get(kind) for kind in TABLE4]
+        known = [test for test in four if test is not None]
+        if len(known) == len(four):
+            ordered = sum(earlier > later for earlier, later in combinations(known, 2))
+            lines.append([name, start, f"{rate:g}", *(f"{test:.1f}" for test in known), f"{ordered} of 6"])
+    return lines
+
+
+def _gathered(found: Found, starts: Mapping[str, str] = STARTS) -> dict[tuple[str, str, str], list[Row]]:
+    """The rows of every network, kind and start, a row a rate, in studies with these starts."""
     rows: dict[tuple[str, str, str], list[Row]] = {}
-    studies = {"lee2025-figure6": AS_WORDS, "lee2025-table4": AS_WORDS, "lee2025-apart": APART_START,
-               "lee2025-table4-cpu": APART_START}  # fmt: skip
-    for study, start in studies.items():
+    for study, start in starts.items():
         for row in rows_of(study, found.get(study, [])):
             name, _, kind = re.sub(", rate .*", "", row.name).partition(", ")
             if study == "lee2025-figure6":  # whose only network is ours

@@ -16,7 +16,7 @@ from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
 from hmmlm.experiments.catalogue import STUDIES
 from hmmlm.experiments.figures import draw
-from hmmlm.experiments.networks_table import networks_table
+from hmmlm.experiments.networks_table import networks_table, one_rate_table
 from hmmlm.experiments.plots import short
 from hmmlm.experiments.records import read_records
 from hmmlm.experiments.summary import Row, main_rows, order_sentences, ratio, recipe_settings, rows_of
@@ -97,8 +97,9 @@ def main() -> None:
     found = {file.stem: records for file in (root / "results").glob("*.json") if (records := read_records(file))}
     if not found:
         raise InputError(f"no results in {root / 'results'}: run this in the root of the repository")
-    readme = between(root / "README.md", "results", readme_results(found))
-    lee = between(root / "docs" / "lee2025.md", "networks", markdown(networks_table(found)))
+    readme = filled(root / "README.md", {"results": readme_results(found)})
+    networks = {"networks": markdown(networks_table(found)), "one rate": markdown(one_rate_table(found))}
+    lee = filled(root / "docs" / "lee2025.md", networks)
     places = {name: place for place, name in enumerate(TITLES)}
     ordered = sorted(found, key=lambda name: (places.get(name, len(places)), name))
     text = ["# Results", "", INTRODUCTION, ""]
@@ -119,13 +120,16 @@ def readme_results(found: Mapping[str, Sequence[dict[str, Any]]]) -> list[str]:
     return [*lines, ""]
 
 
-def between(file: Path, name: str, lines: Sequence[str]) -> str:
-    """The text of a file with these lines between its marks <!-- name --> and <!-- /name -->."""
-    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+def filled(file: Path, parts: Mapping[str, Sequence[str]]) -> str:
+    """The text of a file with the lines of every part between its marks <!-- name --> and <!-- /name -->."""
     text = file.read_text()
-    if not re.search(f"{begin}.*{end}", text, flags=re.S):
-        raise InputError(f"{file.name}: no lines {begin} and {end}; the {name} go between them")
-    return re.sub(f"{begin}.*{end}", lambda _: "\n".join([begin, *lines, end]), text, flags=re.S)
+    for name, lines in parts.items():
+        begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if not re.search(f"{begin}.*{end}", text, flags=re.S):
+            raise InputError(f"{file.name}: no lines {begin} and {end}; the {name} go between them")
+        made = "\n".join([begin, *lines, end])
+        text = re.sub(f"{begin}.*{end}", lambda _, made=made: made, text, flags=re.S)  # type: ignore[misc]
+    return text
 
 
 def section(name: str, records: Sequence[dict[str, Any]], figures: Path) -> list[str]:
