@@ -115,6 +115,9 @@ def test_a_study_goes_on_where_it_was_left(
     assert list(runs("--jobs", "2").items()) == [(2, True), (1, False)]
     assert "1 runs; 1 have a record" in capsys.readouterr().out
     assert list(runs("--again", "--seeds", "2", "--jobs", "2").items()) == [(1, False), (2, False)]
+    for words in (["--rows", "huge"], ["--seeds", "3"]):
+        with pytest.raises(InputError, match=r"no run of tiny .*; seeds: \[1, 2\]; rows: embedded, blocked$"):
+            runs(*words)
 
 
 def test_records_replace_those_of_the_same_run_and_keep_others(tmp_path: Path) -> None:

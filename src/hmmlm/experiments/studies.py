@@ -20,6 +20,7 @@ import re
 import shlex
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -74,6 +75,13 @@ def main(argv: list[str] | None = None) -> None:
         for run in STUDIES[arguments.study]
         if re.search(arguments.rows, run.row) and (not arguments.seeds or run.seed in arguments.seeds)
     ]
+    if not runs:
+        rows = dict.fromkeys(run.row for run in STUDIES[arguments.study])
+        seeds = sorted({run.seed for run in STUDIES[arguments.study]})
+        raise InputError(
+            f"no run of {arguments.study} with a row that matches {arguments.rows!r} and a seed of "
+            f"{arguments.seeds or seeds}; seeds: {seeds}; rows: {'; '.join(rows)}"
+        )
     file = arguments.out / f"{arguments.study}.json"
     if not arguments.again:
         done = {identity(vars(run)) for run in runs} & {identity(record) for record in read_records(file)}
@@ -241,4 +249,7 @@ def machine(on_gpu: bool) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except InputError as error:
+        sys.exit(f"studies: error: {error}")
