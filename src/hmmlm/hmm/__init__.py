@@ -1,9 +1,19 @@
-"""The probabilistic objects and the questions that can be asked of them, exactly."""
+"""Hidden Markov models and their exact queries."""
 
-from hmmlm.hmm.blocked import BlockedHMM, Carry
+from torch import Tensor
+
+from hmmlm.hmm.blocked import BlockedHMM
 from hmmlm.hmm.dense import HMM
-from hmmlm.ops.results import Counts, Filtered
+from hmmlm.hmm.protocol import Carry, Counts, Filtered, Scan
+from hmmlm.hmm.queries import HiddenMarkovModel
 
-AnyHMM = HMM | BlockedHMM
+KINDS: dict[str, type[HMM] | type[BlockedHMM]] = {"dense": HMM, "blocked": BlockedHMM}
+"""Kinds of HMMs by the name that model files use."""
 
-__all__ = ["HMM", "AnyHMM", "BlockedHMM", "Carry", "Counts", "Filtered"]
+
+def hmm_from_tensors(kind: str, tensors: dict[str, Tensor]) -> HiddenMarkovModel:
+    """Return the HMM of a kind from the tensors of a model file."""
+    return KINDS[kind](**{name: tensors[name] for name in KINDS[kind].TENSORS})  # type: ignore[arg-type]
+
+
+__all__ = ["HMM", "KINDS", "BlockedHMM", "Carry", "Counts", "Filtered", "HiddenMarkovModel", "Scan", "hmm_from_tensors"]

@@ -1,4 +1,4 @@
-"""Deterministic automata over tokens: which sequences are wanted."""
+"""Deterministic finite automata over tokens: the sequences that a constraint accepts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from torch import Tensor
 
 from hmmlm.errors import InputError
 
-LARGEST = 4096  # states of a product: the table has as many rows, a column a word
+LARGEST = 4096  # automaton states of a product: the rows of its table, which has a column per word
 
 
 class Automaton:
-    """`next` [S, V] is the state after each token, `accepting` [S] whether a sequence may end there; it begins in 0.
+    """A finite automaton with S automaton states, which starts in 0.
 
-    It stays on the CPU; `Guide` takes along what a model on another device needs.
+    `next` [S, V] is the automaton state after each token; `accepting` [S] is True where a sequence may end. Both stay
+    on the CPU; `Guide` copies what it needs to the device of its model.
     """
 
     def __init__(self, next: Tensor, accepting: Tensor) -> None:
@@ -27,7 +28,7 @@ class Automaton:
             )
         self.next, self.accepting = next.cpu().long(), accepting.cpu().bool()
         if not self.next.numel() or bool((self.next < 0).any()) or bool((self.next >= next.shape[0]).any()):
-            raise InputError(f"next must hold states, 0 to {next.shape[0] - 1}")
+            raise InputError(f"next must contain automaton states from 0 to {next.shape[0] - 1}")
 
     @property
     def states(self) -> int:
@@ -38,7 +39,7 @@ class Automaton:
         return self.next.shape[1]
 
     def read(self, tokens: Sequence[int], state: int = 0) -> int:
-        """The state after `tokens`."""
+        """Return the automaton state after `tokens`."""
         _check(tokens, self.vocab_size)
         for token in tokens:
             state = int(self.next[state, token])
@@ -48,7 +49,7 @@ class Automaton:
         return bool(self.accepting[self.read(tokens)])
 
     def hopeful(self) -> Tensor:
-        """[S] whether anything that follows is accepted."""
+        """Return a mask [S], True where some continuation is accepted."""
         hopeful = self.accepting
         while True:
             more = hopeful | hopeful[self.next].any(1)
@@ -57,23 +58,25 @@ class Automaton:
             hopeful = more
 
     def settled(self) -> Tensor:
-        """[S] whether everything that follows is accepted, because the state stays."""
+        """Return a mask [S], True where every continuation is accepted, because the automaton state never changes."""
         return self.accepting & (self.next == torch.arange(self.states)[:, None]).all(1)
 
     def complement(self) -> Automaton:
-        """All other sequences."""
+        """Return the automaton that accepts all other sequences."""
         return Automaton(self.next, ~self.accepting)
 
     def __and__(self, other: Automaton) -> Automaton:
-        """What both accept. Its states are the pairs that can be reached, those without hope taken together."""
+        """Return the intersection; its automaton states are the reachable pairs, with all hopeless pairs merged."""
         if self.vocab_size != other.vocab_size:
-            raise InputError(f"automata over {self.vocab_size} and {other.vocab_size} words cannot be joined")
+            raise InputError(
+                f"automata over {self.vocab_size} and {other.vocab_size} words cannot be combined: use one vocabulary"
+            )
         ours, theirs = self.hopeful(), other.hopeful()
         lost = -1
         start = 0 if bool(ours[0] & theirs[0]) else lost
-        numbers = {start: 0}  # a pair as one number
+        numbers = {start: 0}  # by pair, coded as one integer
         rows: list[Tensor] = []
-        for pair in (todo := [start]):  # grows as it is read
+        for pair in (todo := [start]):  # grows during the iteration
             if pair == lost:
                 rows.append(torch.full((self.vocab_size,), numbers[lost]))
                 continue
@@ -85,7 +88,7 @@ class Automaton:
                     numbers[code] = len(numbers)
                     todo.append(code)
             if len(numbers) > LARGEST:
-                raise InputError(f"more than {LARGEST} combinations of what has been said: ask for fewer phrases")
+                raise InputError(f"the constraint needs more than {LARGEST} automaton states: use fewer phrases")
             rows.append(torch.tensor([numbers[code] for code in distinct.tolist()])[which])
         accepting = [
             pair != lost and bool(self.accepting[pair // other.states] & other.accepting[pair % other.states])
@@ -94,13 +97,13 @@ class Automaton:
         return Automaton(torch.stack(rows), torch.tensor(accepting))
 
     def __or__(self, other: Automaton) -> Automaton:
-        """What either accepts."""
+        """Return the union."""
         return (self.complement() & other.complement()).complement()
 
     def until(self, end: int, ended: bool = True) -> Automaton:
-        """A sequence that this accepts, then `end`, which is in none of them; whatever comes afterwards.
+        """Return the automaton of a sequence that this one accepts and that has no `end`, then `end`, then anything.
 
-        Unless it must have `ended`, a sequence that this accepts is also accepted without.
+        With ended=False, the sequence is also accepted without `end`.
         """
         done, lost = self.states, self.states + 1
         rows = torch.cat([self.next, torch.tensor([[done], [lost]]).expand(-1, self.vocab_size)])
@@ -109,7 +112,7 @@ class Automaton:
         return Automaton(rows, torch.cat([before, torch.tensor([True, False])]))
 
     def without(self, token: int) -> Automaton:
-        """No `token` until everything is accepted anyway. States keep their numbers; one is added, that of no hope."""
+        """Forbid `token` until every continuation is accepted; keeps automaton states and adds a hopeless one."""
         lost = torch.full((1, self.vocab_size), self.states)
         rows = torch.cat([self.next, lost])
         rows[: self.states, token] = torch.where(self.settled(), rows[: self.states, token], self.states)
@@ -117,17 +120,18 @@ class Automaton:
 
 
 def anything(vocab_size: int) -> Automaton:
+    """Return the automaton that accepts every sequence."""
     return Automaton(torch.zeros(1, vocab_size, dtype=torch.long), torch.ones(1, dtype=torch.bool))
 
 
 def containing(phrase: Sequence[int], vocab_size: int) -> Automaton:
-    """Sequences in which the tokens of `phrase` stand in a row (Knuth, Morris and Pratt)."""
+    """Return the automaton of sequences that contain the tokens of `phrase` in a row (Knuth, Morris and Pratt)."""
     if not len(phrase):
         raise InputError("a phrase needs at least one token")
     _check(phrase, vocab_size)
     length = len(phrase)
     rows = torch.zeros(length + 1, vocab_size, dtype=torch.long)
-    border = 0  # the state in which the phrase without its first token ends
+    border = 0  # the automaton state after the phrase without its first token
     for place, token in enumerate(phrase):
         rows[place] = rows[border]
         rows[place, token] = place + 1
@@ -138,21 +142,21 @@ def containing(phrase: Sequence[int], vocab_size: int) -> Automaton:
 
 
 def spelling(phrase: str, pieces: Sequence[str]) -> Automaton:
-    """Texts in which `phrase` stands as whole words, however tokens write it; pieces[v] is what token v adds to one.
+    """Return the automaton of texts that contain `phrase` as whole words, however it is tokenized.
 
-    Read by characters: where the phrase begins (ends) with a letter, digit or underscore, none may stand before
-    (after) it.
+    It reads characters: pieces[v] is the text of token v. If the phrase starts (ends) with a letter, digit or
+    underscore, no such character may precede (follow) it.
     """
     if not phrase:
         raise InputError("a phrase needs at least one character")
     own = sorted(set(phrase))
-    other_word, other, nothing = len(own), len(own) + 1, len(own) + 2  # kinds of characters beyond those
+    other_word, other, nothing = len(own), len(own) + 1, len(own) + 2  # kinds of the other characters
     kind_of = {character: number for number, character in enumerate(own)}
     in_words = [*map(_in_words, own), True, False]
     length, found = len(phrase), frozenset([-1])
 
     def step(begun: frozenset[int], kind: int) -> frozenset[int]:
-        """How much of the phrase has been written, in every place where it may have begun."""
+        """Return how many characters of the phrase match after one more, for every place where it may have started."""
         if begun == found or (length in begun and not (in_words[kind] and _in_words(phrase[-1]))):
             return found
         further = {n + 1 for n in begun if n < length and kind == kind_of[phrase[n]]}
@@ -180,7 +184,7 @@ def spelling(phrase: str, pieces: Sequence[str]) -> Automaton:
 
 
 def _in_words(character: str) -> bool:
-    """� is a part of a character, which is nearly always a letter."""
+    """Return whether a character is part of words. � is a part of a character, nearly always of a letter."""
     return character.isalnum() or character in "_\ufffd"
 
 

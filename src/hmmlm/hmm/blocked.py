@@ -1,84 +1,83 @@
-"""A very large HMM whose states emit the words of one block each and whose transition matrix is factored."""
+"""An HMM for very many states: each emits the words of one block, and the transition matrix is factored."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import ArrayLike, check_initial, check_lengths, check_tokens
-from hmmlm.hmm.dense import HMM
-from hmmlm.hmm.sampling import draw
-from hmmlm.hmm.trellis import Factors, Trellis
-from hmmlm.ops.blocked_scan import Initial, blocked_scan
-from hmmlm.ops.results import Counts, Filtered
+from hmmlm.hmm.checks import ArrayLike
+from hmmlm.hmm.dense import HMM, log_group_sums
+from hmmlm.hmm.logmatrix import LogMatrix
+from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
+from hmmlm.hmm.queries import HiddenMarkovModel, draw
+from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
+from hmmlm.ops.common import NEG_INF, logsumexp
+
+_CELLS = 2**24  # largest piece of the transition matrix computed at once
+_TABLE_CELLS = 2**22  # up to this size the whole transition matrix is computed once and kept
 
 
-class Carry(NamedTuple):
-    """Where each sequence stands: a filtered distribution over the few states that its last word allows."""
+class BlockSupport(NamedTuple):
+    """The states of one block, or all states, for each row."""
 
-    probs: Tensor  # [B, k]
-    states: Tensor  # [B, k] which states these are
+    blocks: Tensor  # [n]; −1: all states
+    wide: bool  # values are over all Z states, −inf outside a row's block; else over the k states of its block
 
-    def rows(self, count: int) -> "Carry":
-        return Carry(self.probs[:count], self.states[:count])
-
-    def distinct_states(self, blocks: int) -> Tensor:
-        """The states [B, k], or [1, k] of a single block, in which all stand on the same."""
-        return self.states[:1] if blocks == 1 else self.states
+    def rows(self, rows: slice) -> "BlockSupport":
+        return BlockSupport(self.blocks[rows], self.wide)
 
 
-class BlockedScan(NamedTuple):
-    """The forward recursion: how likely each sequence is and where it left the chain."""
-
-    log_likelihood: Tensor  # [B]
-    final: Carry
-
-
-def last_states(tokens: Tensor, lengths: Tensor | None, block_of_word: Tensor, states: Tensor) -> Tensor:
-    """[B, k] the states of each sequence's last word, of states [M, k]."""
-    last = tokens[:, -1] if lengths is None else tokens.gather(1, lengths[:, None] - 1).squeeze(1)
-    return states.index_select(0, block_of_word.index_select(0, last.clamp(min=0)))
-
-
-def restart_lost(restart: Tensor | None, initial: Carry | None, tokens: Tensor) -> Tensor | None:
-    """`restart` [B, T], with sequences whose carried mass has vanished starting afresh, or they would stay lost."""
-    if initial is None:
-        return restart
-    restart = torch.zeros_like(tokens, dtype=torch.bool) if restart is None else restart.clone()
-    restart[:, 0] |= initial.probs.sum(1) == 0
-    return restart
-
-
-class BlockedHMM:
+class BlockedHMM(HiddenMarkovModel):
     """Z = M·k states in M blocks; state m·k + i is state i of block m, and a word belongs to one block.
 
     log A[i, j] = u_i · w_j − log_normalizer_i, with u, w [Z, h]; log_emission [V, k] has a row for each word, over the
-    k states of its block. Answers every question `HMM` does, in the same shapes (expected transition and emission
-    counts as sparse tensors), without ever holding a Z × Z or Z × V matrix.
+    k states of its block. Supports every query of `HMM`, with the same shapes (expected transition and emission counts
+    are sparse tensors), without a Z × Z or Z × V matrix.
     """
 
+    kind: ClassVar[str] = "blocked"
+    TENSORS: ClassVar[tuple[str, ...]] = Factors._fields
+
     def __init__(
-        self, block_of_word: Tensor, u: Tensor, w: Tensor, log_normalizer: Tensor, log_start: Tensor,
+        self,
+        block_of_word: Tensor,
+        u: Tensor,
+        w: Tensor,
+        log_normalizer: Tensor,
+        log_start: Tensor,
         log_emission: Tensor,
     ) -> None:
         self.factors = Factors(block_of_word, u, w, log_normalizer, log_start, log_emission)
         states, k = log_start.shape[0], log_emission.shape[1]
         if states % k:
-            raise InputError(f"{states} states are not blocks of {k}, the width of log_emission")
-        for name, value, shape in (
-            ("u", u, (states, u.shape[-1])), ("w", w, (states, u.shape[-1])),
-            ("log_normalizer", log_normalizer, (states,)), ("block_of_word", block_of_word, log_emission.shape[:1]),
-        ):
-            if tuple(value.shape) != tuple(shape):
+            raise InputError(f"{states} states do not divide into blocks of {k}, the width of log_emission")
+        shapes = {
+            "u": (states, u.shape[-1]),
+            "w": (states, u.shape[-1]),
+            "log_normalizer": (states,),
+            "block_of_word": tuple(log_emission.shape[:1]),
+        }
+        for name, shape in shapes.items():
+            value = getattr(self.factors, name)
+            if tuple(value.shape) != shape:
                 raise InputError(f"{name} must have shape {list(shape)}, not {list(value.shape)}")
         if bool((block_of_word < 0).any()) or bool((block_of_word >= states // k).any()):
-            raise InputError(f"block_of_word must lie between 0 and {states // k - 1}, the number of blocks less one")
+            raise InputError(f"block_of_word must be between 0 and {states // k - 1}, the number of blocks minus one")
 
     @property
     def states(self) -> int:
-        return self.factors.states
+        return self.factors.log_start.shape[0]
+
+    @property
+    def states_per_block(self) -> int:
+        return self.factors.log_emission.shape[1]
+
+    @property
+    def blocks(self) -> int:
+        return self.states // self.states_per_block
 
     @property
     def vocab_size(self) -> int:
@@ -92,235 +91,334 @@ class BlockedHMM:
     def dtype(self) -> torch.dtype:
         return self.factors.log_start.dtype
 
+    @property
+    def requires_grad(self) -> bool:
+        return any(value.requires_grad for value in self.factors)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters by name, as a model file stores them."""
+        return self.factors._asdict()
+
     def to(self, *args: Any, **kwargs: Any) -> "BlockedHMM":
-        """On another device or in another dtype, as `Tensor.to`."""
+        """Return the model on another device or in another dtype, like `Tensor.to`."""
         block_of_word, *rest = self.factors
         moved = [value.to(*args, **kwargs) for value in rest]
         return BlockedHMM(block_of_word.to(moved[0].device), *moved)
 
     def detach(self) -> "BlockedHMM":
-        return BlockedHMM(*(value.detach() for value in self.factors))
+        """Return the model without gradients; the model itself if it has none."""
+        return BlockedHMM(*(value.detach() for value in self.factors)) if self.requires_grad else self
 
     def __repr__(self) -> str:
-        k = self.factors.states_per_block
-        return f"BlockedHMM(states={self.states}, blocks={self.states // k}, vocab_size={self.vocab_size})"
+        return f"BlockedHMM(states={self.states}, blocks={self.blocks}, vocab_size={self.vocab_size})"
 
     def dense(self) -> HMM:
-        """The same model with its matrices written out: for small sizes."""
-        factors = self.factors
-        everything = slice(0, self.states)
-        emission = torch.full((self.states, self.vocab_size), float("-inf"), dtype=self.dtype, device=self.device)
-        k, words = factors.states_per_block, torch.arange(self.vocab_size, device=self.device)
+        """Return the same model with dense matrices; for small sizes."""
+        factors, k = self.factors, self.states_per_block
+        words = torch.arange(self.vocab_size, device=self.device)
         rows = factors.block_of_word[:, None] * k + torch.arange(k, device=self.device)
+        emission = torch.full((self.states, self.vocab_size), NEG_INF, dtype=self.dtype, device=self.device)
         emission = emission.index_put((rows, words[:, None].expand_as(rows)), factors.log_emission)
-        return HMM(factors.log_start, factors.tile(everything, everything), emission)
+        return HMM(factors.log_start, factors.u @ factors.w.t() - factors.log_normalizer[:, None], emission)
 
-    # --- training and evaluation: whole batches, nothing checked ---
+    # --- likelihood ---
 
     def scan(
-        self, tokens: Tensor, lengths: Tensor | None = None, initial: Carry | None = None,
-        restart: Tensor | None = None,
-    ) -> BlockedScan:
-        """log p(x) [B], differentiable, and where each sequence stands; tokens may not be missing."""
-        factors, k = self.factors, self.factors.states_per_block
-        before = None
-        if initial is not None:
-            states = initial.distinct_states(self.states // k)
-            before = Initial(initial.probs, factors.u[states], factors.log_normalizer[states])
-        result = blocked_scan(
-            tokens, factors.block_of_word, factors.u, factors.w, factors.log_normalizer, factors.log_start,
-            factors.log_emission, initial=before, lengths=lengths, restart=restart,
-        )
-        every = torch.arange(self.states, device=self.device).view(-1, k)
-        return BlockedScan(
-            result.log_likelihood, Carry(result.final, last_states(tokens, lengths, factors.block_of_word, every))
-        )
+        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
+    ) -> Scan:
+        """See `Primitives.scan`; tokens may not be missing."""
+        carried = None
+        if carry is not None:
+            states = self.all_states[None] if carry.states is None else carry.states
+            # With a single block, all sequences carry the same states.
+            states = states[:1] if self.blocks == 1 else states
+            carried = CarriedRows(carry.probs, self.factors.u[states], self.factors.log_normalizer[states])
+        result = blocked_scan(self.factors, tokens, carried=carried, lengths=lengths, restart=restart)
+        last = last_tokens(tokens, lengths)
+        states = self.all_states.view(self.blocks, -1)[self.factors.block_of_word[last.clamp(min=0)]]
+        return result._replace(carry=Carry(result.carry.probs, states))
 
-    # --- one step at a time: distributions over the state of the next token, as logarithms [Z] ---
+    @property
+    def all_states(self) -> Tensor:
+        return torch.arange(self.states, device=self.device)
 
-    def begin(self) -> Tensor:
-        """log p(z_1)."""
-        return self.factors.log_start.detach()
+    def _log_likelihood(self, tokens: Tensor, lengths: Tensor | None, initial: Tensor | None) -> Tensor:
+        """See `Primitives._log_likelihood`; missing tokens take the recursion of the queries, which is slower."""
+        inside = lengths is None or torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+        if not bool(((tokens < 0) & inside).any()):
+            return self.scan(tokens, lengths, None if initial is None else Carry(initial)).log_likelihood
+        batch = self._batch(tokens, lengths)
+        lattice = self._forward(batch, None if initial is None else initial[batch.order])
+        return batch.unsort(lattice.log_likelihood()).to(self.dtype)
 
-    @torch.no_grad()
-    def advance(self, log_state: Tensor, token: int) -> Tensor:
-        """log p(z_t+1 | x_1..t) from log p(z_t | x_1..t−1) and x_t = token."""
-        span = self.factors.span(token)
-        joint = (log_state[span] + self.factors.log_emission[token]).log_softmax(0)
-        return self.factors.pull(joint, span, slice(0, self.states))
+    # --- pieces of the transition matrix ---
 
-    @torch.no_grad()
-    def emit(self, log_states: Tensor) -> Tensor:
-        """log Σ_z p(z) p(word | z) [..., V] for log-distributions over states [..., Z]."""
-        return self.factors.emit(log_states)
+    @cached_property
+    def _table(self) -> Tensor | None:
+        """Return log A as tiles [M, M, k, k]; None if it is large or requires a gradient."""
+        if self.states**2 > _TABLE_CELLS or self.requires_grad:
+            return None
+        blocks, factors = self.blocks, self.factors
+        matrix = factors.u @ factors.w.t() - factors.log_normalizer[:, None]
+        return matrix.view(blocks, self.states_per_block, blocks, -1).transpose(1, 2).contiguous()
 
-    # --- queries, one sequence at a time ---
+    def _tiles(self, sources: Tensor, targets: Tensor) -> Tensor:
+        """Return log A [n, k, k] between pairs of blocks [n]."""
+        if self._table is not None:
+            return self._table[sources, targets]
+        shape, factors = (self.blocks, self.states_per_block, -1), self.factors
+        u, w = factors.u.view(shape)[sources], factors.w.view(shape)[targets]
+        return u @ w.transpose(1, 2) - factors.log_normalizer.view(shape[:2])[sources][:, :, None]
 
-    def _sequences(self, tokens: ArrayLike, lengths: ArrayLike | None) -> list[list[int]]:
-        tokens = check_tokens(tokens, self.vocab_size, self.device)
-        lengths = check_lengths(lengths, tokens)
-        ends = [tokens.shape[1]] * tokens.shape[0] if lengths is None else lengths.tolist()
-        return [row[:end] for row, end in zip(tokens.tolist(), ends, strict=True)]
+    def _span(self, block: int) -> slice:
+        """Return the states of a block, or all states (−1)."""
+        k = self.states_per_block
+        return slice(0, self.states) if block < 0 else slice(block * k, (block + 1) * k)
 
-    def _trellises(self, tokens: ArrayLike, lengths: ArrayLike | None) -> list[Trellis]:
-        """Filtered sequences, all of which can happen."""
-        factors = self.detach().factors
-        result = [Trellis(factors, sequence) for sequence in self._sequences(tokens, lengths)]
-        for row, trellis in enumerate(result):
-            for position, scale in enumerate(trellis.log_scales):
-                if float(scale) == float("-inf"):
-                    raise InputError(
-                        f"sequence {row} is impossible under this model: token {trellis.tokens[position]} at position "
-                        f"{position} has probability zero given the tokens before it"
-                    )
-        return result
+    def _pieces(self, source: slice, target: slice) -> Iterator[tuple[slice, Tensor]]:
+        """Yield pieces of `target`, relative to its start, with log A from all of `source` into them."""
+        factors, size = self.factors, max(1, _CELLS // (source.stop - source.start))
+        for first in range(target.start, target.stop, size):
+            part = slice(first, min(first + size, target.stop))
+            tile = factors.u[source] @ factors.w[part].t() - factors.log_normalizer[source][:, None]
+            yield slice(part.start - target.start, part.stop - target.start), tile
 
-    def _spread(self, trellises: list[Trellis], values: Callable[[Trellis], list[Tensor]]) -> Tensor:
-        """[B, T, Z] from what each trellis says over its spans; zero elsewhere."""
-        steps = max(len(trellis.tokens) for trellis in trellises)
-        result = torch.zeros(len(trellises), steps, self.states, dtype=self.dtype, device=self.device)
-        for row, trellis in enumerate(trellises):
-            for t, value in enumerate(values(trellis)):
-                result[row, t, trellis.spans[t]] = value
-        return result
+    # --- rows with different supports ---
 
-    def log_likelihood(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
-        """log p(x) [B], natural log; differentiable in the parameters."""
-        checked = check_tokens(tokens, self.vocab_size, self.device)
-        ends = check_lengths(lengths, checked)
-        if not any(token < 0 for row in self._sequences(checked, ends) for token in row):
-            return self.scan(checked, ends).log_likelihood
-        totals = [Trellis(self.factors, row).log_likelihood() for row in self._sequences(checked, ends)]
-        return torch.stack(totals).to(self.dtype)
+    def _groups(self, source: Support, target: Support, rows: int) -> list[tuple[Tensor, int, int]] | None:
+        """Group the rows that share source and target, and so a tile; None: compute a tile for each row."""
+        everywhere = torch.full((rows,), -1, device=self.device)
+        sources = everywhere if source is None else source.blocks
+        targets = everywhere if target is None else target.blocks
+        narrow = source is not None and target is not None and not source.wide and not target.wide
+        if narrow and not torch.is_grad_enabled() and self.blocks**2 > rows:
+            return None
+        pairs, group = torch.stack([sources, targets], 1).unique(dim=0, return_inverse=True)
+        return [((group == g).nonzero().squeeze(1), a, c) for g, (a, c) in enumerate(pairs.tolist())]
 
-    @torch.no_grad()
-    def filter(
-        self, tokens: ArrayLike, lengths: ArrayLike | None = None, initial: ArrayLike | None = None
-    ) -> Filtered:
-        """p(z_t | x_1..t) [B, T, Z]; `initial` [B, Z] is the filtered distribution before this window."""
-        checked = check_tokens(tokens, self.vocab_size, self.device)
-        before = check_initial(initial, checked, self.factors.log_start)
-        rows = self._sequences(checked, lengths)
-        trellises = [
-            Trellis(self.factors, row, None if before is None else before[b].log()) for b, row in enumerate(rows)
+    def _over_sources(
+        self, values: Tensor, source: Support, target: Support, reduce: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """Reduce values [n, K] over the source with log A into every state of the target: [n, K'].
+
+        `reduce` maps values [b, K] and tiles [b or none, K, K'] to [b, K'].
+        """
+        groups = self._groups(source, target, len(values))
+        if groups is None:
+            size = max(1, _CELLS // self.states_per_block**2)
+            parts = zip(values.split(size), source.blocks.split(size), target.blocks.split(size), strict=True)
+            return torch.cat([reduce(part, self._tiles(a, c)) for part, a, c in parts])
+        results = []
+        for rows, a, c in groups:
+            own = values[rows]
+            if own.shape[1] == self.states:
+                own = own[:, self._span(a)]
+            results.append(torch.cat([reduce(own, tile) for _, tile in self._pieces(self._span(a), self._span(c))], 1))
+        return self._assemble(groups, results, [c for _, _, c in groups], target)
+
+    def _assemble(
+        self, groups: list[tuple[Tensor, int, int]], results: list[Tensor], blocks: list[int], support: Support
+    ) -> Tensor:
+        """Combine the rows of groups over a support; −inf outside a row's block."""
+        order = torch.cat([rows for rows, _, _ in groups]).argsort()
+        if support is None or support.wide:
+            padded = []
+            for block, values in zip(blocks, results, strict=True):
+                span = self._span(block)
+                padded.append(torch.nn.functional.pad(values, (span.start, self.states - span.stop), value=NEG_INF))
+            results = padded
+        return torch.cat(results)[order]
+
+    # --- operations of the queries ---
+
+    def observe(self, tokens: Tensor, missing: bool, log_missing: Tensor | None = None) -> tuple[Support, Tensor]:
+        factors, words = self.factors, tokens.clamp(min=0)
+        support, scores = BlockSupport(factors.block_of_word[words], False), factors.log_emission[words]
+        if missing:
+            explained = torch.zeros_like(factors.log_start) if log_missing is None else log_missing
+            scores = torch.where((tokens < 0)[:, None], explained, self.spread(scores, support, NEG_INF))
+            support = BlockSupport(torch.where(tokens < 0, -1, support.blocks), True)
+        return support, scores
+
+    def restrict(self, values: Tensor, support: Support) -> Tensor:
+        if support is None:
+            return values
+        by_block = values.unflatten(1, (self.blocks, -1))
+        if not support.wide:
+            return by_block[torch.arange(len(values), device=self.device), support.blocks]
+        inside = (support.blocks[:, None] == torch.arange(self.blocks, device=self.device)) | (support.blocks < 0)[
+            :, None
         ]
-        probs = self._spread(trellises, lambda trellis: [value.exp() for value in trellis.log_filtered])
-        full = torch.zeros(*checked.shape, self.states, dtype=self.dtype, device=self.device)
-        full[:, : probs.shape[1]] = probs
-        final = torch.stack([full[b, len(row) - 1] for b, row in enumerate(rows)])
-        return Filtered(torch.stack([t.log_likelihood() for t in trellises]).to(self.dtype), final, full)
+        return by_block.masked_fill(~inside[..., None], NEG_INF).flatten(1)
+
+    def spread(self, values: Tensor, support: Support, fill: float) -> Tensor:
+        if support is None or support.wide:
+            return values
+        result = values.new_full((len(values), self.blocks, self.states_per_block), fill)
+        result[torch.arange(len(values), device=self.device), support.blocks] = values
+        return result.flatten(1)
+
+    def state_ids(self, support: Support, index: Tensor) -> Tensor:
+        return index if support is None or support.wide else support.blocks * self.states_per_block + index
+
+    def log_start_scores(self) -> Tensor:
+        return self.factors.log_start
+
+    def pull(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
+        return self._over_sources(log_probs, source, target, self._log_product)
+
+    def _log_product(self, values: Tensor, tiles: Tensor) -> Tensor:
+        if tiles.dim() == 2 and not torch.is_grad_enabled():
+            return LogMatrix(tiles).product(values)
+        return logsumexp(values[:, :, None] + tiles, 1)
+
+    def pull_max(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
+        return self._over_sources(log_probs, source, target, _max_sum)
+
+    def origin_entropy(self, log_probs: Tensor, source: Support, target: Support) -> Tensor:
+        return self._over_sources(log_probs, source, target, _conditional_entropy).clamp_min(0)
+
+    def push(self, log_values: Tensor, source: Support = None, target: Support = None) -> Tensor:
+        groups = self._groups(source, target, len(log_values))
+        if groups is None:
+            size = max(1, _CELLS // self.states_per_block**2)
+            parts = zip(log_values.split(size), source.blocks.split(size), target.blocks.split(size), strict=True)
+            return torch.cat([logsumexp(self._tiles(a, c) + part[:, None, :], 2) for part, a, c in parts])
+        results = []
+        for rows, a, c in groups:
+            own = log_values[rows]
+            if own.shape[1] == self.states:
+                own = own[:, self._span(c)]
+            total = torch.full_like(own[:, :1], NEG_INF)
+            for part, tile in self._pieces(self._span(a), self._span(c)):
+                total = torch.logaddexp(total, LogMatrix(tile.t()).product(own[:, part]))
+            results.append(total)
+        return self._assemble(groups, results, [a for _, a, _ in groups], source)
+
+    def transitions_into(self, source: Support, states: Tensor) -> Tensor:
+        factors, shape = self.factors, (self.blocks, self.states_per_block, -1)
+        if source is None or source.wide:
+            result = (factors.w[states] @ factors.u.t()) - factors.log_normalizer
+            return result if source is None else torch.where(self._outside(source), NEG_INF, result)
+        u, normalizer = factors.u.view(shape)[source.blocks], factors.log_normalizer.view(shape[:2])[source.blocks]
+        return torch.einsum("nkh,...nh->...nk", u, factors.w[states]) - normalizer
+
+    def _outside(self, support: BlockSupport) -> Tensor:
+        """Return a mask [n, Z], True for states outside a row's block."""
+        block = torch.arange(self.blocks, device=self.device).repeat_interleave(self.states_per_block)
+        return (support.blocks[:, None] != block) & (support.blocks >= 0)[:, None]
+
+    def transitions_from(self, states: Tensor) -> Tensor:
+        factors = self.factors
+        return factors.u[states] @ factors.w.t() - factors.log_normalizer[states][:, None]
 
     @torch.no_grad()
-    def posterior(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
-        """p(z_t | x_1..T) [B, T, Z]; zero beyond a sequence's length."""
-        def marginals(trellis: Trellis) -> list[Tensor]:
-            return [(a + b).exp() for a, b in zip(trellis.log_filtered, trellis.messages(), strict=True)]
-
-        steps = check_tokens(tokens, self.vocab_size, self.device).shape[1]
-        probs = self._spread(self._trellises(tokens, lengths), marginals)
-        return torch.nn.functional.pad(probs, (0, 0, 0, steps - probs.shape[1]))
-
-    @torch.no_grad()
-    def viterbi(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Tensor, Tensor]:
-        """The most likely states [B, T] (−1 beyond a length) and their joint log-probability with the tokens [B]."""
-        steps = check_tokens(tokens, self.vocab_size, self.device).shape[1]
-        found = [trellis.best_path() for trellis in self._trellises(tokens, lengths)]
-        states = [path + [-1] * (steps - len(path)) for path, _ in found]
-        return torch.tensor(states, device=self.device), torch.stack([log_prob for _, log_prob in found]).to(self.dtype)
+    def emit(self, log_states: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Compute log Σ_z p(z) p(word | z) for log-distributions [..., Z]: [..., V], or [..., n] for `tokens` [n]."""
+        factors = self.factors
+        words = factors.block_of_word if tokens is None else factors.block_of_word[tokens]
+        scores = factors.log_emission if tokens is None else factors.log_emission[tokens]
+        flat = log_states.reshape(-1, self.blocks, self.states_per_block)
+        pieces = flat.split(max(1, _CELLS // scores.numel()))
+        emitted = torch.cat([logsumexp(piece[:, words] + scores, -1) for piece in pieces])
+        return emitted.view(*log_states.shape[:-1], -1)
 
     @torch.no_grad()
-    def sample(self, num: int, length: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Draw tokens [num, length] and their states [num, length] from the model."""
-        if num < 1 or length < 1:
-            raise InputError(f"sample needs num and length of at least 1, not {num} and {length}")
-        factors, everything = self.factors, slice(0, self.states)
-        state, path = draw(factors.log_start.expand(num, -1), generator), []
-        for t in range(length):
-            if t:
-                state = draw(factors.tile(state, everything), generator)
-            path.append(state)
-        states = torch.stack(path, 1)
+    def group_emission(self, group_of_word: Tensor, groups: int) -> Tensor:
+        """Compute log p(a word of the group | z) [groups, Z] for a partition of the vocabulary, group_of_word [V]."""
+        blocks, factors = self.blocks, self.factors
+        group = group_of_word * blocks + factors.block_of_word
+        return log_group_sums(factors.log_emission, group, groups * blocks).view(groups, -1)
+
+    def draw_tokens(self, states: Tensor, generator: torch.Generator | None) -> Tensor:
+        factors, k = self.factors, self.states_per_block
         tokens = torch.empty_like(states)
-        k = factors.states_per_block
         for block in (states // k).unique().tolist():
             words = (factors.block_of_word == block).nonzero().squeeze(1)
             here = states // k == block
             tokens[here] = words[draw(factors.log_emission[words][:, states[here] % k].t(), generator)]
-        return tokens, states
+        return tokens
 
-    @torch.no_grad()
-    def posterior_sample(
-        self, tokens: ArrayLike, lengths: ArrayLike | None = None, num: int = 1,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """`num` exact draws of the whole path given the tokens: states [num, B, T], −1 beyond a length."""
-        if num < 1:
-            raise InputError(f"posterior_sample needs num of at least 1, not {num}")
-        checked = check_tokens(tokens, self.vocab_size, self.device)
-        paths = torch.full((num, *checked.shape), -1, device=self.device)
-        for row, trellis in enumerate(self._trellises(tokens, lengths)):
-            for t in range(len(trellis.tokens) - 1, -1, -1):
-                scores = trellis.log_filtered[t].expand(num, -1)
-                if t + 1 < len(trellis.tokens):
-                    scores = scores + self.factors.tile(trellis.spans[t], paths[:, row, t + 1]).t()
-                paths[:, row, t] = draw(scores, generator) + trellis.spans[t].start
-        return paths
+    def joint_scores(self, origins: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        factors, k = self.factors, self.states_per_block
+        u, w = factors.u.index_select(0, origins), factors.w.index_select(0, states)
+        moved = (u * w).sum(1) - factors.log_normalizer.index_select(0, origins)
+        emitted = factors.log_emission.flatten().index_select(0, tokens * k + states % k)
+        outside = states // k != factors.block_of_word.index_select(0, tokens)
+        return factors.log_start.index_select(0, states), moved, emitted.masked_fill(outside, NEG_INF)
 
-    @torch.no_grad()
-    def next_token(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
-        """log p(next token | tokens) [B, V]."""
-        factors, everything = self.factors, slice(0, self.states)
-        return torch.stack([
-            factors.emit(factors.pull(trellis.log_filtered[-1], trellis.spans[-1], everything))
-            for trellis in self._trellises(tokens, lengths)
-        ])
+    def carry_at(self, states: Tensor) -> Carry:
+        every = self.all_states.view(self.blocks, -1)[states // self.states_per_block]
+        return Carry((every == states[:, None]).to(self.dtype), every)
 
     @torch.no_grad()
     def expected_counts(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Counts:
-        """Expected counts under the posterior, summed over B; transition [Z, Z] and emission [Z, V] are sparse."""
-        start = torch.zeros_like(self.factors.log_start)
-        pairs: list[tuple[Tensor, Tensor]] = []  # (flat index, count)
-        emitted: list[tuple[Tensor, Tensor]] = []
-        trellises = self._trellises(tokens, lengths)
-        every = torch.arange(self.states, device=self.device)
-        for trellis in trellises:
-            messages = trellis.messages()
-            start[trellis.spans[0]] += (trellis.log_filtered[0] + messages[0]).exp()
-            for t, token in enumerate(trellis.tokens):
-                here = every[trellis.spans[t]]
-                if token >= 0:
-                    emitted.append((here * self.vocab_size + token, (trellis.log_filtered[t] + messages[t]).exp()))
-                if t:
-                    ahead, before = trellis.ahead(t, messages[t]), every[trellis.spans[t - 1]]
-                    for part, tile in self.factors.pieces(trellis.spans[t - 1], trellis.spans[t]):
-                        offset = trellis.spans[t].start
-                        leading = tile + ahead[part.start - offset : part.stop - offset]
-                        pair = trellis.log_filtered[t - 1][:, None] + leading
-                        pairs.append(((before[:, None] * self.states + every[part]).flatten(), pair.exp().flatten()))
-        total = torch.stack([trellis.log_likelihood() for trellis in trellises]).sum().to(self.dtype)
+        """Compute expected counts under the posterior, summed over the batch; transition and emission are sparse.
+
+        An impossible sequence adds nothing to the counts; the log-likelihood is then −inf.
+        """
+        model = self.detach()
+        lattice = model._forward(model._batch(tokens, lengths))
+        messages, possible = model._messages(lattice), lattice.log_likelihood() > NEG_INF
+        marginals = [
+            torch.where(possible[: len(f), None], (f + m).exp(), 0.0)
+            for f, m in zip(lattice.log_filtered, messages, strict=True)
+        ]
+        emitted, moved = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()  # (flat indices, counts)
+        for t, marginal in enumerate(marginals):
+            rows, support = len(marginal), lattice.supports[t]
+            tokens_here = lattice.batch.tokens[:rows, t]
+            known = tokens_here >= 0
+            states = model.state_ids(support, torch.arange(marginal.shape[1], device=self.device)[:, None]).t()
+            flat = states.expand_as(marginal) * self.vocab_size + tokens_here[:, None]
+            emitted.append((flat[known].flatten(), marginal[known].flatten()))
+            if t:
+                source, ahead = lattice.supports[t - 1].rows(slice(0, rows)), lattice.scores[t] + messages[t]
+                moved += model._pair_counts(lattice.log_filtered[t - 1][:rows], ahead, source, support, possible)
         return Counts(
-            start, self._sparse(pairs, self.states), self._sparse(emitted, self.vocab_size), total
+            model.spread(marginals[0], lattice.supports[0], 0.0).sum(0),
+            self._sparse(moved, self.states),
+            self._sparse(emitted, self.vocab_size),
+            lattice.log_likelihood().sum().to(self.dtype),
         )
 
+    def _pair_counts(
+        self, log_probs: Tensor, log_ahead: Tensor, source: BlockSupport, target: BlockSupport, possible: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the expected transitions of one step, for each possible row: flat indices into [Z, Z] and counts."""
+        for row in possible[: len(log_probs)].nonzero().flatten().tolist():
+            a, c = int(source.blocks[row]), int(target.blocks[row])
+            before = log_probs[row, self._span(a)] if source.wide else log_probs[row]
+            ahead = log_ahead[row, self._span(c)] if target.wide else log_ahead[row]
+            pieces = self._pieces(self._span(a), self._span(c))
+            scores = torch.cat([before[:, None] + tile + ahead[part] for part, tile in pieces], 1)
+            origins, targets = self.all_states[self._span(a)], self.all_states[self._span(c)]
+            yield (origins[:, None] * self.states + targets).flatten(), scores.flatten().softmax(0)
+
     def _sparse(self, entries: list[tuple[Tensor, Tensor]], columns: int) -> Tensor:
-        """A sparse [Z, columns] tensor from flat indices and values, duplicates added up."""
-        if not entries:
-            return torch.zeros(self.states, columns, dtype=self.dtype, device=self.device).to_sparse()
-        flat, values = torch.cat([i for i, _ in entries]), torch.cat([v for _, v in entries])
+        """Return a sparse [Z, columns] tensor of flat indices and values, duplicates added up."""
+        none = (
+            torch.empty(0, dtype=torch.long, device=self.device),
+            torch.empty(0, dtype=self.dtype, device=self.device),
+        )
+        flat, values = (torch.cat(column) for column in zip(none, *entries, strict=True))
         index = torch.stack([flat // columns, flat % columns])
-        return torch.sparse_coo_tensor(index, values, (self.states, columns), check_invariants=True).coalesce()
+        with torch.sparse.check_sparse_tensor_invariants():
+            return torch.sparse_coo_tensor(index, values, (self.states, columns)).coalesce()
 
-    @torch.no_grad()
-    def entropy(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
-        """Entropy of the posterior over paths [B], in nats."""
-        return torch.stack([trellis.entropy() for trellis in self._trellises(tokens, lengths)]).to(self.dtype)
 
-    @torch.no_grad()
-    def infill(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
-        """log p(x_t = v | all other observed tokens) [B, T, V] at every position; −inf beyond a length."""
-        checked = check_tokens(tokens, self.vocab_size, self.device)
-        result = torch.full((*checked.shape, self.vocab_size), float("-inf"), dtype=self.dtype, device=self.device)
-        for row, trellis in enumerate(self._trellises(tokens, lengths)):
-            for t, around in enumerate(trellis.surroundings()):
-                result[row, t] = self.factors.emit(around)
-        return result
+def last_tokens(tokens: Tensor, lengths: Tensor | None) -> Tensor:
+    """Return the last token [B] of each sequence."""
+    return tokens[:, -1] if lengths is None else tokens.gather(1, lengths[:, None] - 1).squeeze(1)
+
+
+def _max_sum(values: Tensor, tiles: Tensor) -> Tensor:
+    return (values[:, :, None] + tiles).amax(1)
+
+
+def _conditional_entropy(values: Tensor, tiles: Tensor) -> Tensor:
+    """Compute the entropy [b, K'] of the source given each state of the target."""
+    scores = values[:, :, None] + tiles
+    total = logsumexp(scores, 1)[:, None]
+    conditional = scores - torch.where(total == NEG_INF, 0.0, total)
+    return -torch.where(conditional == NEG_INF, 0.0, conditional.exp() * conditional).sum(1)

@@ -1,4 +1,4 @@
-"""Checks of what users hand in; every message names what is wrong, where, and what to do."""
+"""Checks of user input; every message names what is wrong, where, and what to do."""
 
 from collections.abc import Sequence
 from numbers import Integral
@@ -14,7 +14,7 @@ ArrayLike = Tensor | np.ndarray | Sequence[Any]
 
 
 def as_tensor(values: ArrayLike, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """`values`; what is not a tensor yet becomes one, of `dtype` where that is given."""
+    """Return `values` as a tensor; `dtype` applies only to values that are not a tensor yet."""
     try:
         return values if isinstance(values, Tensor) else torch.as_tensor(values, dtype=dtype)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -22,9 +22,9 @@ def as_tensor(values: ArrayLike, name: str, dtype: torch.dtype | None = None) ->
 
 
 def as_log_probs(values: ArrayLike, name: str) -> tuple[Tensor, torch.dtype]:
-    """Logarithms, and the dtype meant by `values`, to cast them to.
+    """Return the logarithms of `values`, and the dtype to cast them to.
 
-    The logarithm of what is not a tensor is taken in float64: lists mean float32, in which 1e-300 would be zero.
+    The logarithm of lists and arrays is computed in float64: lists imply float32, in which 1e-300 would be zero.
     """
     dtype = as_tensor(values, name).dtype
     if dtype not in (torch.float32, torch.float64):
@@ -33,14 +33,14 @@ def as_log_probs(values: ArrayLike, name: str) -> tuple[Tensor, torch.dtype]:
     if probs.dtype not in (torch.float32, torch.float64):
         probs = probs.to(dtype)
     if bool((probs < 0).any()) or not bool(probs.isfinite().all()):
-        raise InputError(f"{name} contains negative, infinite or NaN entries: probabilities are needed")
+        raise InputError(f"{name} contains negative, infinite or NaN entries: give probabilities")
     return probs.log(), dtype
 
 
 def check_tokens(tokens: ArrayLike, vocab_size: int, device: torch.device) -> Tensor:
-    """tokens [B, T] as int64 on `device`; −1 (missing) or 0 … vocab_size − 1."""
+    """Return tokens [B, T] as int64 on `device`; each must be −1 (missing) or 0 … vocab_size − 1."""
     tokens = as_tensor(tokens, "tokens")
-    if not tokens.numel():  # before the dtype, which an empty list has not
+    if not tokens.numel():  # before the dtype: an empty list becomes float32
         raise InputError(f"tokens of shape {list(tokens.shape)} are empty: at least one token is needed")
     if tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
         raise InputError(f"tokens must be integers, not {str(tokens.dtype).removeprefix('torch.')}: use tokens.long()")
@@ -59,14 +59,14 @@ def check_tokens(tokens: ArrayLike, vocab_size: int, device: torch.device) -> Te
 
 
 def check_lengths(lengths: ArrayLike | None, tokens: Tensor) -> Tensor | None:
-    """lengths [B] between 1 and T, or None if every sequence is full."""
+    """Return lengths [B], each between 1 and T, or None if every sequence is full."""
     if lengths is None:
         return None
     lengths = as_tensor(lengths, "lengths")
     if lengths.dtype.is_floating_point or lengths.dtype == torch.bool:
         raise InputError(f"lengths must be integers, not {str(lengths.dtype).removeprefix('torch.')}")
     if lengths.shape != tokens.shape[:1]:
-        raise InputError(f"lengths must have shape [{tokens.shape[0]}], one a sequence, not {list(lengths.shape)}")
+        raise InputError(f"lengths must have shape [{tokens.shape[0]}], one per sequence, not {list(lengths.shape)}")
     lengths = lengths.to(tokens.device, torch.int64)
     wrong = (lengths < 1) | (lengths > tokens.shape[1])
     if bool(wrong.any()):
@@ -76,17 +76,23 @@ def check_lengths(lengths: ArrayLike | None, tokens: Tensor) -> Tensor | None:
 
 
 def check_initial(initial: ArrayLike | None, tokens: Tensor, like: Tensor) -> Tensor | None:
-    """initial [B, Z], a distribution over states for each sequence."""
+    """Return initial [B, Z] in the dtype and on the device of `like` [Z]; each row must be a distribution."""
     if initial is None:
         return None
-    initial = as_tensor(initial, "initial", torch.float64).to(like)
-    if initial.shape != (tokens.shape[0], like.shape[0]):
-        raise InputError(f"initial must have shape [{tokens.shape[0]}, {like.shape[0]}], not {list(initial.shape)}")
-    return initial
+    given = as_tensor(initial, "initial", torch.float64)
+    if given.shape != (tokens.shape[0], like.shape[0]):
+        raise InputError(f"initial must have shape [{tokens.shape[0]}, {like.shape[0]}], not {list(given.shape)}")
+    given = given if given.dtype == torch.float32 else given.to(like)  # float32 keeps its dtype, and so its tolerance
+    wrong = ((given < 0) | ~given.isfinite()).any(1)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise InputError(f"initial row {row} contains negative, infinite or NaN entries: give probabilities")
+    check_distributions(given.log(), "initial")
+    return given.to(like)
 
 
 def check_distributions(log_probs: Tensor, name: str) -> None:
-    """Every row (last dimension) of log_probs sums to one, to the precision of its dtype."""
+    """Raise an InputError unless every row (last dimension) sums to one, to the precision of its dtype."""
     rows = log_probs.detach().reshape(-1, log_probs.shape[-1])
     if bool(rows.isnan().any()):
         row = int(rows.isnan().any(1).nonzero()[0])
@@ -98,15 +104,17 @@ def check_distributions(log_probs: Tensor, name: str) -> None:
         row = int(wrong.nonzero()[0])
         raise InputError(
             f"{name}{row_name(log_probs, row)} sums to {totals[row].item():.6g}, not to one"
-            + (f" ({int(wrong.sum())} such rows)" if int(wrong.sum()) > 1 else "") + ": normalise it first"
+            + (f" ({int(wrong.sum())} such rows)" if int(wrong.sum()) > 1 else "")
+            + ": normalize it first"
         )
 
 
-def check_whole(name: str, value: int, least: int) -> None:
-    if not isinstance(value, Integral):
-        raise InputError(f"{name} must be a whole number, not {value!r}")
+def check_count(name: str, value: int, least: int) -> None:
+    """Raise an InputError unless `value` is an integer of at least `least`."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise InputError(f"{name} must be an integer, not {value!r}")
     if value < least:
-        raise InputError(f"{name} must be {least} or more, not {value}")
+        raise InputError(f"{name} must be at least {least}, not {value}")
 
 
 def row_name(values: Tensor, row: int) -> str:

@@ -1,31 +1,45 @@
-"""A hidden Markov model given by its distributional parameters, and exact answers from it."""
+"""An HMM with dense matrices: start [Z], transition [Z, Z] and emission [Z, V]."""
 
-from typing import Any
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import ArrayLike, as_log_probs, check_distributions, check_initial, check_lengths, check_tokens
-from hmmlm.hmm.mixing import mix
-from hmmlm.hmm.sampling import sample_chain, sample_paths
-from hmmlm.ops import scan as ops
-from hmmlm.ops.results import Counts, Filtered, Scan
-from hmmlm.ops.scan import Evidence, Impl, Parameters
-from hmmlm.ops.scan.naive import logsumexp
-from hmmlm.ops.viterbi import viterbi
+from hmmlm.hmm.checks import ArrayLike, as_log_probs, check_distributions, check_lengths, check_tokens
+from hmmlm.hmm.logmatrix import LogMatrix
+from hmmlm.hmm.products import Observations, filter_products, message_products
+from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
+from hmmlm.hmm.queries import HiddenMarkovModel, Lattice, SortedBatch, draw
+from hmmlm.ops.common import NEG_INF, Impl, logsumexp
+from hmmlm.ops.scan import Evidence, Parameters, scan
+
+_CELLS = 2**24  # largest intermediate
+_BULK_CELLS = 2**25  # largest [T, B, Z] tensor of a recursion over all steps at once
+_CACHE_CELLS = 2**17  # largest intermediate of `pull_max` on a CPU: fits in its cache
+_FAINT = 1e-20  # scaled predictions below this make the entropy of origins inexact in products
 
 
-class HMM:
+class Stacked(NamedTuple):
+    """The forward recursion of all steps at once."""
+
+    given: Observations
+    log_filtered: Tensor  # [T, B, Z]
+
+
+class HMM(HiddenMarkovModel):
     """Start [Z], transition [Z, Z] (row = from-state) and emission [Z, V], as log-probabilities.
 
-    They are taken as they are: whether each distribution sums to one is not checked here, but by `validate()`
-    (which `from_probs` calls).
-    Tokens are integers [B, T]; −1 is a missing token, summed over everywhere; `lengths` [B] gives ragged batches.
+    The constructor does not check whether each distribution sums to one; `validate()` does, and `from_probs` calls it.
+    Tokens are integers [B, T]; −1 is a missing token, which is summed over; `lengths` [B] gives ragged batches.
     Results are detached, except `log_likelihood` (and `filter(...).log_likelihood`) when a parameter requires a
-    gradient. `impl` chooses the implementation of the recursions: "auto", "torch" (scaled), "triton" (scaled, `scan` as
-    GPU kernels) or "naive" (log space).
+    gradient. `impl` selects the implementation of the likelihood: "auto", "scaled", "triton" or "naive" (log space).
     """
+
+    kind: ClassVar[str] = "dense"
+    TENSORS: ClassVar[tuple[str, ...]] = Parameters._fields
 
     def __init__(self, log_start: Tensor, log_transition: Tensor, log_emission: Tensor, impl: Impl = "auto") -> None:
         named = {"log_start": log_start, "log_transition": log_transition, "log_emission": log_emission}
@@ -47,9 +61,10 @@ class HMM:
 
     @classmethod
     def from_probs(cls, start: ArrayLike, transition: ArrayLike, emission: ArrayLike, impl: Impl = "auto") -> "HMM":
-        """From probabilities, as arrays, lists or tensors; each distribution must sum to one.
+        """Create an HMM from probabilities, as arrays, lists or tensors; each distribution must sum to one.
 
-        Lists make a model in float32; parameters of different dtypes make one in float64."""
+        Lists give a float32 model; parameters of different dtypes give a float64 one.
+        """
         given = {"start": start, "transition": transition, "emission": emission}
         logs, dtypes = zip(*(as_log_probs(values, name) for name, values in given.items()), strict=True)
         dtype = dtypes[0] if len(set(dtypes)) == 1 else torch.float64
@@ -58,7 +73,7 @@ class HMM:
         return hmm
 
     def validate(self) -> None:
-        """Raise an error that names the first distribution that does not sum to one."""
+        """Raise an InputError that names the first distribution that does not sum to one."""
         check_distributions(self.log_start, "start")
         check_distributions(self.log_transition, "transition")
         check_distributions(self.log_emission, "emission")
@@ -83,145 +98,216 @@ class HMM:
     def parameters(self) -> Parameters:
         return Parameters(self.log_start, self.log_transition, self.log_emission)
 
+    @property
+    def requires_grad(self) -> bool:
+        return any(p.requires_grad for p in self.parameters)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters by name, as a model file stores them."""
+        return self.parameters._asdict()
+
     def to(self, *args: Any, **kwargs: Any) -> "HMM":
-        """On another device or in another dtype, as `Tensor.to`."""
+        """Return the model on another device or in another dtype, like `Tensor.to`."""
         start, transition, emission = (p.to(*args, **kwargs) for p in self.parameters)
         return HMM(start, transition, emission, self.impl)
 
     def detach(self) -> "HMM":
-        return HMM(*self._fixed(), self.impl)
+        """Return the model without gradients; the model itself if it has none."""
+        if not self.requires_grad:
+            return self
+        return HMM(self.log_start.detach(), self.log_transition.detach(), self.log_emission.detach(), self.impl)
+
+    def dense(self) -> "HMM":
+        """Return the model itself."""
+        return self
 
     def __repr__(self) -> str:
         return f"HMM(states={self.states}, vocab_size={self.vocab_size}, dtype={self.dtype}, device={self.device})"
 
-    def _evidence(
-        self, tokens: ArrayLike, lengths: ArrayLike | None, initial: ArrayLike | None = None
-    ) -> Evidence:
-        tokens = check_tokens(tokens, self.vocab_size, self.device)
-        lengths = check_lengths(lengths, tokens)
-        initial = check_initial(initial, tokens, self.log_start)
-        if lengths is not None:  # what lies beyond a sequence's end must not matter
-            outside = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
-            tokens = tokens.masked_fill(outside, -1)
-        return Evidence(tokens, lengths, initial)
-
-    def _fixed(self) -> Parameters:
-        return Parameters(*(p.detach() for p in self.parameters))
+    # --- likelihood and expected counts ---
 
     def scan(
-        self, tokens: Tensor, lengths: Tensor | None = None, initial: Tensor | None = None,
-        restart: Tensor | None = None,
+        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> Scan:
-        """What training calls: log p(x) [B], differentiable, and the final filtered distribution; nothing is checked.
+        return scan(self.parameters, Evidence(tokens, lengths, carry and carry.probs, restart), self.impl)
 
-        `restart` [B, T] bool: at that position the chain starts afresh from the start distribution.
-        """
-        return ops.scan(*self.parameters, tokens, lengths, initial, restart, impl=self.impl)
-
-    def log_likelihood(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
-        """log p(x) [B], natural log; −inf for a sequence that cannot happen. Differentiable in the parameters."""
-        return self.scan(*self._evidence(tokens, lengths)).log_likelihood
-
-    def filter(
-        self, tokens: ArrayLike, lengths: ArrayLike | None = None, initial: ArrayLike | None = None
-    ) -> Filtered:
-        """p(z_t | x_1..t). `initial` [B, Z] is the filtered distribution at the token before this window."""
-        evidence = self._evidence(tokens, lengths, initial)
-        log_likelihood, log_filtered = ops.filter_states(self._fixed(), evidence, self.impl)
-        probs = log_filtered.exp()
-        last = evidence.last()[:, None, None]
-        final = torch.take_along_dim(probs, last, 1).squeeze(1)
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
-            log_likelihood = self.scan(*evidence).log_likelihood
-        return Filtered(log_likelihood, final, probs)
-
-    def _require_possible(self, evidence: Evidence, log_likelihood: Tensor) -> None:
-        """Raise an error that names the first sequence that cannot happen, and its first impossible position."""
-        impossible = (log_likelihood == float("-inf")).nonzero()
-        if impossible.numel():
-            row = int(impossible[0])
-            alone = evidence.rows(torch.tensor([row], device=self.device))
-            _, log_filtered = ops.filter_states(self._fixed(), alone, self.impl)
-            position = int((log_filtered[0].amax(1) == float("-inf")).nonzero()[0])
-            raise InputError(
-                f"sequence {row} is impossible under this model: token {int(alone.tokens[0, position])} at position "
-                f"{position} has probability zero given the tokens before it"
-            )
-
-    def posterior(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
-        """p(z_t | x_1..T) [B, T, Z]; zero beyond a sequence's length."""
-        evidence = self._evidence(tokens, lengths)
-        marginal = ops.posterior(self._fixed(), evidence, self.impl)
-        self._require_possible(evidence, marginal[:, 0].sum(1).log())
-        return marginal
-
-    def viterbi(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Tensor, Tensor]:
-        """The most likely states [B, T] (−1 beyond a length) and their joint log-probability with the tokens [B]."""
-        evidence = self._evidence(tokens, lengths)
-        path, log_prob = viterbi(self._fixed(), evidence, self.impl)
-        self._require_possible(evidence, log_prob)
-        return path, log_prob
-
-    @torch.no_grad()
-    def sample(self, num: int, length: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Draw tokens [num, length] and their states [num, length] from the model."""
-        if num < 1 or length < 1:
-            raise InputError(f"sample needs num and length of at least 1, not {num} and {length}")
-        return sample_chain(self._fixed(), num, length, generator)
-
-    @torch.no_grad()
-    def posterior_sample(
-        self, tokens: ArrayLike, lengths: ArrayLike | None = None, num: int = 1,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """`num` exact draws of the whole path given the tokens: states [num, B, T], −1 beyond a length."""
-        if num < 1:
-            raise InputError(f"posterior_sample needs num of at least 1, not {num}")
-        evidence = self._evidence(tokens, lengths)
-        log_likelihood, log_filtered = ops.filter_states(self._fixed(), evidence, self.impl)
-        self._require_possible(evidence, log_likelihood)
-        return sample_paths(self.log_transition.detach(), log_filtered, evidence, num, generator)
-
-    def next_token(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
-        """log p(next token | tokens) [B, V]."""
-        evidence = self._evidence(tokens, lengths)
-        fixed = self._fixed()
-        with torch.no_grad():
-            result = self.scan(*evidence)
-            self._require_possible(evidence, result.log_likelihood)
-            return self.emit((result.final @ fixed.log_transition.exp()).log())
-
-    # --- one step at a time: distributions over the state of the next token, as logarithms [Z] ---
-
-    def begin(self) -> Tensor:
-        """log p(z_1)."""
-        return self.log_start.detach()
-
-    @torch.no_grad()
-    def advance(self, log_state: Tensor, token: int) -> Tensor:
-        """log p(z_t+1 | x_1..t) from log p(z_t | x_1..t−1) and x_t = token."""
-        joint = (log_state + self.log_emission[:, token]).log_softmax(0)
-        return logsumexp(joint[:, None] + self.log_transition, 0)
-
-    @torch.no_grad()
-    def emit(self, log_states: Tensor) -> Tensor:
-        """log Σ_z p(z) p(word | z) [..., V] for log-distributions over states [..., Z], safe for any scale."""
-        return mix(log_states, self.log_emission.detach())
+    def _log_likelihood(self, tokens: Tensor, lengths: Tensor | None, initial: Tensor | None) -> Tensor:
+        if lengths is not None:  # tokens beyond a sequence's end must not matter
+            outside = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
+            tokens = tokens.masked_fill(outside, -1)
+        return scan(self.parameters, Evidence(tokens, lengths, initial), self.impl).log_likelihood
 
     def expected_counts(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Counts:
-        """Expected counts of starts [Z], transitions [Z, Z] and emissions [Z, V] under the posterior, summed over B."""
-        evidence = self._evidence(tokens, lengths)
-        return ops.expected_counts(self._fixed(), evidence, self.impl)
+        """Compute expected counts of starts [Z], transitions [Z, Z] and emissions [Z, V], summed over the batch.
 
-    def entropy(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
-        """Entropy of the posterior over paths [B], in nats."""
-        evidence = self._evidence(tokens, lengths)
-        self._require_possible(evidence, self.detach().scan(*evidence).log_likelihood)
-        return ops.entropy(self._fixed(), evidence, self.impl)
+        They are the gradient of the log-likelihood with respect to the log-probabilities. An impossible sequence adds
+        nothing to the counts; the log-likelihood is then −inf.
+        """
+        leaves = HMM(*Parameters(*(p.detach().requires_grad_() for p in self.parameters)), self.impl)
+        checked = check_tokens(tokens, self.vocab_size, self.device)
+        with torch.enable_grad():
+            log_likelihood = leaves._log_likelihood(checked, check_lengths(lengths, checked), None)
+            total = log_likelihood.sum()
+            start, transition, emission = torch.autograd.grad(total, leaves.parameters, materialize_grads=True)
+        return Counts(start, transition, emission, total.detach())
+
+    # --- operations of the queries: every support is all states ---
+
+    @cached_property
+    def _into(self) -> Tensor:
+        return self.log_transition.t().contiguous()  # row = to-state
+
+    @cached_property
+    def _forward_product(self) -> LogMatrix:
+        return LogMatrix(self.log_transition)
+
+    @cached_property
+    def _backward_product(self) -> LogMatrix:
+        return LogMatrix(self._into)
+
+    @cached_property
+    def _emission_product(self) -> LogMatrix:
+        return LogMatrix(self.log_emission)
+
+    def observe(self, tokens: Tensor, missing: bool, log_missing: Tensor | None = None) -> tuple[Support, Tensor]:
+        scores = self.log_emission.index_select(1, tokens.clamp(min=0) if missing else tokens).t().contiguous()
+        if missing:
+            explained = scores.new_zeros(()) if log_missing is None else log_missing
+            scores = torch.where((tokens < 0)[:, None], explained, scores)
+        return None, scores
+
+    def _observed(self, batch: SortedBatch, log_missing: Tensor | None) -> Observations | None:
+        """Return the emission scores of all steps; None if [T, B, Z] is too large to be held several times."""
+        steps = len(batch.active)
+        if steps * len(batch.tokens) * self.states > _BULK_CELLS:
+            return None
+        words, index = batch.tokens[:, :steps].t().unique(return_inverse=True)
+        return Observations(self.observe(words, bool(words[0] < 0), log_missing)[1], index, batch.active)
+
+    def _observations(self, batch: SortedBatch, log_missing: Tensor | None = None) -> Iterator[tuple[Support, Tensor]]:
+        given = self._observed(batch, log_missing)
+        if given is None:
+            return super()._observations(batch, log_missing)
+        return ((None, here) for here in active_rows(given.at(given.scores), batch))
+
+    def _forward(self, batch: SortedBatch, initial: Tensor | None = None, log_missing: Tensor | None = None) -> Lattice:
+        """See `HiddenMarkovModel._forward`; in products of probabilities, unless these may have underflowed."""
+        given = self._observed(batch, log_missing)
+        first = self.log_start.expand(len(batch.tokens), -1) if initial is None else self.pull(initial.log())
+        result = None if given is None else filter_products(self._forward_product, first, given)
+        if given is None or result is None:
+            return super()._forward(batch, initial, log_missing)
+        log_filtered, log_scales, scores = (active_rows(v, batch) for v in (*result, given.at(given.scores)))
+        return Lattice(batch, [None] * len(scores), scores, log_filtered, log_scales, Stacked(given, result[0]))
+
+    def _messages(self, lattice: Lattice) -> list[Tensor]:
+        """See `HiddenMarkovModel._messages` and `_forward`."""
+        stacked = lattice.stacked
+        messages = None if stacked is None else message_products(self._backward_product, stacked.given)
+        if stacked is None or messages is None:
+            return super()._messages(lattice)
+        messages.sub_((stacked.log_filtered + messages).logsumexp(2, keepdim=True))
+        return active_rows(messages, lattice.batch)
+
+    def restrict(self, values: Tensor, support: Support) -> Tensor:
+        return values
+
+    def spread(self, values: Tensor, support: Support, fill: float) -> Tensor:
+        return values
+
+    def state_ids(self, support: Support, index: Tensor) -> Tensor:
+        return index
+
+    def log_start_scores(self) -> Tensor:
+        return self.log_start
+
+    def pull(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
+        return self._forward_product.product(log_probs, normalized=True)
+
+    def push(self, log_values: Tensor, source: Support = None, target: Support = None) -> Tensor:
+        return self._backward_product.product(log_values)
+
+    def pull_max(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
+        """See `Primitives.pull_max`; sums are taken in pieces that stay in the CPU's cache."""
+        batch, states = log_probs.shape
+        cells = _CACHE_CELLS if log_probs.device.type == "cpu" else _CELLS
+        if batch * states * states <= cells:
+            return (log_probs[:, None, :] + self._into).amax(2)
+        columns = max(1, min(states, cells // states))
+        rows = max(1, cells // (states * columns))
+        out, buffer = torch.empty_like(log_probs), log_probs.new_empty(rows, columns, states)
+        for j in range(0, states, columns):
+            piece = self._into[j : j + columns]
+            for b in range(0, batch, rows):
+                sums = buffer[: min(rows, batch - b), : piece.shape[0]]
+                torch.add(log_probs[b : b + rows, None, :], piece, out=sums)
+                torch.amax(sums, 2, out=out[b : b + rows, j : j + columns])
+        return out
+
+    def origin_entropy(self, log_probs: Tensor, source: Support, target: Support) -> Tensor:
+        """See `Primitives.origin_entropy`; from two products, except where the prediction is too small for them.
+
+        With f the distribution, A' the transition with each column divided by its largest entry and q' = f A':
+        H_j = log q'_j − Σ_i f_i A'_ij (log f_i + log A'_ij) / q'_j.
+        """
+        matrix, probs = self._forward_product, log_probs.exp()
+        predicted = probs @ matrix.scaled
+        mean = torch.xlogy(probs, probs) @ matrix.scaled + probs @ torch.xlogy(matrix.scaled, matrix.scaled)
+        faint = predicted < _FAINT
+        result = torch.where(faint, 0.0, predicted.log() - mean / predicted).clamp_min(0)
+        for b in faint.any(1).nonzero().flatten().tolist():
+            for columns in faint[b].nonzero().flatten().split(max(1, _CELLS // self.states)):
+                conditional = (log_probs[b] + self._into[columns]).log_softmax(1)
+                entropy = -torch.where(conditional == NEG_INF, 0.0, conditional.exp() * conditional).sum(1)
+                result[b, columns] = entropy.nan_to_num(0.0)  # NaN: a state without predecessors
+        return result
+
+    def transitions_into(self, source: Support, states: Tensor) -> Tensor:
+        return self._into[states]
+
+    def transitions_from(self, states: Tensor) -> Tensor:
+        return self.log_transition[states]
 
     @torch.no_grad()
-    def infill(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
-        """log p(x_t = v | all other observed tokens) [B, T, V] at every position, exactly; −inf beyond a length."""
-        evidence = self._evidence(tokens, lengths)
-        self._require_possible(evidence, self.detach().scan(*evidence).log_likelihood)
-        return self.emit(ops.surroundings(self._fixed(), evidence, self.impl))
+    def emit(self, log_states: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Compute log Σ_z p(z) p(word | z) for log-distributions [..., Z]: [..., V], or [..., n] for `tokens` [n]."""
+        if tokens is None:
+            return self.detach()._emission_product.product(log_states)
+        return logsumexp(log_states[..., None] + self.log_emission.index_select(1, tokens), -2)
+
+    @torch.no_grad()
+    def group_emission(self, group_of_word: Tensor, groups: int) -> Tensor:
+        """Compute log p(a word of the group | z) [groups, Z] for a partition of the vocabulary, group_of_word [V]."""
+        pieces = self.log_emission.split(max(1, _CELLS // self.vocab_size))
+        return torch.cat([log_group_sums(piece.t(), group_of_word, groups) for piece in pieces], 1)
+
+    def draw_tokens(self, states: Tensor, generator: torch.Generator | None) -> Tensor:
+        pieces = states.split(max(1, _CELLS // self.vocab_size))
+        return torch.cat([draw(self.log_emission[piece], generator) for piece in pieces])
+
+    def joint_scores(self, origins: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        moved = self.log_transition.flatten().index_select(0, origins * self.states + states)
+        emitted = self.log_emission.flatten().index_select(0, states * self.vocab_size + tokens)
+        return self.log_start.index_select(0, states), moved, emitted
+
+    def carry_at(self, states: Tensor) -> Carry:
+        certain = torch.zeros(len(states), self.states, dtype=self.dtype, device=self.device)
+        return Carry(certain.scatter_(1, states[:, None], 1.0))
+
+
+def log_group_sums(log_values: Tensor, group: Tensor, groups: int) -> Tensor:
+    """Compute log Σ over the rows of each group [groups, n] for log_values [V, n] and group [V].
+
+    The sum is in float64: thousands of rare words are lost when they are added to a sum of frequent ones.
+    """
+    peak = torch.full((groups, log_values.shape[1]), NEG_INF, dtype=log_values.dtype, device=log_values.device)
+    peak = peak.scatter_reduce(0, group[:, None].expand_as(log_values), log_values, "amax")
+    peak = torch.where(peak > NEG_INF, peak, 0.0)
+    relative = (log_values - peak[group]).double().exp()
+    total = torch.zeros_like(peak, dtype=torch.float64).index_add(0, group, relative)
+    return (total.log() + peak).to(log_values)
+
+
+def active_rows(values: Tensor, batch: SortedBatch) -> list[Tensor]:
+    """Return the active rows of each step of values [T, B, …]."""
+    return [here[:rows] for here, rows in zip(values.unbind(), batch.active, strict=True)]

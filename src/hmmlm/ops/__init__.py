@@ -1,4 +1,5 @@
-"""Numerics as pure functions, one folder an operation.
+"""Numerics as pure functions, one folder per operation.
 
-`naive.py` is the specification, in log space and written to be read; every other implementation must agree with it.
+`naive.py` is the specification, written for readability; inference operations compute it in log space. Every other
+implementation must agree with it.
 """

@@ -1,11 +1,11 @@
-"""Block-diagonal emissions: log p(word | state) for the words of each state's block and no others.
+"""Block-diagonal emissions: log p(word | state) for the words of each state's block only.
 
-`impl`: "naive" makes the whole state × word matrix and masks it; "torch" multiplies tiles of words with the states of
-their block; "triton" (CUDA) does the same in one kernel forward and two backward, without copies of the states and
-without scores in memory. "auto" picks the fastest that fits.
+`impl`: "naive" computes the whole state × word matrix and masks it; "tiled" multiplies tiles of words by the states of
+their block; "triton" (CUDA) does the same in one forward and two backward kernels, without copying the states or
+storing scores. "auto" selects the fastest that supports the problem.
 """
 
-from hmmlm.ops.blocked_emission.function import Impl, blocked_emission
+from hmmlm.ops.blocked_emission.api import EmissionImpl, blocked_emission
 from hmmlm.ops.blocked_emission.tiles import Tiles, make_tiles
 
-__all__ = ["Impl", "Tiles", "blocked_emission", "make_tiles"]
+__all__ = ["EmissionImpl", "Tiles", "blocked_emission", "make_tiles"]

@@ -1,11 +1,11 @@
-"""The specification: every state scores every word, and words of other blocks are masked."""
+"""Specification: every state scores every word, and words of other blocks are masked."""
 
 import torch
 from torch import Tensor
 
 
 def blocked_emission(hidden: Tensor, words: Tensor, bias: Tensor | None, block_of_word: Tensor) -> Tensor:
-    """hidden [M, k, h], words [V, h], bias [V], block_of_word [V] → log p(word | state i of its block) [V, k]."""
+    """Compute log p(word | state i of its block) [V, k] from hidden [M, k, h], words [V, h] and bias [V]."""
     scores = torch.einsum("mkh,vh->mkv", hidden, words)
     if bias is not None:
         scores = scores + bias

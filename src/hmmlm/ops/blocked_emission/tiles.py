@@ -1,7 +1,7 @@
-"""How words are laid out for batched products.
+"""Layout of words for batched products.
 
-Block widths are very uneven (1 to 561 words of PTB): padding every block to the widest would do seven times the work.
-Tiles of a few words, each of one block, waste little.
+Block widths are very uneven (1 to 561 words on PTB): padding every block to the widest would do seven times the work.
+Tiles of TILE words, each from one block, waste little.
 """
 
 from typing import NamedTuple
@@ -11,29 +11,30 @@ from torch import Tensor
 
 from hmmlm.errors import InputError
 
-TILE = 64  # words a tile: a row of a tensor core's output, and few copies of a block's states
+TILE = 64  # words per tile: a row of a tensor core's output, and few copies of a block's states
 
 
 class Tiles(NamedTuple):
-    """Words laid out in N tiles of one block each, those of a block one after another."""
+    """Words arranged in N tiles of one block each; the tiles of a block are contiguous."""
 
-    word: Tensor  # [N * TILE] the word in each slot; 0 where empty
+    word: Tensor  # [N * TILE] word in each slot; 0 where empty
     empty: Tensor  # [N, TILE] bool
     block: Tensor  # [N] block of each tile
-    first: Tensor  # [M + 1] the first tile of each block, and N
+    first: Tensor  # [M + 1] first tile of each block, then N
     slot_of_word: Tensor  # [V]
     block_of_word: Tensor  # [V]
 
     def to(self, device: torch.device | str) -> "Tiles":
+        """Return the tiles on `device`."""
         return Tiles(*(field.to(device) for field in self))
 
 
 def make_tiles(block_of_word: Tensor, num_blocks: int) -> Tiles:
-    """Lay the words out; done once for a structure."""
+    """Arrange the words in tiles; needed once per block structure."""
     block_of_word = block_of_word.cpu()
     widths = torch.bincount(block_of_word, minlength=num_blocks)
     if int(widths.min()) == 0:
-        raise InputError(f"block {int(widths.argmin())} has no word: every block must emit something")
+        raise InputError(f"block {int(widths.argmin())} has no word: assign at least one word to every block")
     tiles = -(-widths // TILE)
     first = torch.cat([torch.zeros(1, dtype=torch.long), torch.cumsum(tiles, 0)])
     order = torch.argsort(block_of_word, stable=True)

@@ -1,6 +1,6 @@
-"""GPU kernels: states are read where they lie, and scores exist only as tiles on the chip, computed when needed."""
+"""GPU kernels: states are read in place, and scores exist only as tiles on the chip, computed when needed."""
 # mypy: allow-untyped-defs
-# (arguments of kernels are pointers and numbers of Triton's own)
+# (kernel arguments are Triton's own pointers and numbers)
 
 import torch
 import triton
@@ -8,11 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from hmmlm.ops.blocked_emission.tiles import TILE, Tiles
+from hmmlm.ops.common import dot_precision
 
 
 @triton.jit
 def _scores(words, bias, word, here, states, inner, H: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr):
-    """Of a tile of words in a block of states [k, h]: [TILE, k], −inf where the tile is empty."""
+    """Compute the scores [TILE, k] of a tile of words for `states` [k, h]; −inf where the tile is empty."""
     at = words + word[:, None] * H + inner[None, :]
     rows = tl.load(at, mask=here[:, None] & (inner < H)[None, :], other=0.0)
     scores = tl.dot(rows, tl.trans(states), input_precision=PRECISION)
@@ -23,11 +24,22 @@ def _scores(words, bias, word, here, states, inner, H: tl.constexpr, HAS_BIAS: t
 
 @triton.jit
 def _forward_kernel(
-    hidden, words, bias, out, word_of_slot, empty, first_tile, kept,
-    H: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    TILE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """A program some states of one block: over its tiles once for the normaliser, and again for what is stored."""
+    hidden,
+    words,
+    bias,
+    out,
+    word_of_slot,
+    empty,
+    first_tile,
+    kept,
+    H: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program per range of states of a block: one pass over its tiles for the normalizer, a second for `out`."""
     block = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     inner = tl.arange(0, BLOCK_H)
@@ -55,10 +67,22 @@ def _forward_kernel(
 
 @triton.jit
 def _hidden_kernel(
-    grad, words, out, totals, gradient, word_of_slot, empty, first_tile, kept,
-    H: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """A program some states of one block: the total of `grad` over its words, and the gradient of the states."""
+    grad,
+    words,
+    out,
+    totals,
+    gradient,
+    word_of_slot,
+    empty,
+    first_tile,
+    kept,
+    H: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program per range of states of a block: the sum of `grad` over its words, and the gradient of the states."""
     block = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     inner = tl.arange(0, BLOCK_H)
@@ -86,10 +110,23 @@ def _hidden_kernel(
 
 @triton.jit
 def _words_kernel(
-    grad, hidden, out, totals, gradient, grad_bias, word_of_slot, empty, block_of_tile, kept,
-    H: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """A program some columns of the gradients of a tile of words, over the states of their block."""
+    grad,
+    hidden,
+    out,
+    totals,
+    gradient,
+    grad_bias,
+    word_of_slot,
+    empty,
+    block_of_tile,
+    kept,
+    H: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program per tile of words and range of columns: gradients of words and bias, over the states of the block."""
     tile = tl.program_id(0)
     block = tl.load(block_of_tile + tile)
     inner = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -114,15 +151,15 @@ def _words_kernel(
 
 
 def _options(dtype: torch.dtype, h: int) -> dict[str, int | str]:
-    """Products of float32 are exact to its last bits."""
-    precision, states = ("tf32x3", 16) if dtype == torch.float32 else ("ieee", 32)
+    """Return the options of the kernels."""
+    states = 16 if dtype == torch.float32 else 32
     block_h = max(16, triton.next_power_of_2(h))
-    shared: dict[str, int | str] = {"H": h, "TILE": TILE, "PRECISION": precision, "num_stages": 2}
+    shared: dict[str, int | str] = {"H": h, "TILE": TILE, "PRECISION": dot_precision(dtype), "num_stages": 2}
     return {"BLOCK_H": block_h, "BLOCK_K": states, "num_warps": 4 if block_h < 256 else 8, **shared}
 
 
 def forward(hidden: Tensor, words: Tensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
-    """[V, k] in float32."""
+    """Compute the log-probabilities [V, k] in float32."""
     blocks, kept, h = hidden.shape
     options = _options(hidden.dtype, h)
     out = hidden.new_empty(words.shape[0], kept, dtype=torch.float32)
@@ -133,7 +170,7 @@ def forward(hidden: Tensor, words: Tensor, bias: Tensor | None, tiles: Tiles) ->
 
 
 def backward(grad: Tensor, hidden: Tensor, words: Tensor, out: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, words and bias in float32."""
+    """Compute gradients of hidden, words and bias in float32."""
     blocks, kept, h = hidden.shape
     options = _options(hidden.dtype, h)
     grad_hidden, grad_words = (torch.empty_like(x, dtype=torch.float32) for x in (hidden, words))
@@ -141,7 +178,7 @@ def backward(grad: Tensor, hidden: Tensor, words: Tensor, out: Tensor, tiles: Ti
     _hidden_kernel[(blocks, triton.cdiv(kept, int(options["BLOCK_K"])))](
         grad, words, out, totals, grad_hidden, tiles.word, tiles.empty, tiles.first, kept, **options
     )
-    # one stage: with more the compiler starts the next product while this one still reads its registers
+    # One stage: with more, the compiler starts the next product while this one still reads its registers.
     options |= {"BLOCK_H": min(int(options["BLOCK_H"]), 128), "num_warps": 4, "num_stages": 1}
     _words_kernel[(len(tiles.block), triton.cdiv(h, int(options["BLOCK_H"])))](
         grad, hidden, out, totals, grad_words, grad_bias, tiles.word, tiles.empty, tiles.block, kept, **options

@@ -1,11 +1,11 @@
-"""Exact inference in a blocked HMM whose transition is factored: likelihood and final state, with gradients.
+"""Blocked HMM with a factored transition: log-likelihood, its gradient and the final filtered distribution.
 
-`impl`: "naive" is log space, a word at a time; "torch" scaled probabilities in batched products; "triton" (CUDA) one
-kernel for the tiles, one for each direction of the recursion, and sums over blocks in a fixed order. "auto" picks the
-fastest that fits.
+`impl`: "naive" computes in log space, one word at a time; "scaled" uses scaled probabilities and batched products;
+"triton" (CUDA) uses one kernel for the tiles, one per direction of the recursion, and sums over blocks in a fixed
+order. "auto" selects the fastest that supports the problem.
 """
 
-from hmmlm.ops.blocked_scan.function import Impl, blocked_scan
-from hmmlm.ops.blocked_scan.problem import BlockedScan, Initial
+from hmmlm.ops.blocked_scan.api import blocked_scan
+from hmmlm.ops.blocked_scan.problem import CarriedRows, Factors
 
-__all__ = ["BlockedScan", "Impl", "Initial", "blocked_scan"]
+__all__ = ["CarriedRows", "Factors", "blocked_scan"]

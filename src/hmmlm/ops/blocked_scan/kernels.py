@@ -1,6 +1,6 @@
-"""The device side of triton.py. Positions n are those of [B, span], a range of time that starts at `first`."""
+"""Kernels of triton.py. Position n indexes [B, span], a range of time that starts at `first`."""
 # mypy: allow-untyped-defs
-# (arguments of kernels are pointers and numbers of Triton's own)
+# (kernel arguments are Triton's own pointers and numbers)
 
 import triton
 import triton.language as tl
@@ -12,11 +12,24 @@ _START = tl.constexpr(START)
 
 @triton.jit
 def tiles_kernel(
-    u, w, log_normalizer, source, block, tiles, first, span, TIME,
-    ROWS: tl.constexpr, KEPT: tl.constexpr, H: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """tiles[n, i, j] = A[state i of the source, state j of the block] for position n of [B, span]."""
+    u,
+    w,
+    log_normalizer,
+    source,
+    block,
+    tiles,
+    first,
+    span,
+    TIME,
+    ROWS: tl.constexpr,
+    KEPT: tl.constexpr,
+    H: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program per position n and part of its tile: tiles[n, i, j] = A[state i of source, state j of block]."""
     n = tl.program_id(0).to(tl.int64)
     at = (n // span) * TIME + first + n % span
     group = tl.load(source + at)
@@ -29,28 +42,49 @@ def tiles_kernel(
             inner = start + tl.arange(0, BLOCK_H)
             a = tl.load(
                 u + (group * ROWS + row)[:, None] * H + inner[None, :],
-                mask=(row < ROWS)[:, None] & (inner < H)[None, :], other=0.0,
+                mask=(row < ROWS)[:, None] & (inner < H)[None, :],
+                other=0.0,
             )
             b = tl.load(
                 w + (own * KEPT + column)[None, :] * H + inner[:, None],
-                mask=(column < KEPT)[None, :] & (inner < H)[:, None], other=0.0,
+                mask=(column < KEPT)[None, :] & (inner < H)[:, None],
+                other=0.0,
             )
             scores = tl.dot(a, b, scores, input_precision=PRECISION)
         shift = tl.load(log_normalizer + group * ROWS + row, mask=row < ROWS, other=0.0)
         values = tl.exp(scores - shift[:, None])
         tl.store(
-            tiles + n * ROWS * KEPT + row[:, None] * KEPT + column[None, :], values.to(tiles.dtype.element_ty),
+            tiles + n * ROWS * KEPT + row[:, None] * KEPT + column[None, :],
+            values.to(tiles.dtype.element_ty),
             mask=(row < ROWS)[:, None] & (column < KEPT)[None, :],
         )
 
 
 @triton.jit
 def forward_kernel(
-    tiles, word, block, source, lengths, log_start, log_emission, filtered, predicted, log_likelihood, suspect,
-    first, end, TIME, FLOOR, SUSPICIOUS,
-    ROWS: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """A program a sequence. The filtered distribution of a step passes to the next through memory."""
+    tiles,
+    word,
+    block,
+    source,
+    lengths,
+    log_start,
+    log_emission,
+    filtered,
+    predicted,
+    log_likelihood,
+    suspect,
+    first,
+    end,
+    TIME,
+    FLOOR,
+    SUSPICIOUS,
+    ROWS: tl.constexpr,
+    KEPT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program per sequence: run the filter. Each step reads the previous filtered distribution from memory."""
     b = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < KEPT
@@ -85,17 +119,32 @@ def forward_kernel(
         total += tl.log(mass) + shift
         f = tl.where(dead > 0, 0.0, weight / mass)
         tl.store(filtered + (b * (TIME + 1) + t + 1) * ROWS + column, f, mask=inside)
-        tl.debug_barrier()  # the next step reads all of it
+        tl.debug_barrier()  # the next step reads what all threads wrote
     tl.store(log_likelihood + b, tl.where(dead > 0, -float("inf"), total))
     tl.store(suspect + b, dead.to(tl.int8))
 
 
 @triton.jit
 def backward_kernel(
-    tiles, source, lengths, grad, filtered, predicted, posterior, ratio, grad_initial, first, end, TIME,
-    ROWS: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """A program a sequence: posterior[b, t + 1] of position t times grad, and ratio[b, t] = posterior / predicted."""
+    tiles,
+    source,
+    lengths,
+    grad,
+    filtered,
+    predicted,
+    posterior,
+    ratio,
+    grad_initial,
+    first,
+    end,
+    TIME,
+    ROWS: tl.constexpr,
+    KEPT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program per sequence: posterior[b, t + 1] of position t times grad, ratio[b, t] = posterior / predicted."""
     b = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < KEPT
@@ -107,7 +156,7 @@ def backward_kernel(
         at = b * TIME + t
         slot = (b * (TIME + 1) + t + 1) * ROWS
         following = tl.load(source + at + 1, mask=t + 1 < length, other=_START)
-        if following < 0:  # nothing later bears on this position
+        if following < 0:  # no later position depends on this one
             gamma = weight * tl.load(filtered + slot + column, mask=inside, other=0.0)
             tl.store(posterior + slot + column, gamma, mask=inside)
         else:
@@ -126,28 +175,50 @@ def backward_kernel(
                 tl.store(posterior + slot - ROWS + row, f * ahead, mask=row < ROWS)
                 if t == 0:
                     tl.store(grad_initial + b * ROWS + row, ahead, mask=row < ROWS)
-        tl.debug_barrier()  # the next step reads all of it
+        tl.debug_barrier()  # the next step reads what all threads wrote
 
 
 @triton.jit
 def _piece(offsets, g, PIECE: tl.constexpr):
-    """How many pieces segment g is in; an empty one is in one piece, which writes its zeros."""
+    """Return the number of pieces of segment g; an empty segment has one piece, which writes zeros."""
     count = tl.load(offsets + g + 1) - tl.load(offsets + g)
     return tl.maximum((count + PIECE - 1) // PIECE, 1)
 
 
 @triton.jit
 def factor_kernel(
-    order, offsets, tiles, own_vector, own_batch, other_vector, other_batch, other_group, other_factor, out, pieces,
-    first, span, TIME, own_stride, other_stride, ADD: tl.constexpr,
-    OWN: tl.constexpr, OTHER: tl.constexpr, H: tl.constexpr, PRECISION: tl.constexpr,
-    PIECE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_WIDTH: tl.constexpr,
-    BLOCK_OWN: tl.constexpr, BLOCK_OTHER: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Σ over positions n of a piece and over j of posterior pairs ξ_n(i, j) · factor[group of n, j], for all i.
+    order,
+    offsets,
+    tiles,
+    own_vector,
+    own_batch,
+    other_vector,
+    other_batch,
+    other_group,
+    other_factor,
+    out,
+    pieces,
+    first,
+    span,
+    TIME,
+    own_stride,
+    other_stride,
+    ADD: tl.constexpr,
+    OWN: tl.constexpr,
+    OTHER: tl.constexpr,
+    H: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PIECE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_WIDTH: tl.constexpr,
+    BLOCK_OWN: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program per piece and part of the factor: Σ_n Σ_j ξ_n(i, j) · factor[group of n, j] over its positions n.
 
-    ξ_n(i, j) = own_i · tile_n(i, j) · other_j. Serves U (own: rows of the tile) and W (own: its columns). The sum is
-    the whole of a segment in one piece and goes to `out`, or goes to `pieces`.
+    The posterior of pairs is ξ_n(i, j) = own_i · tile_n(i, j) · other_j. Serves U (own: rows of the tile) and W (own:
+    columns of the tile). The sum goes to `out` if the piece is the whole segment, else to `pieces`.
     """
     piece = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS_WIDTH)
@@ -155,7 +226,7 @@ def factor_kernel(
     counts -= tl.load(offsets + group, mask=group < GROUPS, other=0)
     n_pieces = tl.where(group < GROUPS, tl.maximum((counts + PIECE - 1) // PIECE, 1), 0)
     ends = tl.cumsum(n_pieces, 0)
-    g = tl.sum((ends <= piece).to(tl.int64), 0)  # the segment this piece is of
+    g = tl.sum((ends <= piece).to(tl.int64), 0)  # the segment of this piece
     if g < GROUPS:
         before = piece - tl.sum(tl.where(group < g, n_pieces, 0), 0)
         begin = tl.load(offsets + g) + before * PIECE
@@ -174,15 +245,17 @@ def factor_kernel(
                     y = tl.load(other_vector + b * other_batch + t * OTHER + other, mask=other < OTHER, other=0.0)
                     a = tl.load(
                         tiles + n * OWN * OTHER + own[:, None] * own_stride + other[None, :] * other_stride,
-                        mask=(own < OWN)[:, None] & (other < OTHER)[None, :], other=0.0,
+                        mask=(own < OWN)[:, None] & (other < OTHER)[None, :],
+                        other=0.0,
                     )
                     factor = tl.load(
                         other_factor + (far * OTHER + other)[:, None] * H + inner[None, :],
-                        mask=(other < OTHER)[:, None] & (inner < H)[None, :], other=0.0,
+                        mask=(other < OTHER)[:, None] & (inner < H)[None, :],
+                        other=0.0,
                     )
                     weighted = (a.to(tl.float32) * y[None, :]).to(factor.dtype)
-                    # own_i after the product, not before: what is used at once is also waited for. A product added to
-                    # in the next turn would still be reading the registers that `weighted` is then written to.
+                    # Multiply by own_i after the product: using the product makes the compiler wait for it. Otherwise
+                    # it could still read registers to which the next iteration writes `weighted`.
                     total += x[:, None] * tl.dot(weighted, factor, input_precision=PRECISION)
         at = own[:, None] * H + inner[None, :]
         mask = (own < OWN)[:, None] & (inner < H)[None, :]
@@ -196,10 +269,17 @@ def factor_kernel(
 
 @triton.jit
 def pieces_kernel(
-    offsets, pieces, out, ADD: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    PIECE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_WIDTH: tl.constexpr,
-):  # fmt: skip
-    """out[g] = the sum of its pieces, for segments of several."""
+    offsets,
+    pieces,
+    out,
+    ADD: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_WIDTH: tl.constexpr,
+):
+    """One program per segment g and range of elements: out[g] = sum of its pieces, if it has several."""
     g = tl.program_id(0).to(tl.int64)
     n_pieces = _piece(offsets, g, PIECE)
     if n_pieces > 1:
@@ -218,10 +298,24 @@ def pieces_kernel(
 
 @triton.jit
 def segment_kernel(
-    order, offsets, source, values, out, first, span, TIME, sign, ADD: tl.constexpr, STARTS: tl.constexpr,
-    SLOT: tl.constexpr, ROWS: tl.constexpr, KEPT: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """out[g] = sign · Σ over positions (b, t) of segment g, or only its STARTS, of values[b, t + SLOT]."""
+    order,
+    offsets,
+    source,
+    values,
+    out,
+    first,
+    span,
+    TIME,
+    sign,
+    ADD: tl.constexpr,
+    STARTS: tl.constexpr,
+    SLOT: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEPT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program per segment g: out[g] = sign · Σ values[b, t + SLOT] over its positions (b, t), or its STARTS."""
     g = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < KEPT

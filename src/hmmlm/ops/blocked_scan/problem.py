@@ -1,75 +1,90 @@
-"""What the blocked scan takes and returns, and the same laid out for the kernels."""
+"""Inputs of the blocked scan, and their layout for the kernels."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hmmlm.ops.linear_logsumexp.precision import wide
+from hmmlm.ops.common import wide
 
-NOTHING, START = -2, -1  # sources of a position that is not a step from another: beyond the length, a start
+NOTHING, START = -2, -1  # sources of positions that are not steps: beyond the length, or a start
 
 
-class Initial(NamedTuple):
-    """Where each sequence stood before the window, on the states kept then, which need not be those kept now.
+class Factors(NamedTuple):
+    """Parameters of an HMM with M blocks of k states, where each word belongs to one block.
 
-    Where all stood on the same states, as where there is one block, one row of `u` and `log_normalizer` does for all.
+    State m·k + i is state i of block m; log A[i, j] = u_i · w_j − log_normalizer_i.
     """
 
-    filtered: Tensor  # [B, kept_then] p(z | all words before), zero in sum only if that was impossible
-    u: Tensor  # [B or 1, kept_then, h] the rows of U of those states
-    log_normalizer: Tensor  # [B or 1, kept_then] logsumexp of those rows against the W of now
+    block_of_word: Tensor  # [V]
+    u: Tensor  # [Z, h]
+    w: Tensor  # [Z, h]
+    log_normalizer: Tensor  # [Z]
+    log_start: Tensor  # [Z]
+    log_emission: Tensor  # [V, k] row = word, over the states of its block
 
-    def of(self, sequences: Tensor, dtype: torch.dtype) -> "Initial":
-        """The same of some sequences, in a dtype."""
-        one = self.u.shape[0] == 1
-        return Initial(*((x if one and i else x[sequences]).to(dtype) for i, x in enumerate(self)))
+    def to(self, dtype: torch.dtype) -> "Factors":
+        """Return the factors with all but `block_of_word` in `dtype`."""
+        return Factors(self.block_of_word, *(value.to(dtype) for value in self[1:]))
 
 
-class BlockedScan(NamedTuple):
-    """The forward recursion: how likely each sequence is and where it left the chain."""
+class CarriedRows(NamedTuple):
+    """The carry of a window and the transition rows of the carried states.
 
-    log_likelihood: Tensor  # [B] natural log; differentiable in the parameters and in `initial`
-    final: Tensor  # [B, kept] p(z at the last word | all words), over the states of its block; detached
-    suspect: Tensor  # [B] bool: mass vanished in scaled arithmetic, so −inf may be wrong; see `blocked_scan`
+    The carried states may differ from those of the present factors (state dropout). If all sequences carry the same
+    states, as with a single block, `u` and `log_normalizer` have one row for all sequences.
+    """
+
+    filtered: Tensor  # [B, kept_then] p(z | all previous words); sums to zero only if they were impossible
+    u: Tensor  # [B or 1, kept_then, h]
+    log_normalizer: Tensor  # [B or 1, kept_then] logsumexp of those rows against the present W
+
+    def rows(self, index: Tensor, dtype: torch.dtype) -> "CarriedRows":
+        """Return the sequences at `index` in `dtype`."""
+        shared = self.u.shape[0] == 1
+        return CarriedRows(*((x if shared and i else x[index]).to(dtype) for i, x in enumerate(self)))
 
 
 class Problem(NamedTuple):
-    """A blocked scan in one shape for all its steps.
+    """A blocked scan in a layout that all its steps share.
 
-    Rows that a step comes from are in G groups of R = max(kept, kept_then): the M blocks, then `initial` as one group
-    a sequence, or one for all. So the first step of a window is like every other.
+    The source rows of steps form G groups of R = max(kept, kept_then) rows: the M blocks, then the carried rows as one
+    group per sequence, or one for all. The first step of a window therefore has the same form as every other step.
     """
 
     word: Tensor  # [B, T] −1 beyond the length
-    block: Tensor  # [B, T] of the word, likewise
-    source: Tensor  # [B, T] the group the step comes from, or START, or NOTHING
+    block: Tensor  # [B, T] block of the word; −1 beyond the length
+    source: Tensor  # [B, T] group of the previous position's states, or START, or NOTHING
     lengths: Tensor  # [B]
-    u: Tensor  # [G, R, h] in the dtype of products; zero where a group has fewer rows
-    w: Tensor  # [M, kept, h] likewise
-    log_normalizer: Tensor  # [G, R] in the wide dtype, as everything below
+    u: Tensor  # [G, R, h] in the dtype of products; zero-padded to R rows
+    w: Tensor  # [M, kept, h] in the dtype of products
+    log_normalizer: Tensor  # [G, R] in the wide dtype, like everything below
     log_start: Tensor  # [M, kept]
     log_emission: Tensor  # [V, kept]
-    initial: Tensor  # [B, R] zero without one
+    initial: Tensor  # [B, R] the carry; zero if there is none
+
+    def differentiable(self) -> tuple[Tensor, ...]:
+        """Return the inputs that have a gradient, in the order of `Gradients`."""
+        return self.u, self.w, self.log_normalizer, self.log_start, self.log_emission, self.initial
 
     def spans(self, budget: int) -> list[tuple[int, int]]:
-        """Ranges of time [first, end) whose transition tiles are `budget` numbers at most together."""
+        """Return time ranges [first, end), each with at most `budget` elements in its transition tiles."""
         batch, time = self.word.shape
         span = max(1, budget // max(1, batch * self.u.shape[1] * self.w.shape[1]))
         return [(first, min(first + span, time)) for first in range(0, time, span)]
 
 
-class State(NamedTuple):
-    """What the backward pass needs of the forward pass."""
+class BlockedForward(NamedTuple):
+    """Results of the forward pass that the backward pass needs."""
 
     log_likelihood: Tensor  # [B]
-    filtered: Tensor  # [B, T + 1, R] entry t + 1 is p(z_t | x_0..t); entry 0 is `initial`
+    filtered: Tensor  # [B, T + 1, R] entry t + 1 is p(z_t | x_0..t); entry 0 is the carry
     predicted: Tensor  # [B, T, kept] p(z_t | x_0..t−1) for steps; unspecified elsewhere
     suspect: Tensor  # [B] bool
 
 
 class Gradients(NamedTuple):
-    """In the layout of `Problem`, in the wide dtype."""
+    """Gradients in the layout of `Problem`, in the wide dtype."""
 
     u: Tensor  # [G, R, h]
     w: Tensor  # [M, kept, h]
@@ -80,29 +95,34 @@ class Gradients(NamedTuple):
 
 
 def floors(dtype: torch.dtype) -> tuple[float, float]:
-    """Below these a predicted probability is taken for zero, and the mass of a whole step for suspect.
+    """Return the values below which a predicted probability becomes zero, and the mass of a step is suspect.
 
-    Together they bound the mass a step loses by kept · 1e-7 of what it keeps, and the ratios of the backward pass by
-    the reciprocal of the first.
+    Together they bound the mass that a step loses by kept · 1e-7 of the mass it keeps. The reciprocal of the first
+    bounds the ratios of the backward pass.
     """
     return (1e-34, 1e-27) if dtype == torch.float32 else (1e-290, 1e-270)
 
 
 def lay_out(
-    tokens: Tensor, block_of_word: Tensor, u: Tensor, w: Tensor, log_normalizer: Tensor, log_start: Tensor,
-    log_emission: Tensor, initial: Initial | None, lengths: Tensor | None, restart: Tensor | None, dtype: torch.dtype,
-) -> Problem:  # fmt: skip
-    """Everything in shape, by operations that never wait for the device."""
+    factors: Factors,
+    tokens: Tensor,
+    carried: CarriedRows | None,
+    lengths: Tensor | None,
+    restart: Tensor | None,
+    dtype: torch.dtype,
+) -> Problem:
+    """Convert the inputs to the layout of `Problem`, without synchronizing with the device."""
+    block_of_word, u, w, log_normalizer, log_start, log_emission = (x.detach() for x in factors)
     batch, time = tokens.shape
     kept, h = log_emission.shape[1], u.shape[1]
     blocks, exact = u.shape[0] // kept, wide(dtype)
-    then = 0 if initial is None else initial.filtered.shape[1]
+    then = 0 if carried is None else carried.filtered.shape[1]
     rows = max(kept, then)
 
-    if initial is None:
+    if carried is None:
         first = torch.full((batch, 1), START, device=tokens.device)
     else:
-        groups = torch.arange(blocks, blocks + initial.u.shape[0], device=tokens.device)
+        groups = torch.arange(blocks, blocks + carried.u.shape[0], device=tokens.device)
         first = groups.expand(batch)[:, None]
     if lengths is None:
         lengths = torch.full((batch,), time, device=tokens.device)
@@ -116,24 +136,30 @@ def lay_out(
     if restart is not None:
         source = source.masked_fill_(restart & (source != NOTHING), START)
 
-    own_u, own_normalizer = u.detach().to(dtype).view(blocks, kept, h), log_normalizer.detach().to(exact).view(-1, kept)
+    own_u, own_normalizer = u.to(dtype).view(blocks, kept, h), log_normalizer.to(exact).view(-1, kept)
     filtered = torch.zeros(batch, rows, dtype=exact, device=u.device)
-    if initial is not None:
+    if carried is not None:
         pad_own, pad_then = rows - kept, rows - then
         own_u, own_normalizer = _pad(own_u, pad_own, 1), _pad(own_normalizer, pad_own, 1)
-        own_u = torch.cat([own_u, _pad(initial.u.detach().to(dtype), pad_then, 1)])
-        own_normalizer = torch.cat([own_normalizer, _pad(initial.log_normalizer.detach().to(exact), pad_then, 1)])
-        filtered[:, :then] = initial.filtered.detach()
+        own_u = torch.cat([own_u, _pad(carried.u.detach().to(dtype), pad_then, 1)])
+        own_normalizer = torch.cat([own_normalizer, _pad(carried.log_normalizer.detach().to(exact), pad_then, 1)])
+        filtered[:, :then] = carried.filtered.detach()
     return Problem(
-        word=word.contiguous(), block=block.contiguous(), source=source.contiguous(), lengths=lengths,
-        u=own_u.contiguous(), w=w.detach().to(dtype).contiguous().view(blocks, kept, h),
+        word=word.contiguous(),
+        block=block.contiguous(),
+        source=source.contiguous(),
+        lengths=lengths,
+        u=own_u.contiguous(),
+        w=w.to(dtype).contiguous().view(blocks, kept, h),
         log_normalizer=own_normalizer.contiguous(),
-        log_start=log_start.detach().to(exact).contiguous().view(blocks, kept),
-        log_emission=log_emission.detach().to(exact).contiguous(), initial=filtered,
-    )  # fmt: skip
+        log_start=log_start.to(exact).contiguous().view(blocks, kept),
+        log_emission=log_emission.to(exact).contiguous(),
+        initial=filtered,
+    )
 
 
 def _pad(x: Tensor, more: int, dim: int) -> Tensor:
+    """Append `more` zeros along `dim`."""
     if not more:
         return x
     shape = list(x.shape)

@@ -1,7 +1,7 @@
-"""GPU kernels: all tiles in one batched product, each direction of the recursion as one kernel, sums by segments.
+"""GPU kernels: all tiles in one batched product, one kernel per direction of the recursion, sums by segments.
 
-Nothing waits for the device and no shape depends on data, so all of it can be captured in a CUDA graph. Positions that
-share a block or a word are sorted together and added up in a fixed order, so results do not depend on timing.
+Nothing synchronizes with the device and no shape depends on data, so the scan can be captured in a CUDA graph.
+Positions that share a block or a word are sorted together and summed in a fixed order, so results are deterministic.
 """
 
 from typing import NamedTuple
@@ -18,17 +18,18 @@ from hmmlm.ops.blocked_scan.kernels import (
     segment_kernel,
     tiles_kernel,
 )
-from hmmlm.ops.blocked_scan.problem import Gradients, Problem, State, floors
+from hmmlm.ops.blocked_scan.problem import BlockedForward, Gradients, Problem, floors
+from hmmlm.ops.common import dot_precision
 
-_TILE_BUDGET = 2**29  # numbers in the transition tiles held at a time: 1 GB in bfloat16
-_TILE_AT_ONCE = 16384  # numbers of a tile that a step of the recursion can hold
-_IN_CHUNKS = {"chunk": 16384, "warps": 8, "stages": 3}  # larger tiles: numbers read at a time, and how far ahead
-_PIECE = 8  # positions of one segment that one program adds up
+_TILE_BUDGET = 2**29  # elements of the transition tiles held at a time: 1 GB in bfloat16
+_TILE_AT_ONCE = 16384  # elements of the largest tile that a step of the recursion loads at once
+_IN_CHUNKS = {"chunk": 16384, "warps": 8, "stages": 3}  # larger tiles: elements per chunk, and pipeline stages
+_PIECE = 8  # positions of one segment that one program sums
 _FACTOR_TILE = {"BLOCK_OWN": 64, "BLOCK_OTHER": 64, "BLOCK_H": 128, "num_warps": 4}
 
 
 class _Segments(NamedTuple):
-    """Positions [B·span] sorted by key; those with key g are order[offsets[g] : offsets[g + 1]]. One row a key."""
+    """Positions [B·span] sorted by source, block and word, a row each; key g is order[offsets[g] : offsets[g + 1]]."""
 
     order: Tensor  # [3, B·span]
     offsets: Tensor  # [3, keys + 1]
@@ -38,7 +39,7 @@ _BY_SOURCE, _BY_BLOCK, _BY_WORD = range(3)
 
 
 def _segments(problem: Problem, first: int, end: int) -> _Segments:
-    """Negative keys, of positions that have none, come before all segments."""
+    """Sort positions by source, block and word; negative keys (positions without one) precede all segments."""
     keys = torch.stack([x[:, first:end].flatten() for x in (problem.source, problem.block, problem.word)])
     keys, order = keys.int().sort(dim=1, stable=True)
     most = max(problem.u.shape[0], problem.log_emission.shape[0])
@@ -47,17 +48,31 @@ def _segments(problem: Problem, first: int, end: int) -> _Segments:
 
 
 def _tiles(problem: Problem, first: int, end: int) -> Tensor:
-    """[B·span, R, kept] in the dtype of products; unwritten where no step is."""
+    """Compute the tiles [B·span, R, kept] in the dtype of products; positions that are not steps are not written."""
     batch, time = problem.word.shape
     (_, rows, h), kept = problem.u.shape, problem.w.shape[1]
     out = problem.u.new_empty(batch * (end - first), rows, kept)
     size = _product(problem.u.dtype)
     grid = (out.shape[0], triton.cdiv(rows, size), triton.cdiv(kept, size))
     tiles_kernel[grid](
-        problem.u, problem.w, problem.log_normalizer, problem.source, problem.block, out, first, end - first, time,
-        ROWS=rows, KEPT=kept, H=h, PRECISION=_precision(problem.u.dtype),
-        BLOCK_ROWS=size, BLOCK_COLUMNS=size, BLOCK_H=64, num_warps=4,
-    )  # fmt: skip
+        problem.u,
+        problem.w,
+        problem.log_normalizer,
+        problem.source,
+        problem.block,
+        out,
+        first,
+        end - first,
+        time,
+        ROWS=rows,
+        KEPT=kept,
+        H=h,
+        PRECISION=dot_precision(problem.u.dtype),
+        BLOCK_ROWS=size,
+        BLOCK_COLUMNS=size,
+        BLOCK_H=64,
+        num_warps=4,
+    )
     return out
 
 
@@ -65,25 +80,25 @@ def _product(dtype: torch.dtype) -> int:
     return 64 if dtype == torch.float32 else 128
 
 
-def _precision(dtype: torch.dtype) -> str:
-    """Products of float32 are exact to its last bits."""
-    return "tf32x3" if dtype == torch.float32 else "ieee"
-
-
 def _recursion(problem: Problem) -> dict[str, int]:
+    """Return the options of the recursion kernels: a tile at once if it fits, else in chunks of rows."""
     rows, kept = problem.u.shape[1], problem.w.shape[1]
     height, width = triton.next_power_of_2(rows), triton.next_power_of_2(kept)
     if height * width <= _TILE_AT_ONCE:
         return {"ROWS": rows, "KEPT": kept, "WIDTH": width, "CHUNK": height, "STAGES": 1, "num_warps": 4}
     chunk = min(height, max(1, _IN_CHUNKS["chunk"] // width))
     return {
-        "ROWS": rows, "KEPT": kept, "WIDTH": width, "CHUNK": chunk, "STAGES": _IN_CHUNKS["stages"],
+        "ROWS": rows,
+        "KEPT": kept,
+        "WIDTH": width,
+        "CHUNK": chunk,
+        "STAGES": _IN_CHUNKS["stages"],
         "num_warps": _IN_CHUNKS["warps"],
-    }  # fmt: skip
+    }
 
 
-def forward(problem: Problem) -> State:
-    """Filtered distributions and log-likelihoods."""
+def forward(problem: Problem) -> BlockedForward:
+    """Compute filtered distributions and log-likelihoods."""
     batch, time = problem.word.shape
     rows, kept = problem.u.shape[1], problem.w.shape[1]
     filtered = problem.initial.new_zeros(batch, time + 1, rows)
@@ -93,63 +108,126 @@ def forward(problem: Problem) -> State:
     suspect = torch.empty(batch, dtype=torch.int8, device=filtered.device)
     for first, end in problem.spans(_TILE_BUDGET):
         forward_kernel[(batch,)](
-            _tiles(problem, first, end), problem.word, problem.block, problem.source, problem.lengths,
-            problem.log_start, problem.log_emission, filtered, predicted, log_likelihood, suspect,
-            first, end, time, *floors(torch.float32), **_recursion(problem),
-        )  # fmt: skip
-    return State(log_likelihood, filtered, predicted, suspect.view(torch.bool))
+            _tiles(problem, first, end),
+            problem.word,
+            problem.block,
+            problem.source,
+            problem.lengths,
+            problem.log_start,
+            problem.log_emission,
+            filtered,
+            predicted,
+            log_likelihood,
+            suspect,
+            first,
+            end,
+            time,
+            *floors(torch.float32),
+            **_recursion(problem),
+        )
+    return BlockedForward(log_likelihood, filtered, predicted, suspect.view(torch.bool))
 
 
-def backward(problem: Problem, state: State, grad: Tensor) -> Gradients:
-    """Expected counts, weighted by `grad` [B]; nothing from suspect sequences."""
+def backward(problem: Problem, result: BlockedForward, grad: Tensor) -> Gradients:
+    """Compute expected counts weighted by `grad` [B]; suspect sequences contribute nothing."""
     batch, time = problem.word.shape
     rows, kept = problem.u.shape[1], problem.w.shape[1]
-    grad = grad.masked_fill(state.suspect, 0.0).float()
-    out = Gradients(*(torch.empty_like(x, dtype=torch.float32) for x in (
-        problem.u, problem.w, problem.log_normalizer, problem.log_start, problem.log_emission, problem.initial)))
-    posterior, ratio = torch.empty_like(state.filtered), torch.empty_like(state.predicted)
+    grad = grad.masked_fill(result.suspect, 0.0).float()
+    out = Gradients(*(torch.empty_like(x, dtype=torch.float32) for x in problem.differentiable()))
+    posterior, ratio = torch.empty_like(result.filtered), torch.empty_like(result.predicted)
     for first, end in reversed(problem.spans(_TILE_BUDGET)):
         tiles = _tiles(problem, first, end)
         backward_kernel[(batch,)](
-            tiles, problem.source, problem.lengths, grad, state.filtered, state.predicted, posterior, ratio,
-            out.initial, first, end, time, **_recursion(problem),
-        )  # fmt: skip
+            tiles,
+            problem.source,
+            problem.lengths,
+            grad,
+            result.filtered,
+            result.predicted,
+            posterior,
+            ratio,
+            out.initial,
+            first,
+            end,
+            time,
+            **_recursion(problem),
+        )
         segments = _segments(problem, first, end)
         place = {"first": first, "span": end - first, "TIME": time, "ADD": end < time}
-        before = (state.filtered, (time + 1) * rows)  # of a step's source
-        after = (ratio, time * kept)  # of its block
+        before = (result.filtered, (time + 1) * rows)  # vectors over the rows of a tile, and their batch stride
+        after = (ratio, time * kept)  # vectors over its columns, likewise
         _factor(segments, _BY_SOURCE, tiles, *before, *after, problem.block, problem.w, out.u, (kept, 1), place)
         _factor(segments, _BY_BLOCK, tiles, *after, *before, problem.source, problem.u, out.w, (1, kept), place)
         for by, target, sign, slot in (
-            (_BY_SOURCE, out.log_normalizer, -1.0, 0), (_BY_BLOCK, out.log_start, 1.0, 1),
+            (_BY_SOURCE, out.log_normalizer, -1.0, 0),
+            (_BY_BLOCK, out.log_start, 1.0, 1),
             (_BY_WORD, out.log_emission, 1.0, 1),
-        ):  # fmt: skip
+        ):
             width = triton.next_power_of_2(target.shape[1])
             segment_kernel[(target.shape[0],)](
-                segments.order[by], segments.offsets[by], problem.source, posterior, target, sign=sign, SLOT=slot,
-                STARTS=target is out.log_start, ROWS=rows, KEPT=target.shape[1], WIDTH=width,
-                CHUNK=max(1, min(16, 2048 // width)), num_warps=1 if width <= 128 else 4, **place,
+                segments.order[by],
+                segments.offsets[by],
+                problem.source,
+                posterior,
+                target,
+                sign=sign,
+                SLOT=slot,
+                STARTS=target is out.log_start,
+                ROWS=rows,
+                KEPT=target.shape[1],
+                WIDTH=width,
+                CHUNK=max(1, min(16, 2048 // width)),
+                num_warps=1 if width <= 128 else 4,
+                **place,
             )
     return out
 
 
 def _factor(
-    segments: _Segments, by: int, tiles: Tensor, own_vector: Tensor, own_batch: int, other_vector: Tensor,
-    other_batch: int, other_group: Tensor, other_factor: Tensor, out: Tensor, strides: tuple[int, int],
+    segments: _Segments,
+    by: int,
+    tiles: Tensor,
+    own_vector: Tensor,
+    own_batch: int,
+    other_vector: Tensor,
+    other_batch: int,
+    other_group: Tensor,
+    other_factor: Tensor,
+    out: Tensor,
+    strides: tuple[int, int],
     place: dict[str, int],
-) -> None:  # fmt: skip
-    """Gradient of a factor: sums over pieces of segments, then over the pieces of segments that have several."""
+) -> None:
+    """Compute the gradient of a factor: sum each piece of a segment, then the pieces of segments with several."""
     groups, own, h = out.shape
     pieces = out.new_empty(groups + tiles.shape[0] // _PIECE, own, h)
     lookup = {"PIECE": _PIECE, "GROUPS": groups, "GROUPS_WIDTH": triton.next_power_of_2(groups)}
     grid = (
-        len(pieces), triton.cdiv(own, _FACTOR_TILE["BLOCK_OWN"]), triton.cdiv(h, _FACTOR_TILE["BLOCK_H"]),
-    )  # fmt: skip
+        len(pieces),
+        triton.cdiv(own, _FACTOR_TILE["BLOCK_OWN"]),
+        triton.cdiv(h, _FACTOR_TILE["BLOCK_H"]),
+    )
     factor_kernel[grid](
-        segments.order[by], segments.offsets[by], tiles, own_vector, own_batch, other_vector, other_batch, other_group,
-        other_factor, out, pieces, own_stride=strides[0], other_stride=strides[1], OWN=own,
-        OTHER=other_factor.shape[1], H=h, PRECISION=_precision(tiles.dtype), **place, **lookup, **_FACTOR_TILE,
-    )  # fmt: skip
+        segments.order[by],
+        segments.offsets[by],
+        tiles,
+        own_vector,
+        own_batch,
+        other_vector,
+        other_batch,
+        other_group,
+        other_factor,
+        out,
+        pieces,
+        own_stride=strides[0],
+        other_stride=strides[1],
+        OWN=own,
+        OTHER=other_factor.shape[1],
+        H=h,
+        PRECISION=dot_precision(tiles.dtype),
+        **place,
+        **lookup,
+        **_FACTOR_TILE,
+    )
     pieces_kernel[(groups, triton.cdiv(own * h, 4096))](
         segments.offsets[by], pieces, out, SIZE=own * h, BLOCK=4096, ADD=place["ADD"], num_warps=8, **lookup
     )

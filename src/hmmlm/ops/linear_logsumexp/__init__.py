@@ -1,9 +1,9 @@
-"""logsumexp of a linear layer: the normaliser of softmax(U Wᵀ + b) in O(N) memory.
+"""logsumexp of a linear layer: the normalizer of softmax(U Wᵀ + b) in O(N) memory.
 
-`impl`: "naive" holds all N × M scores, "torch" chunks of rows, "triton" (CUDA) none at all (chunks in the backward
-pass for rows over 512 bytes); "auto" picks the fastest that fits.
+`impl`: "naive" materializes all N × M scores, "chunked" some rows at a time, "triton" (CUDA) none (chunks in the
+backward pass for rows over 512 bytes); "auto" selects the fastest that supports the problem.
 """
 
-from hmmlm.ops.linear_logsumexp.function import Impl, linear_logsumexp
+from hmmlm.ops.linear_logsumexp.api import LinearImpl, linear_logsumexp
 
-__all__ = ["Impl", "linear_logsumexp"]
+__all__ = ["LinearImpl", "linear_logsumexp"]

@@ -1,14 +1,14 @@
 """GPU kernels: scores exist only as tiles on the chip, in the forward pass and in both halves of the backward pass.
 
 The backward pass computes every tile of scores twice, once for u and once for w. Writing slices of the softmax and
-leaving two products to cuBLAS does less arithmetic, and was slower (0.86 ms against 0.78 ms at 16,384², h = 256).
+leaving two products to cuBLAS does less arithmetic but was slower (0.86 ms against 0.78 ms at 16,384², h = 256).
 
-A program holds a block of rows (of columns, for the gradient of w) and goes along the tiles of the other side. The
-blocks that would leave most of the processors idle in a last round, or in the only one, are split: several programs
-share their tiles, and what these find is put together after. Always in the same order: results repeat bit by bit.
+A program holds a block of rows (of columns, for the gradient of w) and iterates over the tiles of the other side.
+Blocks of the last (or only) round that would leave most processors idle are split: several programs share the tiles of
+such a block. Their results are merged in a fixed order, so results are deterministic.
 """
 # mypy: allow-untyped-defs
-# (arguments of kernels are pointers and numbers of Triton's own)
+# (kernel arguments are Triton's own pointers and numbers)
 
 from functools import cache
 from typing import NamedTuple
@@ -18,19 +18,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hmmlm.ops.linear_logsumexp import torch as portable
+from hmmlm.ops.common import dot_precision
+from hmmlm.ops.linear_logsumexp import chunked
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
-_WHOLE_ROW = 512  # bytes: a block of longer rows does not fit on the chip beside its gradient
-_START = 4  # what a program costs beside its tiles, in tiles: an estimate
-_MERGE = 4  # what putting splits together costs, likewise
-_MAX_ROUNDS = 4  # of split programs: bounds the memory for what they find, whatever the size
+_WHOLE_ROW = 512  # bytes: a block of longer rows does not fit on the chip together with its gradient
+_START = 4  # estimated overhead of a program, in tiles
+_MERGE = 4  # estimated cost of merging splits, in tiles
+_MAX_ROUNDS = 4  # of split programs: bounds the memory of their partial results for any size
 
 
 @triton.jit
 def _share(n_whole, splits, span, n_other):
-    """Of this program: its block, its split (0 if the block is whole), and its range of the other side."""
+    """Return this program's block, its split (0 if the block is whole), and its range of the other side."""
     program = tl.program_id(0)
     late = tl.maximum(program - n_whole, 0)
     split = late % splits
@@ -41,21 +42,36 @@ def _share(n_whole, splits, span, n_other):
 
 @triton.jit
 def _forward_kernel(
-    u, w, bias, out, n_rows, n_columns, n_whole, splits, span, split_rows,
-    H: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """A block of rows: a running maximum and a running sum over tiles of columns. Laid out as `_Schedule` says."""
+    u,
+    w,
+    bias,
+    out,
+    n_rows,
+    n_columns,
+    n_whole,
+    splits,
+    span,
+    split_rows,
+    H: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program per block of rows or split of one (see `_Schedule`): running maximum and sum over column tiles."""
     block, split, begin, end = _share(n_whole, splits, span, n_columns)
     rows = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     largest = tl.full([BLOCK_ROWS], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     WHOLE: tl.constexpr = BLOCK_H >= H
-    if WHOLE:  # the rows of u fit beside a tile: read them once
+    if WHOLE:  # the rows of u fit on the chip together with a tile: read them once
         inner = tl.arange(0, BLOCK_H)
         a = tl.load(
             u + rows[:, None].to(tl.int64) * H + inner[None, :],
-            mask=(rows < n_rows)[:, None] & (inner < H)[None, :], other=0.0,
+            mask=(rows < n_rows)[:, None] & (inner < H)[None, :],
+            other=0.0,
         )
     for first in range(begin, end, BLOCK_COLUMNS):
         columns = first + tl.arange(0, BLOCK_COLUMNS)
@@ -89,7 +105,7 @@ def _forward_kernel(
 
 @triton.jit
 def _merge_kernel(partial, n_rows, splits, BLOCK_SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """The logsumexp over splits of partial [splits, n_rows], in the place of the first."""
+    """One program per block of rows: logsumexp over the splits of partial [splits, n_rows], stored in the first."""
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     split = tl.arange(0, BLOCK_SPLITS)
     inside = (split < splits)[:, None] & (rows < n_rows)[None, :]
@@ -103,14 +119,32 @@ def _merge_kernel(partial, n_rows, splits, BLOCK_SPLITS: tl.constexpr, BLOCK_ROW
 
 @triton.jit
 def _gradient_kernel(
-    own, other, bias, out, grad, gradient, grad_bias, n_own, n_other, n_whole, splits, span, split_rows,
-    H: tl.constexpr, OWN_ROWS: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_OWN: tl.constexpr, BLOCK_OTHER: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """gradient[i] = Σ_j weight_ij other_j, weight being the softmax times the gradient of its row.
+    own,
+    other,
+    bias,
+    out,
+    grad,
+    gradient,
+    grad_bias,
+    n_own,
+    n_other,
+    n_whole,
+    splits,
+    span,
+    split_rows,
+    H: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_OWN: tl.constexpr,
+    BLOCK_OTHER: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program per block of i or split of one (see `_Schedule`): gradient[i] = Σ_j weight_ij other_j.
 
-    Serves u (OWN_ROWS: i is a row of scores, j a column) and w (the other way round). A block of i, laid out as
-    `_Schedule` says.
+    weight is the softmax times the gradient of its row. Serves u (OWN_ROWS: i is a row of scores, j a column) and w
+    (i is a column, j a row).
     """
     block, split, begin, end = _share(n_whole, splits, span, n_other)
     i = block * BLOCK_OWN + tl.arange(0, BLOCK_OWN)
@@ -153,14 +187,14 @@ def _gradient_kernel(
 
 
 def _tile(dtype: torch.dtype, h: int, kernel: str) -> dict[str, int | str]:
-    """Tile sizes, measured on an H200 for bfloat16 and h = 256; products of float32 are exact to its last bits."""
+    """Return tile sizes (tuned on an H200 for bfloat16, h = 256) and precision."""
     whole = max(16, triton.next_power_of_2(h))
     if dtype == torch.float32:
-        shared: dict[str, int | str] = {"PRECISION": "tf32x3", "num_warps": 4, "num_stages": 2}
+        shared: dict[str, int | str] = {"PRECISION": dot_precision(dtype), "num_warps": 4, "num_stages": 2}
         if kernel == "forward":
             return {"BLOCK_ROWS": 64, "BLOCK_COLUMNS": 64, "BLOCK_H": min(64, whole), **shared}
         return {"BLOCK_OWN": 64, "BLOCK_OTHER": 32, "BLOCK_H": whole, **shared}
-    shared = {"PRECISION": "ieee", "num_warps": 8}
+    shared = {"PRECISION": dot_precision(dtype), "num_warps": 8}
     if kernel == "forward":
         block_h = whole if whole <= 256 else 64
         return {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "BLOCK_H": block_h, "num_stages": 2, **shared}
@@ -168,23 +202,23 @@ def _tile(dtype: torch.dtype, h: int, kernel: str) -> dict[str, int | str]:
 
 
 class _Schedule(NamedTuple):
-    """Which program does what; results are [rows of whole blocks, then `splits` times the rows of split blocks]."""
+    """Assignment of blocks to programs; results are [rows of whole blocks, then `splits` × rows of split blocks]."""
 
-    n_whole: int  # blocks with a program each
-    splits: int  # programs for every block after those
-    span: int  # how much of the other side each of these goes along
+    n_whole: int  # blocks with one program each
+    splits: int  # programs for each of the remaining blocks
+    span: int  # rows of the other side per split
     split_rows: int  # rows in split blocks
 
 
 @cache
 def _processors(device: torch.device) -> int:
-    """132, an H200's, for Triton's interpreter."""
+    """Return the number of multiprocessors of the GPU; 132, an H200's, for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @cache
 def _splits(blocks: int, tiles: int, processors: int) -> int:
-    """How many programs should share each of so few blocks that they do not fill the processors."""
+    """Return how many programs should share each block, when the blocks are too few to fill the processors."""
 
     def cost(splits: int) -> int:
         rounds = triton.cdiv(blocks * splits, processors)
@@ -195,6 +229,7 @@ def _splits(blocks: int, tiles: int, processors: int) -> int:
 
 
 def _schedule(n_own: int, n_other: int, block: int, across: int, device: torch.device) -> _Schedule:
+    """Return the schedule for n_own rows in blocks of `block` and n_other rows in tiles of `across`."""
     blocks, tiles, processors = triton.cdiv(n_own, block), triton.cdiv(n_other, across), _processors(device)
     splits = _splits(blocks % processors, tiles, processors)
     n_whole = blocks if splits == 1 else blocks - blocks % processors
@@ -202,7 +237,7 @@ def _schedule(n_own: int, n_other: int, block: int, across: int, device: torch.d
 
 
 def forward(u: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """[N] in float32."""
+    """Compute the logsumexp [N] in float32."""
     n, h = u.shape
     if not n:
         return u.new_empty(0, dtype=torch.float32)
@@ -219,21 +254,21 @@ def forward(u: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         _merge_kernel[(triton.cdiv(split_rows, 32),)](
             out[n - split_rows :], split_rows, splits, BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_ROWS=32
         )
-    return out.resize_(n)  # not a slice: autograd would let nobody change it in place
+    return out.resize_(n)  # not a slice: autograd would forbid in-place operations on it
 
 
 def backward(
     grad: Tensor, u: Tensor, w: Tensor, bias: Tensor | None, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of u, w and bias in float32."""
+    """Compute gradients of u, w and bias in float32."""
     n, h = u.shape
     if h * u.element_size() > _WHOLE_ROW or not n:
-        return portable.backward(grad, u, w, bias, out)
+        return chunked.backward(grad, u, w, bias, out)
     tile = _tile(u.dtype, h, "gradient")
     block, across = int(tile["BLOCK_OWN"]), int(tile["BLOCK_OTHER"])
 
     def gradient(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Of u or w, and of the bias along with w."""
+        """Compute the gradient of `own` (u or w), and that of the bias if `own` is w."""
         n_own, n_other = own.shape[0], other.shape[0]
         schedule = _schedule(n_own, n_other, block, across, u.device)
         n_whole, splits, _, split_rows = schedule
@@ -241,9 +276,22 @@ def backward(
         result = own.new_empty(n_results, h, dtype=torch.float32)
         grad_bias = None if bias is None or own is u else bias.new_empty(n_results)
         _gradient_kernel[(n_whole + splits * triton.cdiv(split_rows, block),)](
-            own, other, bias, out, grad, result, grad_bias, n_own, n_other, *schedule, H=h, OWN_ROWS=own is u,
-            HAS_BIAS=bias is not None, EVEN=n_other % across == 0 and h == tile["BLOCK_H"], **tile,
-        )  # fmt: skip
+            own,
+            other,
+            bias,
+            out,
+            grad,
+            result,
+            grad_bias,
+            n_own,
+            n_other,
+            *schedule,
+            H=h,
+            OWN_ROWS=own is u,
+            HAS_BIAS=bias is not None,
+            EVEN=n_other % across == 0 and h == tile["BLOCK_H"],
+            **tile,
+        )
         for partial in (result, grad_bias):
             if splits > 1 and partial is not None:
                 partial[n_own - split_rows : n_own] += partial[n_own:].unflatten(0, (-1, split_rows)).sum(0)

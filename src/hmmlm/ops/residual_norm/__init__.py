@@ -1,10 +1,10 @@
-"""The residual network of Chiu & Rush 2020, LN(ReLU(D W2ᵀ + b2) + D) with D = ReLU(E W1ᵀ + b1).
+"""Residual network of Chiu & Rush (2020): LN(ReLU(D W2ᵀ + b2) + D) with D = ReLU(E W1ᵀ + b1).
 
-`impl`: "naive" is the composition, on any device and in any dtype, with dropout inside; "triton" (CUDA) leaves the
-linear layers to the framework and does what lies between and after them in a kernel forward and two backward; "auto"
-picks the fastest that fits.
+`impl`: "naive" composes PyTorch operations, on any device and in any dtype, with optional dropout; "triton" (CUDA)
+uses PyTorch for the linear layers and fuses the rest in one forward and two backward kernels; "auto" selects the
+fastest that supports the problem.
 """
 
-from hmmlm.ops.residual_norm.function import Impl, residual_norm
+from hmmlm.ops.residual_norm.api import ResidualImpl, residual_norm
 
-__all__ = ["Impl", "residual_norm"]
+__all__ = ["ResidualImpl", "residual_norm"]

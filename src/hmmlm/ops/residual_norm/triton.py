@@ -1,25 +1,25 @@
-"""GPU kernels: all that lies between the products, every row read once and whole.
+"""GPU kernels for everything between the products; each row is read once, as a whole.
 
-Sums over rows (gradients of the biases and of the norm's scale and shift) leave a program as one row of partial sums,
-which are then added in a fixed order: no atomics, the same result every time.
+For sums over rows (gradients of the biases and of the norm's scale and shift), each program writes one row of partial
+sums. These are added in a fixed order, without atomics, so results are deterministic.
 """
 # mypy: allow-untyped-defs
-# (arguments of kernels are pointers and numbers of Triton's own)
+# (kernel arguments are Triton's own pointers and numbers)
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_CELLS = 2048  # cells a program holds at once of each operand: 16 a thread
-_ROWS = 32  # rows a program sums over; 16,384 rows are then 512 programs, several for every multiprocessor
+_CELLS = 2048  # elements of each operand that a program holds at once: 16 per thread
+_ROWS = 32  # rows that a program sums over; 16,384 rows give 512 programs, several per multiprocessor
 _WARPS = 4
 
 
 @triton.jit
 def _normalized(before, inner, in_row, EPS: tl.constexpr, H: tl.constexpr):
-    """What is before the norm's scale and shift [rows, h], and 1/σ [rows, 1]."""
-    total = tl.where(before <= 0, 0.0, before) + inner  # as the framework's ReLU, NaN stays NaN
+    """Return the normalized rows before scale and shift [rows, h], and 1/σ [rows, 1]."""
+    total = tl.where(before <= 0, 0.0, before) + inner  # keeps NaN, like PyTorch's ReLU
     centred = tl.where(in_row, total - (tl.sum(total, 1) / H)[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, 1) / H + EPS)[:, None]
     return centred * scale, scale
@@ -27,9 +27,18 @@ def _normalized(before, inner, in_row, EPS: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def _norm_kernel(
-    before, inner, gamma, beta, out, n,
-    EPS: tl.constexpr, H: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    before,
+    inner,
+    gamma,
+    beta,
+    out,
+    n,
+    EPS: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program per block of rows: out = LN(ReLU(before) + inner)·gamma + beta."""
     rows, columns = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK_H)
     at = rows[:, None].to(tl.int64) * H + columns[None, :]
     in_row = (columns < H)[None, :]
@@ -44,9 +53,21 @@ def _norm_kernel(
 
 @triton.jit
 def _norm_backward_kernel(
-    grad, before, inner, gamma, grad_sum, grad_before, sums, n,
-    EPS: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
+    grad,
+    before,
+    inner,
+    gamma,
+    grad_sum,
+    grad_before,
+    sums,
+    n,
+    EPS: tl.constexpr,
+    H: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """One program per ROWS rows: gradients of the norm's input and of `before`, and partial sums for parameters."""
     columns = tl.arange(0, BLOCK_H)
     in_row = (columns < H)[None, :]
     scale = tl.load(gamma + columns, mask=columns < H, other=0.0)[None, :]
@@ -80,6 +101,7 @@ def _norm_backward_kernel(
 def _relu_backward_kernel(
     grad, value, sums, n, H: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_H: tl.constexpr
 ):
+    """One program per ROWS rows: set grad to zero where value ≤ 0, and compute its partial sums."""
     columns = tl.arange(0, BLOCK_H)
     total = tl.zeros([BLOCK_ROWS, BLOCK_H], tl.float32)
     for first in range(0, ROWS, BLOCK_ROWS):
@@ -99,7 +121,7 @@ def _block(h: int) -> dict[str, int]:
 
 
 def norm(before: Tensor, inner: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Tensor:
-    """LN(ReLU(before) + inner)·gamma + beta [n, h] in float32."""
+    """Compute LN(ReLU(before) + inner)·gamma + beta [n, h] in float32."""
     n, h = before.shape
     out, block = torch.empty_like(before, dtype=torch.float32), _block(h)
     if n:
@@ -111,7 +133,7 @@ def norm(before: Tensor, inner: Tensor, gamma: Tensor, beta: Tensor, eps: float)
 def norm_backward(
     grad: Tensor, before: Tensor, inner: Tensor, gamma: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the normalised sum and of `before` [n, h] in its dtype; of before's bias, gamma and beta [3, h]."""
+    """Compute gradients of the norm's input and of `before` [n, h], and of before's bias, gamma and beta [3, h]."""
     n, h = before.shape
     grad_sum, grad_before = torch.empty_like(before), torch.empty_like(before)
     programs = triton.cdiv(n, _ROWS)
@@ -124,7 +146,7 @@ def norm_backward(
 
 
 def relu_backward_(grad: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """grad [n, h] ← the gradient of what was before value = ReLU(·), and its sum over rows [h] in float32."""
+    """Turn grad [n, h] of value = ReLU(x) into that of x, in place; also return its sum over rows [h] in float32."""
     n, h = grad.shape
     programs = triton.cdiv(n, _ROWS)
     sums = grad.new_empty(programs, h, dtype=torch.float32)

@@ -1,32 +1,40 @@
-"""The device side of triton.py. A row is a position (t, b) of [T, B], number t·B + b; T·B·Z can pass 2^31.
+"""Kernels of triton.py. A row is a position (t, b) of [T, B] with index t·B + b; T·B·Z can exceed 2^31.
 
-Both recursions are one: guess, times the emissions of the word, divided by its sum, times a matrix, is the next guess.
-Forward in time it starts from the start distribution and the matrix is the transition; guess is p(z_t | x_1..t−1) and
-what is left of a step is α. Backward it starts from ones and the matrix is transposed; what is left of a step is
-p(x_t.. | z_t), up to a factor: how much each state explains of what is ahead. `back` is 0 or 1 for these.
+Both recursions have the same form: guess times the emissions of the word, divided by the sum, times a matrix, is the
+next guess. Forward, guess starts as the start distribution and the matrix is the transition: guess is
+p(z_t | x_1..t−1), and the result of a step is α. Backward, guess starts as ones and the matrix is transposed: the
+result of a step is proportional to p(x_t.. | z_t). `back` is 0 for the forward and 1 for the backward recursion.
 
-joint [2, T+1, B, Z] holds what steps leave, forward one step further on, so that what came before the window is at 0:
+joint [2, T+1, B, Z] holds the results of the steps. Forward results are shifted by one, so that slot 0 holds the carry:
 step t reads slot t + back and writes slot t + 1 − back.
 """
 # mypy: allow-untyped-defs
-# (arguments of kernels are pointers and numbers of Triton's own)
+# (kernel arguments are Triton's own pointers and numbers)
 
 import triton
 import triton.language as tl
 
-_TINY = tl.constexpr(1.1754944e-38)  # below this float32 loses digits; its inverse does not overflow
+_TINY = tl.constexpr(1.1754944e-38)  # smallest normal float32; its inverse does not overflow
 
 
 @triton.jit
 def gather_kernel(
-    log_emission, words, order, scores, log_peak, n_tokens, N_WORDS,
-    STATES: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """scores[row] = log p(word | z), and their largest over z; zeros for a missing token.
+    log_emission,
+    words,
+    order,
+    scores,
+    log_peak,
+    n_tokens,
+    N_WORDS,
+    STATES: tl.constexpr,
+    BLOCK_Z: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program per block of tokens: scores[row] = log p(word | z) and its maximum over z; zeros for a missing token.
 
-    A program takes tokens that are neighbours in the order of words, so that of what it reads of a row of
-    log_emission [Z, V], 32 bytes at a time, little is for nothing. Tokens come first in its blocks, which is what gives
-    neighbouring threads neighbouring words where the compiler cannot tell.
+    The tokens of a program are neighbors in the order of words, so most of each 32-byte read from a row of
+    log_emission [Z, V] is used. Tokens are the first axis of its blocks, which assigns neighboring words to neighboring
+    threads where the compiler cannot infer contiguity.
     """
     k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = k < n_tokens
@@ -49,16 +57,34 @@ def gather_kernel(
 
 @triton.jit(do_not_specialize=["t"])
 def step_kernel(
-    joint, transition, start, scores, log_peak, restart, predicted, partial, t, STEPS, kept, BATCH,
-    BEGINS: tl.constexpr, CARRIED: tl.constexpr, RESTARTS: tl.constexpr, STATES: tl.constexpr, TILES: tl.constexpr,
-    TILES_WIDTH: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_B: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """A step of both recursions for a block of sequences and of states: t, and in the other direction T − 1 − t.
+    joint,
+    transition,
+    start,
+    scores,
+    log_peak,
+    restart,
+    predicted,
+    partial,
+    t,
+    STEPS,
+    kept,
+    BATCH,
+    BEGINS: tl.constexpr,
+    CARRIED: tl.constexpr,
+    RESTARTS: tl.constexpr,
+    STATES: tl.constexpr,
+    TILES: tl.constexpr,
+    TILES_WIDTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_Z: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program per block of sequences, block of states and direction: step t forward, or T − 1 − t backward.
 
-    What it leaves in joint is not yet divided: partial[back, row, tile] is its sum over the states of a tile, and the
-    next step divides. Before the product by a power of two near the mass, which costs no digits and keeps what is small
-    from underflowing in the product; after it by the rest. transition is [2, Z, Z], the second one transposed.
+    The result in joint is not yet divided: partial[back, row, tile] is its sum over the states of a tile, and the next
+    step divides. It divides by a power of two near the mass before the product, which is exact and keeps small values
+    from underflowing in the product, and by the rest after it. transition is [2, Z, Z]; the second is transposed.
     """
     tile, back = tl.program_id(0), tl.program_id(2)
     b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
@@ -77,7 +103,7 @@ def step_kernel(
     if BEGINS and not CARRIED:
         guess += anew
     else:
-        mass = tl.full([BLOCK_B], 1.0, tl.float32)  # what a window starts from is taken as it is
+        mass = tl.full([BLOCK_B], 1.0, tl.float32)  # the carry is not rescaled
         fresh = b < 0
         if BEGINS:
             fresh |= back == 1
@@ -88,20 +114,22 @@ def step_kernel(
         some = mass >= _TINY
         power = tl.where(some, tl.exp2(-tl.floor(tl.log2(tl.where(some, mass, 1.0)))), 0.0)
         rest = tl.where(some, 1.0 / tl.where(some, mass * power, 1.0), 0.0)
-        filled = here & (fresh == 0)  # there is nothing behind the last step
+        filled = here & (fresh == 0)  # the backward recursion has nothing to read at the last position
         for first in range(0, STATES, BLOCK_K):
             k = first + tl.arange(0, BLOCK_K)
             x = tl.load(
                 joint + (row + back * BATCH)[:, None] * STATES + k[None, :],
-                mask=filled[:, None] & (k < STATES)[None, :], other=0.0,
+                mask=filled[:, None] & (k < STATES)[None, :],
+                other=0.0,
             )
             a = tl.load(
                 transition + (back * STATES + k)[:, None] * STATES + z[None, :],
-                mask=(k < STATES)[:, None] & inside[None, :], other=0.0,
+                mask=(k < STATES)[:, None] & inside[None, :],
+                other=0.0,
             )
             x = (x.to(tl.float32) * power[:, None]).to(a.dtype)
-            # The rest here and not after the loop: what is used at once is also waited for. Else, on a Hopper GPU, a
-            # product would still be reading x from the registers that the next turn writes it to.
+            # Multiply by rest here, not after the loop: using the product makes the compiler wait for it. Otherwise, on
+            # a Hopper GPU, the product could still read x from registers that the next iteration overwrites.
             guess += rest[:, None] * tl.dot(x, a, input_precision=PRECISION)
         if RESTARTS:
             fresh |= tl.load(restart + row + back * BATCH, mask=filled, other=0) != 0
@@ -116,10 +144,23 @@ def step_kernel(
 
 @triton.jit(do_not_specialize=["t"])
 def divide_kernel(
-    guess, start, scores, log_peak, restart, joint, partial, t, kept, BATCH,
-    BACK: tl.constexpr, BEGINS: tl.constexpr, RESTARTS: tl.constexpr, STATES: tl.constexpr, BLOCK_Z: tl.constexpr,
-):  # fmt: skip
-    """Step t of one recursion after its product, a program a sequence: joint of this direction, divided."""
+    guess,
+    start,
+    scores,
+    log_peak,
+    restart,
+    joint,
+    partial,
+    t,
+    kept,
+    BATCH,
+    BACK: tl.constexpr,
+    BEGINS: tl.constexpr,
+    RESTARTS: tl.constexpr,
+    STATES: tl.constexpr,
+    BLOCK_Z: tl.constexpr,
+):
+    """One program per sequence: finish step t of one recursion after its product; stores the divided joint."""
     b = tl.program_id(0)
     z = tl.arange(0, BLOCK_Z)
     inside = z < STATES
@@ -148,11 +189,20 @@ def divide_kernel(
 
 @triton.jit
 def meet_kernel(
-    predicted, joint, partial, agreement, STEPS, BATCH,
-    DIVIDED: tl.constexpr, STATES: tl.constexpr, TILES: tl.constexpr, TILES_WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_Z: tl.constexpr,
-):  # fmt: skip
-    """agreement[row] = Σ_z predicted · joint[1]: what the past expects, under what is ahead. Divides α if need be."""
+    predicted,
+    joint,
+    partial,
+    agreement,
+    STEPS,
+    BATCH,
+    DIVIDED: tl.constexpr,
+    STATES: tl.constexpr,
+    TILES: tl.constexpr,
+    TILES_WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_Z: tl.constexpr,
+):
+    """One program per block of rows: agreement[row] = Σ_z predicted · joint[1]; also divides α unless DIVIDED."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     here = row < STEPS.to(tl.int64) * BATCH
     ahead = joint + (STEPS + 1).to(tl.int64) * BATCH * STATES
@@ -177,17 +227,36 @@ def meet_kernel(
 
 @triton.jit
 def finish_kernel(
-    partial, log_peak, scores, predicted, agreement, scale, log_likelihood, final, meeting, suspect, STEPS, kept, BATCH,
-    LEAST_SCALE, LEAST_MEETING, KEPT: tl.constexpr, DIVIDED: tl.constexpr, STATES: tl.constexpr, TILES: tl.constexpr,
-    TILES_WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_Z: tl.constexpr,
-):  # fmt: skip
-    """What is left of the forward pass, a program a sequence. See triton.py, `Forward`."""
+    partial,
+    log_peak,
+    scores,
+    predicted,
+    agreement,
+    scale,
+    log_likelihood,
+    final,
+    meeting,
+    suspect,
+    STEPS,
+    kept,
+    BATCH,
+    LEAST_SCALE,
+    LEAST_MEETING,
+    KEPT: tl.constexpr,
+    DIVIDED: tl.constexpr,
+    STATES: tl.constexpr,
+    TILES: tl.constexpr,
+    TILES_WIDTH: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_Z: tl.constexpr,
+):
+    """One program per sequence: compute the remaining fields of `triton.KernelForward`."""
     b = tl.program_id(0)
     part = tl.arange(0, TILES_WIDTH)
     total = tl.zeros([BLOCK_T], tl.float64)
     least = tl.full([BLOCK_T], float("inf"), tl.float32)
     near = tl.full([BLOCK_T], float("inf"), tl.float32)
-    bad = tl.zeros([BLOCK_T], tl.int32)  # NaN is not noticed by a minimum
+    bad = tl.zeros([BLOCK_T], tl.int32)  # a minimum ignores NaN
     for first in range(0, STEPS, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
         row = t.to(tl.int64) * BATCH + b
@@ -202,7 +271,7 @@ def finish_kernel(
         bad |= (mass != mass).to(tl.int32)
         if KEPT:
             met = tl.load(agreement + row, mask=inside, other=1.0)
-            if DIVIDED:  # relative to what was there before
+            if DIVIDED:  # relative to the mass before division
                 met *= tl.load(partial + STEPS.to(tl.int64) * BATCH + row, mask=inside, other=1.0)
             near = tl.minimum(near, met)
             bad |= (met != met).to(tl.int32)
@@ -224,9 +293,9 @@ def finish_kernel(
 
 @triton.jit
 def _factor(agreement, seed, row, b, here):
-    """Of joint[1], to make it w times the seed (see torch.py, `backward`); 0 where nothing may count.
+    """Return the factor that turns joint[1] into w times seed (see `scaled.backward`); 0 where agreement underflows.
 
-    It cannot overflow: sequences that hardly agree are not trusted, and have a seed of 0.
+    The factor cannot overflow: sequences with a small agreement are suspect or recomputed, and have a seed of 0.
     """
     met = tl.load(agreement + row, mask=here, other=0.0)
     weight = tl.load(seed + b, mask=here, other=0.0)
@@ -236,11 +305,23 @@ def _factor(agreement, seed, row, b, here):
 
 @triton.jit
 def weigh_kernel(
-    ahead, agreement, seed, restart, weights, begun, BATCH,
-    CARRIED: tl.constexpr, RESTARTS: tl.constexpr, STATES: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_Z: tl.constexpr,
-):  # fmt: skip
-    """w times seed, a program a step and block of states: weights where something leads there, begun[t, z] the sum of
-    the others, where the chain begins."""
+    ahead,
+    agreement,
+    seed,
+    restart,
+    weights,
+    begun,
+    BATCH,
+    CARRIED: tl.constexpr,
+    RESTARTS: tl.constexpr,
+    STATES: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_Z: tl.constexpr,
+):
+    """One program per step and block of states: compute w times seed.
+
+    weights holds it where the position has a predecessor; begun[t, z] sums it over sequences where the chain begins.
+    """
     t = tl.program_id(1)
     z = tl.program_id(0) * BLOCK_Z + tl.arange(0, BLOCK_Z)
     total = tl.zeros([BLOCK_Z], tl.float32)
@@ -265,15 +346,28 @@ def weigh_kernel(
 
 @triton.jit
 def emission_counts_kernel(
-    words, order, edges, predicted, ahead, agreement, seed, counts, N_WORDS, BATCH,
-    STATES: tl.constexpr, PARTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Z: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """counts[z, v] = Σ posterior · seed over the rows where v is, for a block of words and of states.
+    words,
+    order,
+    edges,
+    predicted,
+    ahead,
+    agreement,
+    seed,
+    counts,
+    N_WORDS,
+    BATCH,
+    STATES: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_Z: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program per block of words and of states: counts[z, v] = Σ posterior · seed over the rows with word v.
 
-    Rows in the order of words: those of this block's words are edges[block] up to edges[block + 1]. Which of them go to
-    which word is a product with zeros and ones, so frequent words take no longer than as many rare ones; no two
-    programs write to the same place, so the sum is always in the same order. The product is of bfloat16, of which a
-    number is PARTS: 2 have 16 bits, 3 all 24 of float32.
+    Rows are sorted by word: those of this block's words are edges[block] up to edges[block + 1]. A product with a 0/1
+    matrix adds rows to words, so n rows of one frequent word take no longer than n rows of rare words. No two programs
+    write to the same location, so the result is deterministic. The product is in bfloat16; each value is split into
+    PARTS bfloat16 numbers: 2 hold 16 bits, 3 all 24 bits of float32.
     """
     block = tl.program_id(0)
     v = block * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -288,7 +382,7 @@ def emission_counts_kernel(
         word = tl.load(words + k, mask=here, other=-1).to(tl.int32)
         factor = _factor(agreement, seed, row, row % BATCH, here)[:, None]
         at = row[:, None].to(tl.int64) * STATES + z[None, :]
-        mask = here[:, None] & (z < STATES)[None, :]  # not by the factor: no load waits for another more than it must
+        mask = here[:, None] & (z < STATES)[None, :]  # not masked by the factor: the loads need not wait for it
         value = tl.load(ahead + at, mask=mask, other=0.0).to(tl.float32) * factor
         value = tl.where(factor != 0, value * tl.load(predicted + at, mask=mask, other=0.0), 0.0)
         is_word = (word[None, :] == v[:, None]).to(tl.float32).to(tl.bfloat16)

@@ -1,7 +1,7 @@
-"""The forward and backward recursions in log space: the specification every other implementation is held against.
+"""Forward and backward recursions in log space: the specification that every other implementation must match.
 
-Shapes: B sequences, T positions, Z states, V words. `restart[b, t]` means that position t is drawn from the start
-distribution whatever came before; `initial[b]` is the filtered distribution at the token before position 0.
+Shapes: B sequences, T positions, Z states, V words. `restart[b, t]`: position t is drawn from the start distribution
+regardless of the preceding tokens. `initial[b]`: the filtered distribution at the token before position 0.
 """
 
 from typing import NamedTuple
@@ -9,13 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hmmlm.ops.results import Counts
-
-NEG_INF = float("-inf")
+from hmmlm.ops.common import NEG_INF, logsumexp
 
 
 class Parameters(NamedTuple):
-    """The distributional parameters, as log-probabilities."""
+    """Distributional parameters, as log-probabilities."""
 
     log_start: Tensor  # [Z]
     log_transition: Tensor  # [Z, Z] row = from-state
@@ -23,7 +21,7 @@ class Parameters(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What is observed."""
+    """A batch of observations."""
 
     tokens: Tensor  # [B, T] integer; -1 is missing
     lengths: Tensor | None = None  # [B]
@@ -31,36 +29,19 @@ class Evidence(NamedTuple):
     restart: Tensor | None = None  # [B, T] bool
 
     def rows(self, index: Tensor) -> "Evidence":
-        """The sequences at `index` only."""
+        """Return the sequences at `index`."""
         rest = (None if field is None else field[index] for field in self[1:])
         return Evidence(self.tokens[index], *rest)
 
-    def last(self) -> Tensor:
-        """[B] the position of each sequence's last token."""
-        if self.lengths is not None:
-            return self.lengths - 1
-        batch, steps = self.tokens.shape
-        return torch.full((batch,), steps - 1, device=self.tokens.device)
-
-
-def logsumexp(scores: Tensor, dim: int) -> Tensor:
-    """log Σ exp, with value −inf and gradient zero (not NaN) where nothing is possible."""
-    peak = scores.detach().amax(dim, keepdim=True)
-    peak = torch.where(peak == NEG_INF, 0.0, peak)
-    total = (scores - peak).exp().sum(dim)
-    possible = total > 0
-    log_total = torch.where(possible, total, 1.0).log() + peak.squeeze(dim)
-    return torch.where(possible, log_total, NEG_INF)
-
 
 def emission_scores(log_emission: Tensor, tokens: Tensor) -> Tensor:
-    """log p(x_t | z) [B, T, Z]; zero for a missing token, which every state explains equally well."""
+    """Return log p(x_t | z) [B, T, Z]; zero for a missing token, which every state explains equally well."""
     scores = log_emission.t()[tokens.clamp(min=0)]
     return torch.where((tokens < 0)[..., None], 0.0, scores)
 
 
 def active(evidence: Evidence) -> Tensor:
-    """[B, T] True inside each sequence's length."""
+    """Return a mask [B, T] that is True within each sequence's length."""
     batch, steps = evidence.tokens.shape
     positions = torch.arange(steps, device=evidence.tokens.device)
     if evidence.lengths is None:
@@ -69,7 +50,7 @@ def active(evidence: Evidence) -> Tensor:
 
 
 def forward(parameters: Parameters, evidence: Evidence) -> Tensor:
-    """log p(x_1..t, z_t) [B, T, Z]; beyond a sequence's length the value at its last token."""
+    """Compute log p(x_1..t, z_t) [B, T, Z]; positions beyond a sequence's length repeat its last value."""
     log_start, log_transition, log_emission = parameters
     scores, inside = emission_scores(log_emission, evidence.tokens), active(evidence)
     batch, steps = evidence.tokens.shape
@@ -79,7 +60,7 @@ def forward(parameters: Parameters, evidence: Evidence) -> Tensor:
         predicted = log_start.expand(batch, -1)
         if previous is not None:
             moved = logsumexp(previous[:, :, None] + log_transition, 1)
-            if evidence.restart is not None:  # what came before is then a factor of its own
+            if evidence.restart is not None:  # the preceding tokens then contribute only their likelihood
                 fresh = predicted + (logsumexp(previous, 1)[:, None] if t else 0.0)
                 moved = torch.where(evidence.restart[:, t, None], fresh, moved)
             predicted = moved
@@ -90,7 +71,7 @@ def forward(parameters: Parameters, evidence: Evidence) -> Tensor:
 
 
 def backward(parameters: Parameters, evidence: Evidence) -> Tensor:
-    """log p(x_t+1..T | z_t) [B, T, Z]."""
+    """Compute log p(x_t+1..T | z_t) [B, T, Z]."""
     log_start, log_transition, log_emission = parameters
     scores, inside = emission_scores(log_emission, evidence.tokens), active(evidence)
     batch, steps = evidence.tokens.shape
@@ -108,7 +89,7 @@ def backward(parameters: Parameters, evidence: Evidence) -> Tensor:
 
 
 def initial_gradient(parameters: Parameters, evidence: Evidence) -> Tensor:
-    """d log p(x) / d initial [B, Z]: p(x | z before position 0) / p(x), zero where position 0 restarts."""
+    """Compute d log p(x) / d initial [B, Z]: p(x | z before position 0) / p(x), zero where position 0 restarts."""
     total = log_likelihood(parameters, evidence)[:, None]
     ahead = emission_scores(parameters.log_emission, evidence.tokens)[:, 0] + backward(parameters, evidence)[:, 0]
     moved = logsumexp(parameters.log_transition + ahead[:, None, :], 2)
@@ -117,33 +98,18 @@ def initial_gradient(parameters: Parameters, evidence: Evidence) -> Tensor:
 
 
 def log_likelihood(parameters: Parameters, evidence: Evidence) -> Tensor:
-    """log p(x) [B]."""
+    """Compute log p(x) [B]."""
     return logsumexp(forward(parameters, evidence)[:, -1], 1)
 
 
-def filtered(parameters: Parameters, evidence: Evidence) -> Tensor:
-    """log p(z_t | x_1..t) [B, T, Z]; −inf from the first impossible token on."""
-    joint = forward(parameters, evidence)
-    total = logsumexp(joint, 2)[..., None]
-    return torch.where(total == NEG_INF, NEG_INF, joint - torch.where(total == NEG_INF, 0.0, total))
-
-
-def posterior(parameters: Parameters, evidence: Evidence) -> Tensor:
-    """p(z_t | x) [B, T, Z]; zero beyond a sequence's length and for impossible sequences."""
-    joint = forward(parameters, evidence)
-    total = logsumexp(joint[:, -1], 1)[:, None, None]
-    scores = joint + backward(parameters, evidence) - torch.where(total == NEG_INF, 0.0, total)
-    return torch.where(active(evidence)[..., None], scores.exp(), 0.0)
-
-
-def expected_counts(parameters: Parameters, evidence: Evidence, weight: Tensor) -> Counts:
-    """Σ_b weight_b × expected counts of sequence b."""
+def expected_counts(parameters: Parameters, evidence: Evidence, weight: Tensor) -> Parameters:
+    """Compute Σ_b weight_b × expected counts of sequence b: the gradient with respect to the parameters."""
     log_start, log_transition, log_emission = parameters
     alpha, beta = forward(parameters, evidence), backward(parameters, evidence)
     scores, inside = emission_scores(log_emission, evidence.tokens), active(evidence)
     total = logsumexp(alpha[:, -1], 1)
     possible = total > NEG_INF
-    # A sequence that cannot happen has no posterior: it counts for nothing.
+    # An impossible sequence has no posterior and contributes nothing.
     log_weight_shift = torch.where(possible, total, 0.0)[:, None]
     factor = torch.where(possible, weight, 0.0)
 
@@ -161,26 +127,10 @@ def expected_counts(parameters: Parameters, evidence: Evidence, weight: Tensor) 
             begins = begins | evidence.restart[:, t]
         here = factor * inside[:, t]
         past = logsumexp(alpha[:, t - 1], 1)[:, None] if t else 0.0
-        # Masked before exp, not after: what does not apply may well overflow.
+        # Mask before exp: entries that do not apply may overflow.
         begun = torch.where(begins[:, None], past + log_start + ahead[:, t], NEG_INF)
         start += torch.einsum("b,bz->z", here, begun.exp())
         if before is not None:
             pair = before[:, :, None] + log_transition + ahead[:, t, None, :]
             transition += torch.einsum("b,bij->ij", here, torch.where(begins[:, None, None], NEG_INF, pair).exp())
-    return Counts(start, transition, emission, torch.where(possible, total, NEG_INF).sum())
-
-
-def entropy(parameters: Parameters, evidence: Evidence) -> Tensor:
-    """Entropy of p(z_1..T | x) in nats [B], by the chain rule backwards in time."""
-    log_filtered, marginal = filtered(parameters, evidence), posterior(parameters, evidence)
-    inside = active(evidence)
-    at_end = torch.take_along_dim(marginal, evidence.last()[:, None, None], 1).squeeze(1)
-    total = -torch.xlogy(at_end, at_end).sum(1)
-    for t in range(1, evidence.tokens.shape[1]):
-        pair = log_filtered[:, t - 1, :, None] + parameters.log_transition
-        if evidence.restart is not None:  # the past is then independent of z_t
-            pair = torch.where(evidence.restart[:, t, None, None], log_filtered[:, t - 1, :, None], pair)
-        norm = logsumexp(pair, 1)[:, None, :]
-        conditional = (pair - torch.where(norm == NEG_INF, 0.0, norm)).exp()  # p(z_t-1 | z_t, x_1..t-1)
-        total = total - (torch.xlogy(conditional, conditional).sum(1) * marginal[:, t] * inside[:, t, None]).sum(1)
-    return total
+    return Parameters(start, transition, emission)

@@ -1,11 +1,11 @@
-"""The recursions with scaled probabilities: one matrix product a step, memory O(B·T·Z), portable.
+"""Recursions with scaled probabilities: one matrix product per step, O(B·T·Z) memory, any device.
 
-What is below FLOOR is lost. That keeps the backward messages finite: α_t(z) β_t(z) is a posterior, so β_t(z) ≤ 1 /
+Values below FLOOR are lost. This keeps the backward messages finite: α_t(z) β_t(z) is a posterior, so β_t(z) ≤ 1 /
 FLOOR wherever α_t(z) is kept.
 
-Each word's emissions are divided by their largest value over states, and each step's joint by its sum, so that nothing
-overflows. What can still go wrong is that paths which matter later are flushed to zero; `doubtful` finds the sequences
-for which that cannot be excluded, and the callers in `__init__.py` do those again in log space.
+Each word's emissions are divided by their maximum over states, and each step's joint by its sum, so nothing overflows.
+Paths that matter later may still be flushed to zero. `doubtful` finds the sequences for which this cannot be excluded,
+and `api.py` recomputes them in log space.
 """
 
 import math
@@ -14,60 +14,53 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hmmlm.ops.results import Counts
-from hmmlm.ops.scan.naive import NEG_INF, Evidence, Parameters
-from hmmlm.ops.small import FLOOR, exp
+from hmmlm.ops.common import FLOOR, NEG_INF, capturing, exp
+from hmmlm.ops.scan.naive import Evidence, Parameters
 
-# Relative mass that may be lost without the sequence being done again.
+# Relative loss of mass that is tolerated without recomputing the sequence.
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
-GROUP = 4  # steps between two normalisations
-LEAST = {torch.float32: 1e-12, torch.float64: 1e-100}  # mass of a group of steps below which they are done singly
-SURE_RATIO = 1e8  # the variation of a column of the transition matrix up to which `suspicious` is a proof
-SPAN_CELLS = 2**22  # largest [steps, B, Z] piece when nothing is kept
+GROUP = 4  # steps between two normalizations
+LEAST = {torch.float32: 1e-12, torch.float64: 1e-100}  # mass below which every step is normalized
+SURE_RATIO = 1e8  # max/min ratio of a transition column up to which `suspicious` is a proof
+SPAN_CELLS = 2**22  # largest [steps, B, Z] buffer when nothing is kept
 
 
-class Chain(NamedTuple):
-    """A batch ready for the recursions: time-major, longest first, so that step t concerns rows [:active[t]]."""
+class ScaledChain(NamedTuple):
+    """A batch prepared for the recursions: time-major, longest sequence first, so step t uses rows [:active[t]]."""
 
     start: Tensor  # [Z] probabilities
-    transition: Tensor  # [Z, Z] probabilities, in the dtype the products are done in
-    emission: Tensor  # [U, Z] p(word | z) / max_z p(word | z), a row for each word that occurs (and for "missing")
-    log_peak: Tensor  # [U] the log of that maximum
+    transition: Tensor  # [Z, Z] probabilities, in the dtype of products
+    emission: Tensor  # [U, Z] p(word | z) / max_z p(word | z), one row per entry of `vocabulary`
+    log_peak: Tensor  # [U] log max_z p(word | z)
     words: Tensor  # [T, B] row of `emission` for each token
-    vocabulary: Tensor  # [U] token of each row of `emission`
-    active: list[int]  # sequences that reach step t
-    order: Tensor | None  # [B] original index of each row; None: as given
+    vocabulary: Tensor  # [U] token of each row of `emission`: those that occur (not on the CPU: −1 and all words)
+    active: list[int]  # number of sequences that reach step t
+    order: Tensor | None  # [B] original index of each row; None: not sorted
     initial: Tensor | None  # [B, Z]
     restart: Tensor | None  # [T, B]
 
     def sort(self, values: Tensor) -> Tensor:
-        """Rows in the order of the chain."""
+        """Return `values` with rows in the order of the chain."""
         return values if self.order is None else values[self.order]
 
-    def unsort(self, values: Tensor, dim: int = 0) -> Tensor:
-        """Rows along `dim` back in the order in which they were given."""
-        return values if self.order is None else values.index_select(dim, torch.argsort(self.order))
+    def unsort(self, values: Tensor) -> Tensor:
+        """Return `values` with rows in their original order."""
+        return values if self.order is None else values[torch.argsort(self.order)]
 
 
-class Forward(NamedTuple):
-    """Filtering; [T, B, …] is zero (scale: one) where a sequence has ended."""
+class ScaledForward(NamedTuple):
+    """Result of the filter; [T, B, …] is zero (scale: one) where a sequence has ended."""
 
     alpha: Tensor | None  # [T, B, Z] p(z_t | x_1..t), if kept
     predicted: Tensor | None  # [T, B, Z] p(z_t | x_1..t−1), if kept
     scale: Tensor  # [T, B] p(x_t | x_1..t−1) / peak of x_t
     log_likelihood: Tensor  # [B]
     final: Tensor  # [B, Z]
-    floor: float  # what was below this share of a step's mass may have been lost
+    floor: float  # values below this share of a step's mass may have been lost
 
 
-def product_dtype(parameter: Tensor) -> torch.dtype:
-    """Autocast's dtype for matrix products if autocast is on, otherwise the parameters' own."""
-    if parameter.dtype == torch.float32 and torch.is_autocast_enabled(parameter.device.type):
-        return torch.get_autocast_dtype(parameter.device.type)
-    return parameter.dtype
-
-
-def prepare(parameters: Parameters, evidence: Evidence, products: torch.dtype) -> Chain:
+def make_chain(parameters: Parameters, evidence: Evidence, products: torch.dtype) -> ScaledChain:
+    """Convert parameters to probabilities, and the batch to time-major order sorted by length."""
     log_start, log_transition, log_emission = parameters
     tokens, lengths, initial, restart = evidence
     order, (batch, steps) = None, tokens.shape
@@ -79,7 +72,7 @@ def prepare(parameters: Parameters, evidence: Evidence, products: torch.dtype) -
         initial = None if initial is None else initial[order]
         restart = None if restart is None else restart[order]
         active = (sizes > torch.arange(steps, device=sizes.device)[:, None]).sum(1).tolist()
-    if tokens.device.type == "cpu":  # only the words that occur; elsewhere that would cost a synchronisation
+    if tokens.device.type == "cpu":  # only the words that occur; on a GPU, finding them would synchronize
         vocabulary, words = torch.unique(tokens, return_inverse=True)
     else:
         vocabulary = torch.arange(-1, log_emission.shape[1], device=tokens.device)
@@ -90,31 +83,39 @@ def prepare(parameters: Parameters, evidence: Evidence, products: torch.dtype) -
     log_peak = torch.where(log_peak == NEG_INF, 0.0, log_peak)
     emission = exp(rows - log_peak[:, None]).contiguous()
     restart = None if restart is None else restart.t().contiguous()
-    return Chain(
-        exp(log_start), exp(log_transition).to(products), emission, log_peak,
-        words.t().contiguous(), vocabulary, active, order, initial, restart,
+    return ScaledChain(
+        exp(log_start),
+        exp(log_transition).to(products),
+        emission,
+        log_peak,
+        words.t().contiguous(),
+        vocabulary,
+        active,
+        order,
+        initial,
+        restart,
     )
 
 
 def move(probs: Tensor, transition: Tensor) -> Tensor:
-    """probs [n, Z] one step along `transition`, in the dtype of `transition`, summed in float32 or better."""
+    """Compute probs [n, Z] @ transition in the dtype of `transition`, accumulated in float32 or wider."""
     return (probs.to(transition.dtype) @ transition).to(probs.dtype)
 
 
-def forward(chain: Chain, keep: bool = True) -> Forward:
-    """Filter: one product and one multiplication a step, everything else in bulk.
+def forward(chain: ScaledChain, keep: bool = True) -> ScaledForward:
+    """Run the filter: one product and one multiplication per step, everything else in bulk.
 
-    Steps are normalised in groups, which spares small models most of their overhead. Where the mass of a group comes
-    near underflow, all is done again with groups of one.
+    Steps are normalized in groups, which removes most of the overhead of small models. If the mass of a group comes
+    close to underflow, the filter runs again with groups of one step.
     """
-    if chain.start.is_cuda and torch.cuda.is_current_stream_capturing():  # where nothing can be looked at on the way
+    if capturing(chain.start):  # a graph cannot branch on `least`
         return _filter(chain, keep, 1)[0]
     result, least = _filter(chain, keep, GROUP)
     return result if bool(least >= LEAST[chain.start.dtype]) else _filter(chain, keep, 1)[0]
 
 
-def _filter(chain: Chain, keep: bool, group: int) -> tuple[Forward, Tensor]:
-    """The filter with groups of `group` steps, and the least mass any step had before it was normalised."""
+def _filter(chain: ScaledChain, keep: bool, group: int) -> tuple[ScaledForward, Tensor]:
+    """Run the filter with groups of `group` steps; also return the least mass of any step before normalization."""
     steps, batch = chain.words.shape
     like, states, tiny = chain.start, chain.start.shape[0], torch.finfo(chain.start.dtype).tiny
     span = steps if keep else max(1, min(steps, SPAN_CELLS // (batch * states)))
@@ -147,7 +148,7 @@ def _filter(chain: Chain, keep: bool, group: int) -> tuple[Forward, Tensor]:
                     guess.copy_(torch.where(chain.restart[t, :rows, None], chain.start, guess))
             torch.mul(guess, scores, out=here)
             previous = here
-        # Masses relative to the last normalised step become p(x_t | x_1..t−1), and distributions distributions.
+        # Convert masses relative to the last normalized step to p(x_t | x_1..t−1), and normalize the distributions.
         mass = alpha.sum(2)
         if inside is not None:
             mass = torch.where(inside[first:end], mass, 1.0)
@@ -170,11 +171,11 @@ def _filter(chain: Chain, keep: bool, group: int) -> tuple[Forward, Tensor]:
     log_likelihood = (scale.log() + peaks).sum(0, dtype=torch.float64).to(like.dtype)
     floor = FLOOR[like.dtype] / (LEAST[like.dtype] if group > 1 else 1.0)
     kept = (alpha, predicted) if keep else (None, None)
-    return Forward(kept[0], kept[1], scale, log_likelihood, final, floor), least
+    return ScaledForward(kept[0], kept[1], scale, log_likelihood, final, floor), least
 
 
-def _inside(chain: Chain) -> Tensor | None:
-    """[T, B] True where a sequence has not ended; None if all are full."""
+def _inside(chain: ScaledChain) -> Tensor | None:
+    """Return a mask [T, B] that is True until a sequence ends; None if all have full length."""
     batch = chain.words.shape[1]
     if chain.active[-1] == batch:
         return None
@@ -182,8 +183,8 @@ def _inside(chain: Chain) -> Tensor | None:
     return torch.arange(batch, device=chain.words.device) < active[:, None]
 
 
-def _finish(chain: Chain, alpha: Tensor, first: int, final: Tensor) -> None:
-    """Put the filtered distributions of sequences that end within alpha [span, B, Z] into `final`."""
+def _finish(chain: ScaledChain, alpha: Tensor, first: int, final: Tensor) -> None:
+    """Copy the filtered distributions of sequences that end within alpha [span, B, Z] to `final`."""
     steps = chain.words.shape[0]
     for t in range(first, first + alpha.shape[0]):
         ahead = chain.active[t + 1] if t + 1 < steps else 0
@@ -191,12 +192,12 @@ def _finish(chain: Chain, alpha: Tensor, first: int, final: Tensor) -> None:
             final[ahead : chain.active[t]] = alpha[t - first, ahead : chain.active[t]]
 
 
-def backward(chain: Chain, result: Forward, seed: Tensor) -> Tensor:
-    """w [T, B, Z], times seed [B] (rows in the chain's order): what a transition into a state at step t leads to.
+def backward(chain: ScaledChain, result: ScaledForward, seed: Tensor) -> Tensor:
+    """Compute the backward weights w [T, B, Z] times seed [B] (rows in the chain's order).
 
     w_t(z) = p(x_t.. | z_t = z) / p(x_t.. | x_1..t−1), so the posterior is p(z_t | x) = predicted_t(z) w_t(z), the
     expected count of a transition i → j into step t is α_t−1(i) A(i, j) w_t(j), and that of a start in z π(z) w_t(z).
-    States whose filtered probability is below FLOOR are taken out: their messages could overflow and matter to nobody.
+    States with a filtered probability below FLOOR are removed: their messages could overflow and do not matter.
     """
     assert result.alpha is not None
     (steps, batch), states = chain.words.shape, chain.start.shape[0]
@@ -206,7 +207,7 @@ def backward(chain: Chain, result: Forward, seed: Tensor) -> Tensor:
     factor.masked_fill_(result.alpha < FLOOR[seed.dtype], 0.0)
     reverse = chain.transition.t()
     message = torch.empty_like(factor[0])
-    same = reverse.dtype == factor.dtype and not torch.is_autocast_enabled(factor.device.type)
+    same = reverse.dtype == factor.dtype
     for t, here in reversed(list(enumerate(factor.unbind()))):
         rows, ahead = chain.active[t], chain.active[t + 1] if t + 1 < steps else 0
         if ahead < rows:
@@ -226,10 +227,10 @@ def backward(chain: Chain, result: Forward, seed: Tensor) -> Tensor:
     return factor
 
 
-def accumulate(chain: Chain, result: Forward, seed: Tensor, shape: torch.Size) -> tuple[Counts, Tensor]:
-    """Expected counts of all sequences, each times seed [B]; `shape` is that of the emission matrix.
+def accumulate(chain: ScaledChain, result: ScaledForward, seed: Tensor, shape: torch.Size) -> tuple[Parameters, Tensor]:
+    """Compute the expected counts of all sequences, weighted by seed [B]; `shape` is that of the emission matrix.
 
-    Also what `backward` gives for position 0, [B, Z], zero where the chain starts there.
+    Also return the result of `backward` at position 0 [B, Z], zero where the chain starts there.
     """
     assert result.alpha is not None and result.predicted is not None
     weights = backward(chain, result, seed)
@@ -237,7 +238,7 @@ def accumulate(chain: Chain, result: Forward, seed: Tensor, shape: torch.Size) -
     posterior = result.predicted * weights
     by_word = torch.zeros_like(chain.emission)
     by_word.index_add_(0, chain.words.reshape(-1), posterior.view(-1, states))
-    if chain.vocabulary.shape[0] == shape[1] + 1:  # every word has a row, "missing" is row 0
+    if chain.vocabulary.shape[0] == shape[1] + 1:  # every word has a row; row 0 is "missing"
         emission = by_word[1:].t().contiguous()
     else:
         observed = chain.vocabulary >= 0
@@ -254,50 +255,49 @@ def accumulate(chain: Chain, result: Forward, seed: Tensor, shape: torch.Size) -
     transition = (before.t() @ after).to(seed.dtype)
     if chain.initial is not None:
         transition += (chain.initial.to(dtype).t() @ weights[0].to(dtype)).to(seed.dtype)
-    counts = Counts(start * chain.start, transition * chain.transition, emission, result.log_likelihood.sum())
-    return counts, weights[0]
+    return Parameters(start * chain.start, transition * chain.transition, emission), weights[0]
 
 
 def faint(parameters: Parameters, scale: Tensor, floor: float) -> Tensor:
-    """[B] (sorted rows) True where a cheap argument does not exclude that mass flushed to zero matters.
+    """Return a mask [B] (sorted rows): True where a cheap bound does not exclude that mass flushed to zero matters.
 
-    If no column of the transition matrix varies by more than a factor ρ, then after one step whatever was flushed is at
-    most Z·floor·ρ of every state's mass, and stays so; nothing to fear while each step's scale is well above that.
+    If no column of the transition matrix varies by more than a factor ρ, the mass flushed so far is, one step later,
+    at most Z·floor·ρ of every state's mass, and stays so. The loss is negligible if every scale is well above that.
     """
     log_transition = parameters.log_transition
-    # A column of zeros (NaN here) is a state that nothing leads to: it can lose nothing.
+    # A column of zeros (NaN here) belongs to a state without incoming transitions, which has no mass to lose.
     log_ratio = (log_transition.amax(0) - log_transition.amin(0)).nan_to_num(nan=0.0, posinf=math.inf).amax()
     margin = math.log(least_mass(floor, len(log_transition), log_transition.dtype)) + log_ratio
     return scale.amin(0).log() < margin
 
 
 def least_mass(floor: float, states: int, dtype: torch.dtype) -> float:
-    """Of a sum over states: what may be lost of each below `floor` does not matter to it then."""
+    """Return the least sum over states for which losing up to `floor` per state is within TOLERANCE."""
     return floor * states / TOLERANCE[dtype]
 
 
-def suspicious(result: Forward) -> Tensor:
-    """[B] (sorted rows) True where mass probably was lost: for where nothing can wait for the device to look closer.
+def suspicious(result: ScaledForward) -> Tensor:
+    """Return a mask [B] (sorted rows): True where mass was probably lost; does not synchronize with the device.
 
-    The argument of `faint` for a ρ of SURE_RATIO: a proof up to there. Beyond, where `faint` would suspect every
-    sequence of a peaked but sound model, it is a sign: a step had so little mass that what explains its word must have
-    been lost (or nothing does).
+    This is the bound of `faint` for ρ = SURE_RATIO, a proof up to that ratio. Beyond it, where `faint` would suspect
+    every sequence of a peaked but sound model, it is a heuristic: the mass of a step is so small that the states which
+    explain its word must have been lost (or no state explains it).
     """
     dtype, states = result.scale.dtype, result.final.shape[1]
-    return ~(result.scale.amin(0) >= least_mass(result.floor, states, dtype) * SURE_RATIO)  # NaN is not either
+    return ~(result.scale.amin(0) >= least_mass(result.floor, states, dtype) * SURE_RATIO)  # negated: NaN is suspect
 
 
-def doubtful(parameters: Parameters, chain: Chain, result: Forward) -> Tensor:
-    """[B] (sorted rows) True where mass flushed to zero might matter, so that only log space can tell.
+def doubtful(parameters: Parameters, chain: ScaledChain, result: ScaledForward) -> Tensor:
+    """Return a mask [B] (sorted rows): True where mass flushed to zero may matter and log space must decide.
 
-    Where the cheap argument says nothing (zeros or peaks in the matrix), run the filter again with everything possible
-    raised to a floor: if that upper bound agrees with the result, nothing was lost.
+    Where the bound of `faint` is inconclusive (zeros or peaks in the matrix), the filter runs again with everything
+    possible raised to a floor. If that upper bound agrees with the result, nothing was lost.
     """
     dtype = chain.start.dtype
     suspect = faint(parameters, result.scale, result.floor)
     if not bool(suspect.any()):
         return suspect
-    if chain.transition.dtype != dtype:  # the rounding of low precision would hide what is looked for
+    if chain.transition.dtype != dtype:  # low-precision rounding would hide the difference
         chain = chain._replace(transition=exp(parameters.log_transition))
         result = forward(chain, keep=False)
     upper = upper_log_likelihood(raised_chain(parameters, chain), FLOOR[dtype] ** 0.5)
@@ -307,8 +307,8 @@ def doubtful(parameters: Parameters, chain: Chain, result: Forward) -> Tensor:
     return suspect & ~agrees & ~both_impossible
 
 
-def raised_chain(parameters: Parameters, chain: Chain) -> Chain:
-    """The chain with every probability that is not exactly zero raised to a floor whose square does not underflow."""
+def raised_chain(parameters: Parameters, chain: ScaledChain) -> ScaledChain:
+    """Return the chain with every nonzero probability raised to at least a floor whose square does not underflow."""
     floor = FLOOR[chain.start.dtype] ** 0.5
     possible = parameters.log_emission.index_select(1, chain.vocabulary.clamp(min=0)).t() > NEG_INF
     possible = possible | (chain.vocabulary < 0)[:, None]
@@ -319,8 +319,8 @@ def raised_chain(parameters: Parameters, chain: Chain) -> Chain:
     )
 
 
-def upper_log_likelihood(chain: Chain, floor: float) -> Tensor:
-    """[B] the log-likelihood if, at every step, everything possible were at least `floor`."""
+def upper_log_likelihood(chain: ScaledChain, floor: float) -> Tensor:
+    """Compute the log-likelihood [B] with everything possible raised to at least `floor` at every step."""
     batch = chain.words.shape[1]
     tiny = torch.finfo(chain.start.dtype).tiny
     total = torch.zeros(batch, dtype=torch.float64, device=chain.start.device)
@@ -340,4 +340,5 @@ def upper_log_likelihood(chain: Chain, floor: float) -> Tensor:
 
 
 def raised(values: Tensor, floor: float) -> Tensor:
+    """Return `values` with positive entries raised to at least `floor`."""
     return torch.where(values > 0, values.clamp_min(floor), 0.0)

@@ -1,18 +1,18 @@
-"""Portable: batched products over tiles of words, sums in two stages, over a tile and over the tiles of a block.
+"""Portable implementation: batched products over tiles of words, sums over each tile, then over the tiles of a block.
 
-The tiles of a block lie one after another, so that sums over them are sums over segments: in a fixed order, and
-without adding to the same place from several threads at once.
+The tiles of a block are contiguous, so sums over them are segment sums: in a fixed order, and without several threads
+adding to the same location.
 """
 
 import torch
 from torch import Tensor
 
 from hmmlm.ops.blocked_emission.tiles import Tiles
-from hmmlm.ops.linear_logsumexp.precision import matmul
+from hmmlm.ops.common import matmul
 
 
 def forward(hidden: Tensor, words: Tensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
-    """[V, k], in the wide dtype."""
+    """Compute the log-probabilities [V, k] in the wide dtype."""
     count, size = tiles.empty.shape
     states = hidden.index_select(0, tiles.block)  # [N, k, h]
     scores = matmul(_slots(words, tiles), states.transpose(1, 2))  # [N, TILE, k]
@@ -27,7 +27,7 @@ def forward(hidden: Tensor, words: Tensor, bias: Tensor | None, tiles: Tiles) ->
 
 
 def backward(grad: Tensor, hidden: Tensor, words: Tensor, out: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, words and bias in the wide dtype."""
+    """Compute gradients of hidden, words and bias in the wide dtype."""
     empty = tiles.empty[..., None]
     total = _over_blocks(_slots(grad, tiles).masked_fill(empty, 0.0).sum(1), "sum", tiles)  # [M, k]
     grad_scores = grad - out.exp() * total.index_select(0, tiles.block_of_word)  # [V, k]
@@ -39,11 +39,11 @@ def backward(grad: Tensor, hidden: Tensor, words: Tensor, out: Tensor, tiles: Ti
 
 
 def _slots(by_word: Tensor, tiles: Tiles) -> Tensor:
-    """[V, n] → [N, TILE, n]; what is in empty slots is to be ignored."""
+    """Arrange [V, n] in tiles [N, TILE, n]; the contents of empty slots are arbitrary."""
     return by_word.index_select(0, tiles.word).view(*tiles.empty.shape, -1)
 
 
 def _over_blocks(by_tile: Tensor, reduce: str, tiles: Tiles) -> Tensor:
-    """[N, ...] → [M, ...]."""
-    # unsafe: the bounds are ours, and checking them would wait for the device
+    """Reduce [N, ...] over the tiles of each block to [M, ...]."""
+    # unsafe: the offsets are valid by construction, and checking them would synchronize with the device
     return torch.segment_reduce(by_tile, reduce, offsets=tiles.first, axis=0, unsafe=True)

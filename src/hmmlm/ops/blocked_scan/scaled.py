@@ -1,9 +1,9 @@
-"""Portable: scaled probabilities, one batched product a step, and the tiles of the transition that steps go through.
+"""Portable implementation: scaled probabilities, one batched product per step with the transition tiles of that step.
 
-On the CPU steps between the same blocks share a tile, where that saves half of them; else each has its own, for a
-bounded range of time at once.
+On the CPU, steps between the same blocks share a tile if that saves at least half of the tiles. Otherwise each step
+has its own tile, and the tiles of a bounded range of time exist at once.
 
-The backward pass never forms a backward probability, which can overflow. With f the filtered and q the predicted
+The backward pass never forms a backward probability, which could overflow. With f the filtered and q the predicted
 distribution, the posterior of the pair (i, j) is f_i A_ij (γ_j / q_j), and f_i A_ij / q_j ≤ 1 is p(i | j, the past).
 """
 
@@ -13,49 +13,47 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hmmlm.ops.blocked_scan.problem import START, Gradients, Problem, State, floors
-from hmmlm.ops.linear_logsumexp.precision import matmul
-from hmmlm.ops.small import FLOOR, exp
+from hmmlm.ops.blocked_scan.problem import START, BlockedForward, Gradients, Problem, floors
+from hmmlm.ops.common import FLOOR, exp, matmul
 
-_TILE_BUDGET = 2**26  # numbers in the transition tiles held at a time: 256 MB in float32
+_TILE_BUDGET = 2**26  # elements of the transition tiles held at a time: 256 MB in float32
 _LIFT = {torch.float32: 2.0**120, torch.float64: 2.0**990}
-"""By this filtered probabilities are multiplied before they are by those of tiles: so no product of two that are kept
-falls out of the range in which CPUs are fast, and no sum goes beyond it."""
-_WORTH_SHARING = 2**12  # numbers of a tile from which on it takes longer to make than to find
+"""Filtered probabilities are multiplied by this before the product with a tile. Products of two kept values are then
+never denormal (slow on CPUs), and no sum overflows."""
+_WORTH_SHARING = 2**12  # elements of a tile from which computing it takes longer than looking up a shared one
 
 
 class _Tiles(NamedTuple):
-    """P transition tiles for the times from `first` to `end`. Positions that are no step have some tile, and nobody
-    looks at it."""
+    """P transition tiles for times `first` to `end`; positions that are not steps have some tile, which is not used."""
 
     first: int
     end: int
-    source: Tensor  # [P] the group that each comes from
-    block: Tensor  # [P] and the block that it leads to
-    rows: Tensor  # [P, R, h] of U
-    columns: Tensor  # [P, kept, h] of W
+    source: Tensor  # [P] source group of each tile
+    block: Tensor  # [P] target block of each tile
+    rows: Tensor  # [P, R, h] factors in U of the tile's rows
+    columns: Tensor  # [P, kept, h] factors in W of the tile's columns
     values: Tensor  # [P, R, kept]
-    tile_of: Tensor | None  # [B, span] the tile of each position; None: each has its own, in order
-    alike: list[bool]  # for each time, whether one tile is that of all sequences
+    tile_of: Tensor | None  # [B, span] tile of each position; None: each position has its own, in order
+    alike: list[bool]  # per time, whether all sequences use the same tile
 
     def reach(self, k: int, vectors: Tensor) -> Tensor:
-        """vectors [B, R] through the tiles at time first + k: [B, kept]."""
+        """Multiply vectors [B, R] by the tiles at time first + k; return [B, kept]."""
         lift = _LIFT[vectors.dtype]
         if self.alike[k]:
             return (lift * vectors @ self._one(k)).div_(lift)
         return torch.bmm(lift * vectors[:, None], self._own(k))[:, 0].div_(lift)
 
     def look_back(self, k: int, vectors: Tensor) -> Tensor:
-        """vectors [B, kept] back through the tiles at time first + k: [B, R]."""
+        """Multiply vectors [B, kept] by the transposed tiles at time first + k; return [B, R]."""
         if self.alike[k]:
             return vectors @ self._one(k).T
         return torch.bmm(self._own(k), vectors[:, :, None])[:, :, 0]
 
     def pairs(self, before: Tensor, after: Tensor) -> Tensor:
-        """Σ over the positions of each tile of before_i · tile_ij · after_j [P, R, kept], of vectors [B, span, ·]."""
+        """Sum before_i · tile_ij · after_j [P, R, kept] over the positions of each tile, for vectors [B, span, ·]."""
         if self.tile_of is None:
             return before.flatten(0, 1)[:, :, None] * self.values * after.flatten(0, 1)[:, None, :]
-        # in float64, since before the tile makes it small, `after` can be as large as float32 goes
+        # in float64: `after` can be close to the float32 maximum before it is multiplied by the tile
         order = self.tile_of.flatten().argsort(stable=True)
         before, after = (x.flatten(0, 1).index_select(0, order).double() for x in (before, after))
         ends = self.tile_of.flatten().bincount(minlength=len(self.values)).cumsum(0).tolist()
@@ -73,9 +71,9 @@ class _Tiles(NamedTuple):
 
 
 def _all_tiles(problem: Problem, backwards: bool = False) -> Iterator[_Tiles]:
-    """The tiles of all times, a range of them at a time."""
+    """Yield the tiles of all times, one range of time after another."""
     (blocks, kept), rows = problem.w.shape[:2], problem.u.shape[1]
-    if not problem.u.is_cuda and rows * kept >= _WORTH_SHARING:  # on the GPU, to count them would be to wait
+    if not problem.u.is_cuda and rows * kept >= _WORTH_SHARING:  # on the GPU, counting them would synchronize
         pair = problem.source.clamp_min(0) * blocks + problem.block.clamp_min(0)
         distinct, index = pair.unique(return_inverse=True)
         if 2 * len(distinct) <= pair.numel() and len(distinct) * rows * kept <= _TILE_BUDGET:
@@ -91,14 +89,15 @@ def _all_tiles(problem: Problem, backwards: bool = False) -> Iterator[_Tiles]:
 def _make(
     problem: Problem, first: int, end: int, source: Tensor, block: Tensor, index: Tensor | None, alike: list[bool]
 ) -> _Tiles:
+    """Compute the tiles from groups `source` [P] to blocks `block` [P] for times `first` to `end`."""
     rows, columns = problem.u.index_select(0, source), problem.w.index_select(0, block)
     scores = matmul(rows, columns.transpose(1, 2))
     values = exp(scores.sub_(problem.log_normalizer.index_select(0, source)[:, :, None]))
     return _Tiles(first, end, source, block, rows, columns, values, index, alike)
 
 
-def forward(problem: Problem) -> State:
-    """Filtered distributions and log-likelihoods."""
+def forward(problem: Problem) -> BlockedForward:
+    """Compute filtered distributions and log-likelihoods."""
     batch, time = problem.word.shape
     dtype, kept = problem.log_start.dtype, problem.w.shape[1]
     (floor, suspicious), lost = floors(dtype), FLOOR[dtype]
@@ -125,21 +124,20 @@ def forward(problem: Problem) -> State:
             filtered[:, t + 1, :kept] = here.masked_fill_(~going[:, None] | (here < lost), 0.0)
             predicted[:, t] = reached
             log_likelihood += torch.where(going, mass.log() + shift, 0.0)
-    return State(log_likelihood.masked_fill(~alive, -torch.inf), filtered, predicted, ~alive)
+    return BlockedForward(log_likelihood.masked_fill(~alive, -torch.inf), filtered, predicted, ~alive)
 
 
-def backward(problem: Problem, state: State, grad: Tensor) -> Gradients:
-    """Expected counts, weighted by `grad` [B]; nothing from suspect sequences."""
+def backward(problem: Problem, result: BlockedForward, grad: Tensor) -> Gradients:
+    """Compute expected counts weighted by `grad` [B]; suspect sequences contribute nothing."""
     batch, kept = problem.word.shape[0], problem.w.shape[1]
-    grad = grad.masked_fill(state.suspect, 0.0).to(problem.log_start.dtype)[:, None]
-    out = Gradients(*(torch.zeros_like(x, dtype=grad.dtype) for x in (
-        problem.u, problem.w, problem.log_normalizer, problem.log_start, problem.log_emission, problem.initial)))
+    grad = grad.masked_fill(result.suspect, 0.0).to(problem.log_start.dtype)[:, None]
+    out = Gradients(*(torch.zeros_like(x, dtype=grad.dtype) for x in problem.differentiable()))
     lost = FLOOR[grad.dtype]
-    back = torch.zeros_like(problem.initial)  # posterior of the position before, by the step to this one
-    stepped = torch.zeros(batch, 1, dtype=torch.bool, device=grad.device)  # whether the next position is such a step
+    back = torch.zeros_like(problem.initial)  # posterior of the previous position, from the step to this one
+    stepped = torch.zeros(batch, 1, dtype=torch.bool, device=grad.device)  # whether the next position is a step
     for tiles in _all_tiles(problem, backwards=True):
         first, end = tiles.first, tiles.end
-        filtered, predicted = state.filtered[:, first : end + 1], state.predicted[:, first:end]
+        filtered, predicted = result.filtered[:, first : end + 1], result.predicted[:, first:end]
         posterior, before = torch.zeros_like(predicted), torch.zeros_like(filtered[:, 1:])
         ratio = torch.zeros_like(predicted)
         for k in reversed(range(end - first)):

@@ -1,17 +1,18 @@
-"""Portable: rows in chunks, so that no more than a slice of the score matrix exists at a time."""
+"""Portable implementation: rows in chunks, so that only a slice of the score matrix exists at a time."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from hmmlm.ops.linear_logsumexp.precision import accumulate, matmul, wide
+from hmmlm.ops.common import accumulate, matmul, wide
 
 _CHUNK = 2**24  # scores held at a time: 64 MB in float32
-_ROWS = 2048  # beyond this many rows a product gains nothing
+_ROWS = 2048  # rows of a product at most; more do not make it faster
 
 
 def _score_chunks(u: Tensor, w: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """Yield a slice of the rows of u and their scores [rows, M]."""
     rows = max(1, min(_ROWS, _CHUNK // w.shape[0]))
     for first in range(0, u.shape[0], rows):
         chunk = slice(first, first + rows)
@@ -20,7 +21,7 @@ def _score_chunks(u: Tensor, w: Tensor, bias: Tensor | None) -> Iterator[tuple[s
 
 
 def forward(u: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """[N], in the wide dtype."""
+    """Compute the logsumexp [N] in the wide dtype."""
     out = u.new_empty(u.shape[0], dtype=wide(u.dtype))
     for chunk, scores in _score_chunks(u, w, bias):
         out[chunk] = torch.logsumexp(scores, 1)
@@ -30,7 +31,7 @@ def forward(u: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 def backward(
     grad: Tensor, u: Tensor, w: Tensor, bias: Tensor | None, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of u, w and bias in the wide dtype: the softmax is computed again, a chunk at a time."""
+    """Compute gradients of u, w and bias in the wide dtype; recompute the softmax chunk by chunk."""
     grad_u, grad_w = torch.empty_like(u, dtype=out.dtype), torch.zeros_like(w, dtype=out.dtype)
     grad_bias = None if bias is None else torch.zeros_like(bias, dtype=out.dtype)
     reference = out.masked_fill(out == -torch.inf, 0.0)  # rows of −inf: exp(−inf − 0) = 0

@@ -1,0 +1,124 @@
+"""The recursions of a dense HMM in products of probabilities, where these are provably as accurate as log space.
+
+Each step is one product of scaled probabilities. Its sums are checked after the last step, all at once: if underflow
+cannot have changed any of them (the bound of `LogMatrix.product`), the logarithms of all steps are taken together.
+Otherwise the functions return None, and the recursion has to run in log space.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import threshold
+
+from hmmlm.hmm.logmatrix import LogMatrix, least_sum
+from hmmlm.ops.common import FLOOR
+
+_GROUPS = (4, 1)  # steps between two normalizations: first several, which is faster; then one, which is more accurate
+
+
+class Observations(NamedTuple):
+    """The emission scores of a batch, longest sequence first."""
+
+    scores: Tensor  # [U, Z] log p(word | z) of each distinct token
+    row: Tensor  # [T, B] the row of `scores` of each token
+    active: list[int]  # number of rows in step t; the results of other rows are undefined
+
+    def at(self, rows: Tensor) -> Tensor:
+        """Return rows [U, …] as [T, B, …]."""
+        return rows.index_select(0, self.row.flatten()).view(*self.row.shape, *rows.shape[1:])
+
+
+def filter_products(matrix: LogMatrix, log_first: Tensor, given: Observations) -> tuple[Tensor, Tensor] | None:
+    """Compute log p(z_t | x_1..t) [T, B, Z] and log p(x_t | x_1..t−1) [T, B].
+
+    Args:
+        matrix: the transition matrix.
+        log_first: [B, Z] log p(z_1).
+    """
+    log_factor = given.scores + matrix.peak
+    top, factor = _relative(log_factor)
+    joint = log_first + given.scores.index_select(0, given.row[0])
+    tops, factors = given.at(top), given.at(factor)
+    tops[0], first = _relative(joint)
+    for group in _GROUPS:
+        sums, masses = torch.ones_like(factors), torch.ones_like(tops)
+        values, batch = first, len(first)
+        steps = zip(given.active, factors.unbind(), sums.unbind(), strict=True)
+        for t, (rows, here, total) in enumerate(steps):
+            if t == 0:
+                continue
+            if rows < batch:
+                values, here, total = values[:rows], here[:rows], total[:rows]
+            if (t - 1) % group == 0:
+                mass = values.sum(1)
+                masses[t, :rows] = mass
+                values = _normalized(values, mass)
+            torch.mm(values, matrix.scaled, out=total)
+            values = total * here
+        if _accurate(sums, masses):
+            mass = (sums * factors).sum(2)
+            mass[0] = first.sum(1)
+            log_mass = mass.log_().nan_to_num_()  # of rows that are not active
+            log_scale = log_mass + tops
+            before = log_mass[:-1].clone()  # what the sums of the next step are relative to
+            before[::group] = 0.0
+            log_filtered = sums.log_().add_(given.at(log_factor)).sub_(log_scale[..., None])
+            log_filtered[0] = joint - log_scale[0, :, None]
+            log_scale[1:] -= before
+            return log_filtered, log_scale
+    return None
+
+
+def message_products(matrix: LogMatrix, given: Observations) -> Tensor | None:
+    """Compute log p(x_t+1.. | z_t) [T, B, Z], each up to a constant; zero at the last token of a sequence.
+
+    Args:
+        matrix: the transposed transition matrix.
+    """
+    factors = given.at(_relative(given.scores + matrix.peak)[1])
+    endings = [
+        (t, slice(ahead, rows))
+        for t, (rows, ahead) in enumerate(zip(given.active, [*given.active[1:], 0], strict=True))
+        if ahead < rows
+    ]
+    for t, ended in endings:
+        factors[t, ended] = _relative(given.scores.index_select(0, given.row[t, ended]))[1]
+    for group in _GROUPS:
+        sums, masses = torch.ones_like(factors), torch.ones_like(factors[..., 0])
+        totals = sums.unbind()
+        for t in range(len(given.active) - 1, 0, -1):
+            rows = given.active[t]
+            values = (totals[t] * factors[t])[:rows]
+            if t % group == 0:
+                masses[t - 1, :rows] = mass = values.amax(1)
+                values = _normalized(values, mass)
+            torch.mm(values, matrix.scaled, out=totals[t - 1][:rows])
+        if _accurate(sums, masses):
+            messages = sums.log_().add_(matrix.peak)
+            for t, ended in endings:
+                messages[t, ended] = 0.0
+            return messages
+    return None
+
+
+def _relative(log_values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest of each row [...] and exp(log_values) [..., Z] relative to it."""
+    top = log_values.amax(-1).clamp_min(torch.finfo(log_values.dtype).min)
+    return top, threshold((log_values - top[..., None]).exp_(), FLOOR[log_values.dtype], 0.0)
+
+
+def _normalized(values: Tensor, mass: Tensor) -> Tensor:
+    """Divide values [n, Z] by mass [n]; without denormal numbers, which would slow the product down."""
+    return threshold(values / mass[:, None], FLOOR[values.dtype], 0.0, inplace=True)
+
+
+def _accurate(sums: Tensor, masses: Tensor) -> bool:
+    """Return whether underflow cannot have changed sums [T, B, Z] by more than the tolerance.
+
+    Values are flushed below FLOOR after division by their mass [T, B], and below the smallest normal number before it.
+    A NaN, of an impossible sequence, is not accurate.
+    """
+    lost_before = torch.finfo(sums.dtype).tiny / FLOOR[sums.dtype]
+    least = least_sum(sums.shape[2], sums.dtype)
+    return bool((sums.amin(2) * (masses / lost_before).clamp(max=1.0) >= least).all())

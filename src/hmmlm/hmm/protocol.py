@@ -1,0 +1,170 @@
+"""The operations that each kind of hidden Markov model implements, and the types of results."""
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from hmmlm.hmm.checks import ArrayLike
+from hmmlm.ops.common import Carry, Scan
+
+__all__ = ["Carry", "Counts", "Filtered", "Primitives", "Scan", "Support"]
+
+Support = Any
+"""The states that a row of values covers: None for all states; other values are private to the kind of HMM."""
+Self = TypeVar("Self", bound="Primitives")
+
+
+class Filtered(NamedTuple):
+    """Result of filtering: the distribution of the state given the tokens so far."""
+
+    log_likelihood: Tensor  # [B]
+    final: Tensor  # [B, Z] the filtered distribution at the last token
+    probs: Tensor  # [B, T, Z] p(z_t | x_1..t); zero beyond a sequence's length
+
+
+class Counts(NamedTuple):
+    """Expected counts under the posterior, summed over the batch (the E step of Baum-Welch)."""
+
+    start: Tensor  # [Z]
+    transition: Tensor  # [Z, Z]
+    emission: Tensor  # [Z, V]
+    log_likelihood: Tensor  # [] of all sequences
+
+
+class Primitives(ABC):
+    """The operations that every kind of HMM implements; `hmmlm.hmm.queries` is written with them.
+
+    An HMM has Z states and V words. Tokens are integers [B, T]; −1 is a missing token, which is summed over; `lengths`
+    [B] gives ragged batches. Code outside `hmmlm.hmm` does not depend on the kind.
+    """
+
+    kind: ClassVar[str]
+    """The name of the kind in model files."""
+
+    @property
+    @abstractmethod
+    def states(self) -> int: ...
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int: ...
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    @abstractmethod
+    def requires_grad(self) -> bool: ...
+
+    # --- representation ---
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters by name, as a model file stores them."""
+
+    @abstractmethod
+    def to(self: Self, *args: Any, **kwargs: Any) -> Self:
+        """Return the model on another device or in another dtype, like `Tensor.to`."""
+
+    @abstractmethod
+    def dense(self) -> Any:
+        """Return the same model with dense matrices, as an `HMM`."""
+
+    @abstractmethod
+    def detach(self: Self) -> Self:
+        """Return the model without gradients; the model itself, with its caches, if it requires none."""
+
+    # --- likelihood ---
+
+    @abstractmethod
+    def scan(
+        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
+    ) -> Scan:
+        """Compute log p(x) [B], differentiable, and the carry of a training or evaluation batch; nothing is checked.
+
+        Args:
+            carry: of the previous window; position 0 continues from it unless it restarts.
+            restart: [B, T] bool, True where the chain restarts from the start distribution.
+        """
+
+    @abstractmethod
+    def _log_likelihood(self, tokens: Tensor, lengths: Tensor | None, initial: Tensor | None) -> Tensor:
+        """Compute log p(x) [B], differentiable, of checked tokens; `initial` [B, Z] as in `filter`."""
+
+    @abstractmethod
+    def expected_counts(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Counts:
+        """Compute expected counts of starts, transitions and emissions under the posterior, summed over the batch."""
+
+    # --- operations of the recursions ---
+
+    @abstractmethod
+    def observe(self, tokens: Tensor, missing: bool, log_missing: Tensor | None = None) -> tuple[Support, Tensor]:
+        """Return the states that can emit tokens [n], and log p(x | z) [n, K] over them.
+
+        Args:
+            missing: whether some token is −1; its score is `log_missing` [Z] (by default zero).
+        """
+
+    @abstractmethod
+    def restrict(self, values: Tensor, support: Support) -> Tensor:
+        """Restrict values [n, Z] to a support [n, K]."""
+
+    @abstractmethod
+    def spread(self, values: Tensor, support: Support, fill: float) -> Tensor:
+        """Return values [n, K] over a support as values over all states [n, Z], `fill` outside the support."""
+
+    @abstractmethod
+    def state_ids(self, support: Support, index: Tensor) -> Tensor:
+        """Return the states [..., n] at positions `index` [..., n] of a support."""
+
+    @abstractmethod
+    def log_start_scores(self) -> Tensor:
+        """Return log p(z_1) [Z]."""
+
+    @abstractmethod
+    def pull(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
+        """Compute log Σ_i p_i A[i, j] [n, K'] for distributions log_probs [n, K] over the source."""
+
+    @abstractmethod
+    def pull_max(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
+        """Compute max_i log p_i + log A[i, j] [n, K'] for log_probs [n, K] over the source."""
+
+    @abstractmethod
+    def push(self, log_values: Tensor, source: Support = None, target: Support = None) -> Tensor:
+        """Compute log Σ_j A[i, j] v_j [n, K] for log_values [n, K'] over the target."""
+
+    @abstractmethod
+    def origin_entropy(self, log_probs: Tensor, source: Support, target: Support) -> Tensor:
+        """Compute the entropy of p(i | j) ∝ p_i A[i, j] for each target j [n, K'], given log_probs [n, K]."""
+
+    @abstractmethod
+    def transitions_into(self, source: Support, states: Tensor) -> Tensor:
+        """Return log A[i, j] [..., n, K] from the states i of a source support into states j [..., n]."""
+
+    @abstractmethod
+    def transitions_from(self, states: Tensor) -> Tensor:
+        """Return log A[i, j] [n, Z] from states i [n]."""
+
+    @abstractmethod
+    def emit(self, log_states: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Compute log Σ_z p(z) p(word | z) for log-distributions [..., Z]: [..., V], or [..., n] for `tokens` [n]."""
+
+    @abstractmethod
+    def group_emission(self, group_of_word: Tensor, groups: int) -> Tensor:
+        """Compute log p(a word of the group | z) [groups, Z] for a partition of the vocabulary, group_of_word [V]."""
+
+    @abstractmethod
+    def draw_tokens(self, states: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Draw one token from the emission distribution of each state [n]."""
+
+    @abstractmethod
+    def joint_scores(self, origins: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log π(s), log A(origin, s) and log O(s, x), each [n], differentiable, for single states and tokens."""
+
+    @abstractmethod
+    def carry_at(self, states: Tensor) -> Carry:
+        """Return the carry of chains that are known to be in `states` [n]."""

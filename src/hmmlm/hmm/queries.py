@@ -1,0 +1,396 @@
+"""The queries of an HMM, written once for every kind, batched, in log space.
+
+A kind implements the operations (`hmmlm.hmm.protocol`): for each position the states that can emit its token (its
+support), products of distributions over supports with the transition matrix, and emission scores. The recursions below
+are the standard ones. Batches are sorted by length, so that step t processes the first rows only.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from hmmlm.errors import InputError
+from hmmlm.hmm.checks import ArrayLike, check_count, check_initial, check_lengths, check_tokens
+from hmmlm.hmm.protocol import Carry, Filtered, Primitives, Scan, Support
+from hmmlm.ops.common import NEG_INF, logsumexp
+
+_STEPS_PER_SHIFT = 16  # of Viterbi, between two subtractions of the largest score
+
+
+class SortedBatch(NamedTuple):
+    """Token sequences, longest first: step t processes the first `active[t]` rows."""
+
+    tokens: Tensor  # [B, T]; −1 beyond a sequence's length
+    active: list[int]  # of every step with any row
+    missing: list[bool]  # whether some active row has a missing token at step t
+    order: Tensor  # [B] the original index of each row
+
+    def unsort(self, values: Tensor, dim: int = 0) -> Tensor:
+        """Return rows along `dim` in their original order."""
+        return values.index_select(dim, self.order.argsort())
+
+
+class Lattice(NamedTuple):
+    """The forward recursion: one entry per step, over the active rows and their supports."""
+
+    batch: SortedBatch
+    supports: list[Support]
+    scores: list[Tensor]  # [n, K] log p(x_t | z)
+    log_filtered: list[Tensor]  # [n, K] log p(z_t | x_1..t)
+    log_scales: list[Tensor]  # [n] log p(x_t | x_1..t−1)
+    stacked: Any = None  # what a kind of HMM that computed all steps at once keeps of them
+
+    def log_likelihood(self) -> Tensor:
+        """Return log p(x) [B] in float64, rows in the order of the batch; zero gradient for impossible sequences."""
+        total = pad_sequence(self.log_scales, batch_first=True).sum(0, dtype=torch.float64)
+        return torch.where(total.detach() == NEG_INF, NEG_INF, total)
+
+
+class HiddenMarkovModel(Primitives):
+    """An HMM and its exact queries. Results are detached unless stated otherwise."""
+
+    # --- recursions ---
+
+    def _batch(self, tokens: ArrayLike, lengths: ArrayLike | None) -> SortedBatch:
+        """Check and sort a batch."""
+        checked = check_tokens(tokens, self.vocab_size, self.device)
+        sizes = check_lengths(lengths, checked)
+        steps = checked.shape[1]
+        if sizes is None:
+            order, active = torch.arange(len(checked), device=self.device), [len(checked)] * steps
+            inside = torch.ones_like(checked, dtype=torch.bool)
+        else:
+            order = sizes.argsort(descending=True, stable=True)
+            checked = checked[order]
+            inside = torch.arange(steps, device=self.device) < sizes[order, None]
+            active = [rows for rows in inside.sum(0).tolist() if rows]
+            checked = checked.masked_fill(~inside, -1)
+        missing = ((checked < 0) & inside).any(0).tolist()
+        return SortedBatch(checked, active, missing, order)
+
+    def _observations(self, batch: SortedBatch, log_missing: Tensor | None = None) -> Iterator[tuple[Support, Tensor]]:
+        """Yield the support and the emission scores [n, K] of each step; see `observe`."""
+        for t, rows in enumerate(batch.active):
+            yield self.observe(batch.tokens[:rows, t], batch.missing[t], log_missing)
+
+    def _forward(self, batch: SortedBatch, initial: Tensor | None = None, log_missing: Tensor | None = None) -> Lattice:
+        """Run the filter over a batch.
+
+        `initial` [B, Z] is the filtered distribution before it, rows as in the batch.
+        """
+        lattice = Lattice(batch, [], [], [], [])
+        for t, (support, scores) in enumerate(self._observations(batch, log_missing)):
+            rows = len(scores)
+            if t:
+                predicted = self.pull(lattice.log_filtered[-1][:rows], _first(lattice.supports[-1], rows), support)
+            elif initial is not None:
+                predicted = self.pull(initial.log(), None, support)
+            else:
+                predicted = self.restrict(self.log_start_scores().expand(rows, -1), support)
+            joint = predicted + scores
+            scale = logsumexp(joint, 1)
+            lattice.supports.append(support)
+            lattice.scores.append(scores)
+            lattice.log_filtered.append(joint - _finite(scale)[:, None])
+            lattice.log_scales.append(scale)
+        return lattice
+
+    def _messages(self, lattice: Lattice) -> list[Tensor]:
+        """Return log p(x_t+1.. | z_t) / p(x_t+1.. | x_1..t) [n, K] for each step, for possible sequences."""
+        messages: list[Tensor] = []
+        for t in reversed(range(len(lattice.supports))):
+            message = torch.zeros_like(lattice.log_filtered[t])
+            if messages:
+                ahead = lattice.scores[t + 1] + messages[-1]
+                rows = len(ahead)
+                moved = self.push(ahead, _first(lattice.supports[t], rows), lattice.supports[t + 1])
+                # Normalized at every step, so that rounding errors do not add up over a long sequence.
+                moved = moved - logsumexp(lattice.log_filtered[t][:rows] + moved, 1)[:, None]
+                message = torch.cat([moved, message[rows:]])
+            messages.append(message)
+        return messages[::-1]
+
+    def _possible(self, tokens: ArrayLike, lengths: ArrayLike | None, log_missing: Tensor | None = None) -> Lattice:
+        """Run the filter.
+
+        Raise an InputError that names the first impossible sequence and its first impossible token.
+        """
+        model = self.detach()
+        lattice = model._forward(model._batch(tokens, lengths), log_missing=log_missing)
+        batch = lattice.batch
+        impossible = (lattice.log_likelihood() == NEG_INF).nonzero().flatten()
+        if len(impossible):
+            row = int(impossible[batch.order[impossible].argmin()])
+            position = next(t for t, scale in enumerate(lattice.log_scales) if float(scale[row]) == NEG_INF)
+            raise InputError(
+                f"sequence {int(batch.order[row])} is impossible under this model: token "
+                f"{int(batch.tokens[row, position])} at position {position} has probability zero given the tokens "
+                "before it"
+            )
+        return lattice
+
+    def _gather(self, lattice: Lattice, values: list[Tensor], fill: float = 0.0) -> Tensor:
+        """Return values over supports as [B, T, Z], original order, `fill` outside supports and beyond lengths."""
+        shape = (*lattice.batch.tokens.shape, self.states)
+        result = torch.full(shape, fill, dtype=self.dtype, device=self.device)
+        for t, value in enumerate(values):
+            result[: len(value), t] = self.spread(value, lattice.supports[t], fill)
+        return lattice.batch.unsort(result)
+
+    # --- queries ---
+
+    def log_likelihood(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
+        """Compute log p(x) [B], natural log; −inf for an impossible sequence. Differentiable in the parameters."""
+        checked = check_tokens(tokens, self.vocab_size, self.device)
+        return self._log_likelihood(checked, check_lengths(lengths, checked), None)
+
+    def filter(self, tokens: ArrayLike, lengths: ArrayLike | None = None, initial: ArrayLike | None = None) -> Filtered:
+        """Compute p(z_t | x_1..t); zero from the first impossible token on. The log-likelihood is differentiable.
+
+        Args:
+            initial: [B, Z] the filtered distribution at the token before this window.
+        """
+        checked = check_tokens(tokens, self.vocab_size, self.device)
+        sizes = check_lengths(lengths, checked)
+        before = check_initial(initial, checked, self.log_start_scores())
+        with torch.no_grad():
+            batch = self._batch(checked, sizes)
+            lattice = self.detach()._forward(batch, None if before is None else before[batch.order])
+            probs = self._gather(lattice, [value.exp() for value in lattice.log_filtered])
+            last = torch.full_like(checked[:, 0], checked.shape[1] - 1) if sizes is None else sizes - 1
+            final = probs[torch.arange(len(probs), device=self.device), last]
+            log_likelihood = batch.unsort(lattice.log_likelihood()).to(self.dtype)
+        if torch.is_grad_enabled() and self.requires_grad:
+            log_likelihood = self._log_likelihood(checked, sizes, before)
+        return Filtered(log_likelihood, final, probs)
+
+    @torch.no_grad()
+    def posterior(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
+        """Compute p(z_t | x_1..T) [B, T, Z]; zero beyond a sequence's length."""
+        lattice = self._possible(tokens, lengths)
+        messages = self._messages(lattice)
+        return self._gather(lattice, [(f + m).exp() for f, m in zip(lattice.log_filtered, messages, strict=True)])
+
+    @torch.no_grad()
+    def viterbi(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Tensor, Tensor]:
+        """Find the most likely states [B, T] (−1 beyond a length) and their joint log-probability with the tokens."""
+        model, batch = self.detach(), self._batch(tokens, lengths)
+        supports, kept = list[Support](), list[Tensor]()
+        log_prob = torch.zeros(len(batch.tokens), dtype=torch.float64, device=self.device)
+        for t, (support, scores) in enumerate(model._observations(batch)):
+            rows = len(scores)
+            if t:
+                best = model.pull_max(kept[-1][:rows], _first(supports[-1], rows), support) + scores
+            else:
+                best = model.restrict(model.log_start_scores().expand(rows, -1), support) + scores
+            if t % _STEPS_PER_SHIFT == 0:  # float32 then suffices for any length
+                peak = _finite(best.amax(1))
+                log_prob[:rows] += peak
+                best = best - peak[:, None]
+            supports.append(support)
+            kept.append(best)
+        for t, ending in _endings(batch):
+            log_prob[ending] += kept[t][ending].amax(1)
+        if bool((log_prob == NEG_INF).any()):
+            self._possible(tokens, lengths)  # names the impossible token
+        path, states = torch.full_like(batch.tokens, -1), torch.empty(0, dtype=torch.long, device=self.device)
+        for t in reversed(range(len(kept))):
+            best, support, rows = kept[t], supports[t], len(states)
+            if rows:
+                best = _add_first(best, model.transitions_into(_first(support, rows), states))
+            states = model.state_ids(support, best.argmax(1))
+            path[: len(states), t] = states
+        return batch.unsort(path), batch.unsort(log_prob).to(self.dtype)
+
+    @torch.no_grad()
+    def sample(self, num: int, length: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Draw tokens [num, length] and their states [num, length] from the model."""
+        check_count("num", num, 1)
+        check_count("length", length, 1)
+        model = self.detach()
+        path = [draw(model.log_start_scores().expand(num, -1), generator)]
+        for _ in range(length - 1):
+            path.append(draw(model.transitions_from(path[-1]), generator))
+        states = torch.stack(path, 1)
+        return model.draw_tokens(states.flatten(), generator).view_as(states), states
+
+    @torch.no_grad()
+    def posterior_sample(
+        self,
+        tokens: ArrayLike,
+        lengths: ArrayLike | None = None,
+        num: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draw whole paths given the tokens: states [num, B, T], −1 beyond a length.
+
+        Forward filtering, backward sampling: p(z_t | z_t+1, x) ∝ p(z_t | x_1..t) A(z_t, z_t+1).
+        """
+        check_count("num", num, 1)
+        lattice, model = self._possible(tokens, lengths), self.detach()
+        batch = lattice.batch
+        paths = torch.full((num, *batch.tokens.shape), -1, device=self.device)
+        for t in reversed(range(len(lattice.supports))):
+            scores, support = lattice.log_filtered[t].expand(num, -1, -1), lattice.supports[t]
+            rows = len(lattice.supports) > t + 1 and len(lattice.log_filtered[t + 1])
+            if rows:
+                into = model.transitions_into(_first(support, rows), paths[:, :rows, t + 1])
+                scores = torch.cat([scores[:, :rows] + into, scores[:, rows:]], 1)
+            paths[:, : scores.shape[1], t] = model.state_ids(support, draw(scores, generator))
+        return batch.unsort(paths, 1)
+
+    @torch.no_grad()
+    def next_token(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
+        """Compute log p(next token | tokens) [B, V]."""
+        lattice, model = self._possible(tokens, lengths), self.detach()
+        result = torch.empty(len(lattice.batch.tokens), self.vocab_size, dtype=self.dtype, device=self.device)
+        for t, ending in _endings(lattice.batch):
+            source = _rows(lattice.supports[t], ending)
+            result[ending] = model.emit(model.pull(lattice.log_filtered[t][ending], source, None))
+        return lattice.batch.unsort(result)
+
+    @torch.no_grad()
+    def entropy(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
+        """Compute the entropy of the posterior over paths [B], in nats.
+
+        By the chain rule backward in time: H(z_T | x) + Σ_t H(z_t−1 | z_t, x_1..t−1).
+        """
+        lattice, model = self._possible(tokens, lengths), self.detach()
+        messages = self._messages(lattice)
+        total = torch.zeros(len(lattice.batch.tokens), dtype=torch.float64, device=self.device)
+        for t, ending in _endings(lattice.batch):
+            last = lattice.log_filtered[t][ending].exp()
+            total[ending] -= torch.xlogy(last, last).sum(1)
+        for t in range(1, len(messages)):
+            rows = len(messages[t])
+            source = _first(lattice.supports[t - 1], rows)
+            conditional = model.origin_entropy(lattice.log_filtered[t - 1][:rows], source, lattice.supports[t])
+            total[:rows] += (conditional * (lattice.log_filtered[t] + messages[t]).exp()).sum(1)
+        return lattice.batch.unsort(total).to(self.dtype)
+
+    @torch.no_grad()
+    def infill(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
+        """Compute log p(x_t = v | all other observed tokens) [B, T, V] at every position; −inf beyond a length."""
+        lattice = self._possible(tokens, lengths)
+        shape = (*lattice.batch.tokens.shape, self.vocab_size)
+        result = torch.full(shape, NEG_INF, dtype=self.dtype, device=self.device)
+        messages = self._messages(lattice)
+        for t, rows in enumerate(lattice.batch.active):
+            result[:rows, t] = self.emit(self._surroundings(lattice, messages, t))
+        return lattice.batch.unsort(result)
+
+    @torch.no_grad()
+    def infill_blanks(self, tokens: ArrayLike, excluded: int) -> Tensor:
+        """Compute log p(blank = v | all observed tokens, no blank is `excluded`) [blanks, V] for one sequence [1, T].
+
+        A blank is a −1 of the tokens. `infill` sums over every word at the other blanks; here the sum leaves out the
+        excluded word.
+        """
+        given = check_tokens(tokens, self.vocab_size, self.device)
+        if len(given) != 1:
+            raise InputError(f"infill_blanks takes one sequence, not {len(given)}: call it once per sequence")
+        words = torch.arange(self.vocab_size, device=self.device)
+        log_missing = self.detach().group_emission((words == excluded).long(), 2)[0]
+        try:
+            lattice = self._possible(given, None, log_missing)
+        except InputError:
+            raise InputError("the text has probability zero under the model, whatever its blanks are") from None
+        messages = self._messages(lattice)
+        blanks = (given[0] < 0).nonzero().flatten().tolist()
+        result = torch.full((len(blanks), self.vocab_size), NEG_INF, dtype=self.dtype, device=self.device)
+        for row, t in enumerate(blanks):
+            result[row] = self.emit(self._surroundings(lattice, messages, t))[0]
+        result[:, excluded] = NEG_INF
+        return result.log_softmax(1)
+
+    def _surroundings(self, lattice: Lattice, messages: list[Tensor], t: int) -> Tensor:
+        """Compute log p(z_t | all tokens but x_t) [n, Z]: from the tokens before and after, never from x_t itself."""
+        model, rows = self.detach(), len(lattice.scores[t])
+        around = model.log_start_scores().expand(rows, -1)
+        if t:
+            source = _first(lattice.supports[t - 1], rows)
+            around = model.pull(lattice.log_filtered[t - 1][:rows], source, None)
+        if t + 1 < len(messages):
+            ahead = model.push(lattice.scores[t + 1] + messages[t + 1], None, lattice.supports[t + 1])
+            around = _add_first(around, ahead)
+        return around.log_softmax(1)
+
+    def joint_scan(
+        self,
+        tokens: Tensor,
+        states: Tensor,
+        lengths: Tensor | None = None,
+        carry: Carry | None = None,
+        restart: Tensor | None = None,
+    ) -> Scan:
+        """Compute log P(O, S) = log π(s_1) + Σ log A(s_t−1, s_t) + Σ log O(s_t, o_t) [B] for tokens and states [B, T].
+
+        Differentiable; nothing is checked. Positions with state −1 (beyond a length) add nothing. A carry continues
+        from its most likely state; the returned carry has probability one at the last states.
+        """
+        known, to = states >= 0, states.clamp(min=0)
+        first = torch.zeros_like(known) if restart is None else restart.clone()
+        first[:, 0] |= carry is None
+        origin = torch.cat([to[:, :1] if carry is None else carry.most_likely()[:, None], to[:, :-1]], 1)
+        scores = self.joint_scores(origin.flatten(), to.flatten(), tokens.clamp(min=0).flatten())
+        started, moved, emitted = (score.view_as(states) for score in scores)
+        entered = torch.where(first, started, moved)
+        log_likelihood = (entered + emitted.masked_fill(tokens < 0, 0.0)).masked_fill(~known, 0.0).sum(1)
+        last = torch.full_like(to[:, :1], to.shape[1] - 1) if lengths is None else lengths[:, None] - 1
+        return Scan(log_likelihood, self.carry_at(to.gather(1, last)[:, 0]))
+
+    # --- one token at a time: log-distributions over the state of the next token ---
+
+    def begin(self) -> Tensor:
+        """Return log p(z_1) [Z]."""
+        return self.log_start_scores().detach()
+
+    @torch.no_grad()
+    def advance(self, log_state: Tensor, token: int) -> Tensor:
+        """Compute log p(z_t+1 | x_1..t) [Z] from log p(z_t | x_1..t−1) [Z] and x_t = token (−1: missing).
+
+        All −inf if the token is impossible.
+        """
+        model = self.detach()
+        support, scores = model.observe(check_tokens([[token]], self.vocab_size, self.device)[0], token < 0)
+        joint = model.restrict(log_state[None], support) + scores
+        return model.pull(joint - _finite(logsumexp(joint, 1))[:, None], support, None)[0]
+
+
+def draw(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw one index per row of log_probs [..., n], by the exponential race: argmin of Exp(1) / p."""
+    noise = torch.empty_like(log_probs).exponential_(generator=generator).clamp_min_(torch.finfo(log_probs.dtype).tiny)
+    return (log_probs - noise.log()).argmax(-1)
+
+
+def _finite(log_total: Tensor) -> Tensor:
+    """Return log totals with −inf replaced by the lowest finite number: −inf minus it is −inf, not NaN."""
+    return log_total.clamp_min(torch.finfo(log_total.dtype).min)
+
+
+def _add_first(values: Tensor, added: Tensor) -> Tensor:
+    """Return values [n, K] with `added` [m, K], m ≤ n, added to the first rows."""
+    rows = len(added)
+    return values + added if rows == len(values) else torch.cat([values[:rows] + added, values[rows:]])
+
+
+def _first(support: Support, rows: int) -> Support:
+    """Return the support of the first rows."""
+    return _rows(support, slice(0, rows))
+
+
+def _rows(support: Support, rows: slice) -> Support:
+    return None if support is None else support.rows(rows)
+
+
+def _endings(batch: SortedBatch) -> list[tuple[int, slice]]:
+    """Return the steps at which sequences end, and the rows that end there."""
+    following = [*batch.active[1:], 0]
+    return [
+        (t, slice(after, rows))
+        for t, (rows, after) in enumerate(zip(batch.active, following, strict=True))
+        if after < rows
+    ]

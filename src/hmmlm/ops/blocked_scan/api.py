@@ -1,0 +1,143 @@
+"""Log-likelihood of a blocked HMM as a differentiable function, with a closed-form gradient."""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hmmlm.errors import InputError
+from hmmlm.ops.blocked_scan import naive
+from hmmlm.ops.blocked_scan.problem import BlockedForward, CarriedRows, Factors, Problem, lay_out
+from hmmlm.ops.common import Carry, Impl, Scan, capturing, choose_kernels, wide
+from hmmlm.ops.common import product_dtype as resolve_dtype
+
+
+def blocked_scan(
+    factors: Factors,
+    tokens: Tensor,
+    *,
+    carried: CarriedRows | None = None,
+    lengths: Tensor | None = None,
+    restart: Tensor | None = None,
+    product_dtype: torch.dtype | None = None,
+    impl: Impl = "auto",
+) -> Scan:
+    """Compute log p(x) [B], differentiable in the factors and in `carried`.
+
+    The carry holds probabilities [B, k] over the states of the last word's block; the caller adds the states. To give
+    the columns of the transition a bias, append a column of ones to u and a column of biases to w.
+
+    Args:
+        tokens: [B, T]. Missing words (−1) are not supported here: the queries of the blocked HMM handle them.
+        carried: the carry that precedes the first word, used where that word does not restart.
+        lengths: [B]; words beyond are ignored.
+        restart: [B, T] bool; the word starts from log_start regardless of the preceding words, and the log-likelihood
+            is the sum over the segments.
+
+    An impossible sequence has log-likelihood −inf and no gradient. A sequence whose mass underflows in scaled
+    arithmetic is recomputed in log space. During CUDA graph capture, where the device must not be synchronized, it is
+    returned as `suspect` instead, with −inf and no gradient.
+    """
+    _check_shapes(factors, tokens, carried, restart)
+    if not capturing(factors.u):
+        _check_words(tokens, lengths, factors.log_emission.shape[0])
+    if impl == "naive":
+        return naive.blocked_scan(factors, tokens, carried, lengths, restart)
+    dtype = resolve_dtype(factors.u, product_dtype)
+    unsupported = "float64" if dtype == torch.float64 else ""
+    chosen = choose_kernels("blocked_scan", impl, factors.u, "scaled", unsupported)
+    problem = lay_out(factors, tokens, carried, lengths, restart, dtype)
+    given = (*factors[1:], *(carried or (None, None, None)))
+    log_likelihood, final, suspect = _BlockedScan.apply(chosen, problem, *given)
+    if capturing(factors.u) or not suspect.any():
+        return Scan(log_likelihood, Carry(final), suspect)
+    again, exact = suspect.nonzero()[:, 0], wide(dtype)
+    result = naive.blocked_scan(
+        factors.to(exact),
+        tokens[again],
+        None if carried is None else carried.rows(again, exact),
+        None if lengths is None else lengths[again],
+        None if restart is None else restart[again],
+    )
+    return Scan(
+        log_likelihood.index_put((again,), result.log_likelihood),
+        Carry(final.index_put((again,), result.carry.probs)),
+        torch.zeros_like(suspect),
+    )
+
+
+class _BlockedScan(torch.autograd.Function):
+    """Autograd function of `blocked_scan`: its gradient is the expected counts, propagated from tiles to factors."""
+
+    @staticmethod
+    def forward(ctx: Any, kernels: ModuleType, problem: Problem, *given: Tensor | None) -> tuple[Tensor, ...]:
+        result: BlockedForward = kernels.forward(problem)
+        kept = problem.w.shape[1]
+        last = problem.lengths[:, None, None].expand(-1, 1, kept)
+        final = result.filtered[:, :, :kept].gather(1, last)[:, 0]
+        final = torch.where((problem.lengths > 0)[:, None], final, 0.0)
+        ctx.kernels, ctx.given = kernels, [x if x is None else (x.dtype, x.shape) for x in given]
+        ctx.save_for_backward(*problem, *result)
+        ctx.mark_non_differentiable(final, result.suspect)
+        return result.log_likelihood, final, result.suspect
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        problem, result = Problem(*saved[: len(Problem._fields)]), BlockedForward(*saved[len(Problem._fields) :])
+        out = ctx.kernels.backward(problem, result, grads[0])
+        blocks, kept = problem.w.shape[:2]
+        own_u, own_normalizer = out.u[:blocks, :kept], out.log_normalizer[:blocks, :kept]
+        layout = [own_u, out.w, own_normalizer, out.log_start, out.log_emission, None, None, None]
+        if ctx.given[-1] is not None:
+            then = ctx.given[-1][1][1]
+            is_carried = problem.source[:, :1] >= blocks
+            initial = torch.where(is_carried, out.initial[:, :then], 0.0)
+            layout[5:] = [initial, out.u[blocks:, :then], out.log_normalizer[blocks:, :then]]
+        shaped = (
+            g if g is None or x is None else g.reshape(x[1]).to(x[0]) for g, x in zip(layout, ctx.given, strict=True)
+        )
+        return None, None, *shaped
+
+
+def _check_shapes(factors: Factors, tokens: Tensor, carried: CarriedRows | None, restart: Tensor | None) -> None:
+    """Raise an InputError that names the tensor with a wrong shape; does not synchronize with the device."""
+    if tokens.dim() != 2 or not tokens.numel():
+        raise InputError(f"blocked_scan: tokens {list(tokens.shape)} must be [B, T] with at least one word")
+    states, h = factors.u.shape
+    words, kept = factors.log_emission.shape
+    if states % kept:
+        raise InputError(f"blocked_scan: {states} states are not blocks of {kept}, the width of log_emission")
+    expected = {
+        "w": (factors.w, (states, h)),
+        "log_normalizer": (factors.log_normalizer, (states,)),
+        "log_start": (factors.log_start, (states,)),
+        "block_of_word": (factors.block_of_word, (words,)),
+        "restart": (restart, tuple(tokens.shape)),
+    }
+    if carried is not None:
+        then = carried.filtered.shape[1]
+        rows = 1 if carried.u.shape[0] == 1 else tokens.shape[0]
+        expected |= {
+            "carried.filtered": (carried.filtered, (tokens.shape[0], then)),
+            "carried.u": (carried.u, (rows, then, h)),
+            "carried.log_normalizer": (carried.log_normalizer, (rows, then)),
+        }
+    for name, (x, shape) in expected.items():
+        if x is not None and tuple(x.shape) != shape:
+            raise InputError(f"blocked_scan: {name} is {list(x.shape)}, should be {list(shape)}")
+
+
+def _check_words(tokens: Tensor, lengths: Tensor | None, words: int) -> None:
+    """Raise an InputError for a length out of range or a token that is not a word; synchronizes with the device."""
+    outside = (tokens < 0) | (tokens >= words)
+    if lengths is not None:
+        if ((lengths < 0) | (lengths > tokens.shape[1])).any():
+            raise InputError(f"blocked_scan: lengths {lengths.tolist()} are not all within 0 and {tokens.shape[1]}")
+        outside &= torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+    if outside.any():
+        b, t = outside.nonzero()[0].tolist()
+        raise InputError(f"blocked_scan: token {int(tokens[b, t])} at [{b}, {t}] is not one of the {words} words")

@@ -1,0 +1,197 @@
+"""Helpers shared by all operations.
+
+Choice of implementation, log-space sums, precision of products, small probabilities.
+"""
+
+import math
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hmmlm.errors import InputError
+
+NEG_INF = float("-inf")
+FLOOR = {torch.float32: 1e-36, torch.float64: 1e-300}
+"""Scaled probabilities below this value count as underflowed."""
+_PRODUCT_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+Impl = Literal["auto", "naive", "scaled", "triton"]
+"""Implementation of an inference operation: log space (naive), scaled probabilities, or scaled in GPU kernels."""
+
+
+class Carry(NamedTuple):
+    """Filtered distribution at the last token of each sequence, carried from one window to the next."""
+
+    probs: Tensor  # [B, K]
+    states: Tensor | None = None  # [B, K] state of each entry of probs; None: all states in order
+
+    def rows(self, count: int) -> "Carry":
+        """Return the carry of the first `count` sequences."""
+        return Carry(self.probs[:count], None if self.states is None else self.states[:count])
+
+    def clone(self) -> "Carry":
+        """Return a copy."""
+        return Carry(self.probs.clone(), None if self.states is None else self.states.clone())
+
+    def copy_(self, other: "Carry") -> None:
+        """Overwrite the tensors with those of another carry, unless they are the same."""
+        for own, given in zip(self, other, strict=True):
+            if own is not None and given is not None and own.data_ptr() != given.data_ptr():
+                own.copy_(given)
+
+    def most_likely(self) -> Tensor:
+        """Return the most likely state of each sequence [B]."""
+        best = self.probs.argmax(1, keepdim=True)
+        return (best if self.states is None else self.states.gather(1, best))[:, 0]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by field name, for a checkpoint."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+class Scan(NamedTuple):
+    """Result of the forward recursion over a batch."""
+
+    log_likelihood: Tensor  # [B] natural log; differentiable in the parameters
+    carry: Carry  # detached
+    suspect: Tensor | None = None
+    """[B] bool; None: no sequence. True only inside a CUDA graph, where a sequence whose mass underflows cannot be
+    recomputed in log space. A suspect sequence has no gradient, and its log-likelihood must not be used."""
+
+
+def choose_kernels(op: str, impl: str, reference: Tensor, portable: str, unsupported: str = "") -> ModuleType:
+    """Return the module that implements `op`: the portable one or `triton`.
+
+    Args:
+        impl: "auto" selects Triton for CUDA tensors if Triton is installed and supports the problem.
+        reference: a tensor on the device of the computation.
+        portable: name of the implementation that runs on every device.
+        unsupported: feature of this problem that the Triton kernels do not support; empty if none.
+    """
+    if impl == "auto":
+        impl = "triton" if reference.is_cuda and not unsupported and find_spec("triton") else portable
+    if impl not in (portable, "triton"):
+        known = ", ".join(dict.fromkeys(("auto", "naive", portable)))
+        raise InputError(f"{op}: unknown impl {impl!r}: use {known} or triton")
+    if impl == "triton" and unsupported:
+        raise InputError(f"{op}: the triton kernels do not support {unsupported}: use impl={portable!r}")
+    if impl == "triton" and not find_spec("triton"):
+        raise InputError(f"{op}: impl='triton' needs the package triton, which is not installed: use impl={portable!r}")
+    return import_module(f"hmmlm.ops.{op}.{impl}")
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Return Triton's `input_precision` for products of `dtype`: float32 to its last bits, unless torch allows less."""
+    return "tf32x3" if dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def capturing(reference: Tensor) -> bool:
+    """Return whether a CUDA graph is being captured; the device must not be synchronized during capture."""
+    return reference.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+# --- log space ---
+
+
+def logsumexp(scores: Tensor, dim: int) -> Tensor:
+    """Compute log Σ exp(scores), with value −inf and gradient zero (not NaN) where every score is −inf.
+
+    NaN scores give NaN, which training detects.
+    """
+    if not (torch.is_grad_enabled() and scores.requires_grad):
+        return torch.logsumexp(scores, dim)
+    peak = scores.detach().amax(dim, keepdim=True)
+    peak = torch.where(peak == NEG_INF, 0.0, peak)
+    total = (scores - peak).exp().sum(dim)
+    possible = total != 0
+    log_total = torch.where(possible, total, 1.0).log() + peak.squeeze(dim)
+    return torch.where(possible, log_total, NEG_INF)
+
+
+def exp(scores: Tensor) -> Tensor:
+    """Compute exp(scores); on the CPU, set results below FLOOR to zero.
+
+    Denormal numbers are a hundred times slower on CPUs.
+    """
+    lowest = math.log(FLOOR[scores.dtype])
+    if scores.is_cuda or bool(scores.amin() >= lowest):
+        return scores.exp()
+    return scores.clamp_min(lowest).exp_().masked_fill_(scores < lowest, 0.0)
+
+
+# --- products with narrow operands and wide sums ---
+
+
+def product_dtype(reference: Tensor, requested: torch.dtype | None = None) -> torch.dtype:
+    """Return the dtype of matrix product operands: `requested`, else autocast's, else that of `reference`.
+
+    float16 lacks the range for probabilities: requesting it is an error, and float16 autocast selects float32.
+    """
+    if requested is not None:
+        if requested not in _PRODUCT_DTYPES:
+            raise InputError(f"product_dtype {requested} cannot represent probabilities: use bfloat16 or wider")
+        return requested
+    device = reference.device.type
+    if reference.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        autocast = torch.get_autocast_dtype(device)
+        return autocast if autocast in _PRODUCT_DTYPES else torch.float32
+    return reference.dtype if reference.dtype in _PRODUCT_DTYPES else torch.float32
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums and results (the wide dtype) for operands of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Compute a @ b (matrices or batches of them), summed and returned in the wide dtype regardless of autocast."""
+    with torch.autocast(a.device.type, enabled=False):
+        if a.dtype == wide(a.dtype):
+            return a @ b
+        if a.is_cuda:
+            product = torch.mm if a.dim() == 2 else torch.bmm
+            return product(a, b, out_dtype=torch.float32)
+        return a.float() @ b.float()
+
+
+def accumulate(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `out` [n, m], which is in the wide dtype."""
+    with torch.autocast(a.device.type, enabled=False):
+        if a.dtype == out.dtype:
+            out.addmm_(a, b)
+        elif a.is_cuda:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        else:
+            out.addmm_(a.to(out.dtype), b.to(out.dtype))
+
+
+def factor_logits(a: Tensor, b: Tensor) -> Tensor:
+    """Compute the logits a bᵀ [n, m] of factors a [n, h] and b [m, h]: operands in autocast's dtype, result wide.
+
+    The result is not rounded: in bfloat16, a logit of 20 has an error of 6% of its probability.
+    """
+    result: Tensor = _FactorLogits.apply(product_dtype(a), a, b)
+    return result
+
+
+class _FactorLogits(torch.autograd.Function):
+    """Autograd function of `factor_logits`, with gradients in the dtypes of the factors."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.dtypes = a.dtype, b.dtype
+        a, b = a.to(dtype), b.to(dtype)
+        ctx.save_for_backward(a, b)
+        return matmul(a, b.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        grad = grad.to(a.dtype)
+        return None, matmul(grad, b).to(ctx.dtypes[0]), matmul(grad.t(), a).to(ctx.dtypes[1])

@@ -1,0 +1,131 @@
+"""Log-likelihood of a dense HMM as a differentiable function.
+
+The gradient is the expected counts, in closed form.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hmmlm.ops.common import NEG_INF, Carry, Impl, Scan, capturing, choose_kernels, logsumexp, product_dtype
+from hmmlm.ops.scan import naive, scaled
+from hmmlm.ops.scan.naive import Evidence, Parameters
+
+LOG_SPACE_CELLS = 2**25  # largest [rows, Z, Z] intermediate of the log-space recursion
+KERNEL_CELLS = 2**30  # largest [T, B, Z] that the Triton kernels allocate
+
+
+def scan(parameters: Parameters, evidence: Evidence, impl: Impl = "auto") -> Scan:
+    """Compute log p(x) [B], differentiable in the parameters and `evidence.initial`, and the carry over all Z states.
+
+    Sequences whose scaled mass may have underflowed are recomputed in log space, in float64. Inside a CUDA graph they
+    are reported as `suspect` instead, with the start distribution as their carry.
+    """
+    if impl == "naive":
+        joint = naive.forward(parameters, evidence)[:, -1]
+        return Scan(logsumexp(joint, 1), Carry(torch.softmax(joint.detach(), 1).nan_to_num(0.0)))
+    products = product_dtype(parameters.log_start)
+    unsupported = _unsupported(parameters, evidence)
+    recursions = choose_kernels("scan", impl, parameters.log_start, "scaled", unsupported)
+    log_likelihood, final, suspect = _Scan.apply(*parameters, *evidence, products, recursions)
+    return Scan(log_likelihood, Carry(final), suspect)
+
+
+def _unsupported(parameters: Parameters, evidence: Evidence) -> str:
+    """Return the feature of this problem that the Triton kernels do not support; empty if none."""
+    batch, steps = evidence.tokens.shape
+    reasons = {
+        "ragged lengths": evidence.lengths is not None,
+        f"parameters in {parameters.log_start.dtype}": parameters.log_start.dtype != torch.float32,
+        "windows of a single token": steps < 2,
+        "tensors [T, B, Z] of more than 2^30 elements": steps * batch * len(parameters.log_start) > KERNEL_CELLS,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+class _Scan(torch.autograd.Function):
+    """Autograd function of `scan` for the scaled and Triton recursions."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        log_start: Tensor,
+        log_transition: Tensor,
+        log_emission: Tensor,
+        tokens: Tensor,
+        lengths: Tensor | None,
+        initial: Tensor | None,
+        restart: Tensor | None,
+        products: torch.dtype,
+        recursions: ModuleType,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        parameters = Parameters(log_start, log_transition, log_emission)
+        evidence = Evidence(tokens, lengths, initial, restart)
+        with torch.autocast(tokens.device.type, enabled=False):  # `products` already is the dtype of products
+            chain = recursions.make_chain(parameters, evidence, products)
+            result = recursions.forward(chain, any(ctx.needs_input_grad))
+            doubt = torch.empty(0, dtype=torch.long, device=tokens.device)
+            if not capturing(log_start):
+                doubt = chain.unsort(recursions.doubtful(parameters, chain, result)).nonzero().squeeze(1)
+        log_likelihood, final = chain.unsort(result.log_likelihood).clone(), chain.unsort(result.final)
+        if doubt.numel():
+            joint = _in_log_space(lambda p, e: naive.forward(p, e)[:, -1], parameters, evidence, doubt)
+            log_likelihood[doubt] = logsumexp(joint, 1).to(log_likelihood.dtype)
+            final = final.index_copy(0, doubt, torch.softmax(joint, 1).nan_to_num(0.0).to(final.dtype))
+        # Outside a graph no sequence is suspect any more. The kernels run anyway, so that warm-up steps compile them.
+        suspect = chain.unsort(recursions.suspicious(result))
+        if not capturing(log_start):
+            suspect = torch.zeros_like(suspect)
+        final = torch.where(suspect[:, None], chain.start, final)  # the next window needs a valid carry
+        ctx.save_for_backward(*parameters)
+        # Cloned, here and above, because ctx must not hold a returned tensor.
+        ctx.evidence, ctx.chain, ctx.result, ctx.doubt, ctx.suspect = evidence, chain, result, doubt, suspect.clone()
+        ctx.recursions = recursions
+        ctx.mark_non_differentiable(final, suspect)
+        return log_likelihood, final, suspect
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        parameters = Parameters(*ctx.saved_tensors)
+        evidence, chain, result, doubt = ctx.evidence, ctx.chain, ctx.result, ctx.doubt
+        seed = torch.where(ctx.suspect, 0.0, grad)
+        if doubt.numel():
+            seed = seed.index_fill(0, doubt, 0.0)
+        seed = torch.where(result.log_likelihood == NEG_INF, 0.0, chain.sort(seed))
+        with torch.autocast(grad.device.type, enabled=False):
+            counts, first = ctx.recursions.accumulate(chain, result, seed, parameters.log_emission.shape)
+            before = None
+            if ctx.needs_input_grad[5]:  # β at the token before position 0
+                before = chain.unsort(scaled.move(first.to(grad.dtype), chain.transition.t()))
+        if doubt.numel():
+            exact, pieces = _log_space_problems(parameters, evidence, doubt)
+            weights = grad[doubt].double().split(pieces[0].tokens.shape[0])
+            for piece, weight in zip(pieces, weights, strict=True):
+                more = naive.expected_counts(exact, piece, weight)
+                counts = Parameters(*(a + b for a, b in zip(counts, more, strict=True)))
+            if before is not None:
+                scores = _in_log_space(naive.initial_gradient, parameters, evidence, doubt)
+                before[doubt] = (scores * grad[doubt, None]).to(before.dtype)
+        dtype = grad.dtype
+        return *(count.to(dtype) for count in counts), None, None, before, None, None, None
+
+
+def _log_space_problems(parameters: Parameters, evidence: Evidence, rows: Tensor) -> tuple[Parameters, list[Evidence]]:
+    """Return parameters and the sequences at `rows` in float64, split so that [rows, Z, Z] fits LOG_SPACE_CELLS."""
+    exact = Parameters(*(p.detach().double() for p in parameters))
+    size = max(1, LOG_SPACE_CELLS // exact.log_start.shape[0] ** 2)
+    pieces = [evidence.rows(piece) for piece in rows.split(size)]
+    return exact, [p if p.initial is None else p._replace(initial=p.initial.double()) for p in pieces]
+
+
+def _in_log_space(
+    function: Callable[[Parameters, Evidence], Tensor], parameters: Parameters, evidence: Evidence, rows: Tensor
+) -> Tensor:
+    """Apply a log-space function to the sequences at `rows` in float64; return [rows, ...]."""
+    exact, pieces = _log_space_problems(parameters, evidence, rows)
+    return torch.cat([function(exact, piece) for piece in pieces])
