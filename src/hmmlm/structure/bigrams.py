@@ -1,4 +1,4 @@
-"""Bigrams of a text: sparse counts of word pairs, and the average mutual information of a clustering."""
+"""Sparse bigram counts of a text, and the average mutual information of a clustering."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from hmmlm.errors import InputError
 
 
 def xlogx(x: np.ndarray) -> np.ndarray:
-    """x log x (nats) of non-negative integer counts held as floats; 0 at 0."""
+    """Compute x log x, in nats, for non-negative integer counts stored as floats; 0 at 0."""
     return x * np.log(np.maximum(x, 1.0))
 
 
 @dataclass(frozen=True)
 class Bigrams:
-    """Counts of neighbouring words: after word w come `next_word[next_start[w] : next_start[w + 1]]`."""
+    """Sparse bigram counts; the words after word w are `next_word[next_start[w] : next_start[w + 1]]`."""
 
     counts: np.ndarray  # [V] occurrences of each word, whether or not in a bigram
     next_start: np.ndarray  # [V+1]
@@ -29,7 +29,7 @@ class Bigrams:
         return len(self.counts)
 
     def marginals(self) -> tuple[np.ndarray, np.ndarray]:
-        """How often each word is the first ([V]) and the second ([V]) of a bigram."""
+        """Return how often each word is the first [V] and the second [V] of a bigram."""
         words = np.arange(self.vocab_size)
         firsts = np.repeat(words, np.diff(self.next_start))
         seconds = np.repeat(words, np.diff(self.previous_start))
@@ -39,9 +39,9 @@ class Bigrams:
         )
 
     def by_cluster(self, word: int, cluster: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """Counts of each cluster after the word ([C]) and before it ([C]), and of the word after itself.
+        """Count each cluster after a word [C] and before it [C], and the word after itself.
 
-        The word itself, and words whose entry of `cluster` ([V]) is −1, are left out of both vectors.
+        Both vectors exclude the word itself and words whose entry of `cluster` [V] is −1.
         """
         after = slice(self.next_start[word], self.next_start[word + 1])
         before = slice(self.previous_start[word], self.previous_start[word + 1])
@@ -51,23 +51,24 @@ class Bigrams:
             (self.next_word[after], self.next_count[after]),
             (self.previous_word[before], self.previous_count[before]),
         ):
-            into = np.where(others == word, -1, cluster[others])  # slot 0 of the bins collects what is left out
+            into = np.where(others == word, -1, cluster[others])  # bin 0 collects the excluded words
             vectors.append(np.bincount(into + 1, weights, clusters + 1)[1:])
         return vectors[0], vectors[1], itself
 
 
 def _checked(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return the tokens as int64; raise an InputError if one is outside the vocabulary."""
     tokens = np.asarray(tokens, dtype=np.int64)
     wrong = tokens[(tokens < -1) | (tokens >= vocab_size)]
     if wrong.size:
         raise InputError(
-            f"token {wrong[0]} is not in a vocabulary of {vocab_size} words: tokenize with that vocabulary"
+            f"token {wrong[0]} is outside the vocabulary of {vocab_size} words: tokenize the text with this vocabulary"
         )
     return tokens
 
 
 def _pairs(tokens: np.ndarray, documents: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Neighbouring tokens, first and second, without those that cross a document's start or touch a missing token."""
+    """Return the first and second tokens of all bigrams; none crosses a document start or has a missing token."""
     together = (tokens[:-1] >= 0) & (tokens[1:] >= 0)
     if documents is not None:
         starts = np.asarray(documents)
@@ -78,8 +79,9 @@ def _pairs(tokens: np.ndarray, documents: np.ndarray | None) -> tuple[np.ndarray
 def count_bigrams(tokens: np.ndarray, vocab_size: int, documents: np.ndarray | None = None) -> Bigrams:
     """Count the bigrams of a text.
 
-    tokens: [N] word ids; −1 is missing and separates what is before it from what is after.
-    documents: offsets at which documents start; no bigram crosses one.
+    Args:
+        tokens: [N] word ids; −1 is missing, and no bigram contains it.
+        documents: offsets at which documents start; no bigram crosses one.
     """
     tokens = _checked(tokens, vocab_size)
     first, second = _pairs(tokens, documents)
@@ -99,14 +101,14 @@ def count_bigrams(tokens: np.ndarray, vocab_size: int, documents: np.ndarray | N
 
 
 def cluster_table(bigrams: Bigrams, cluster: np.ndarray, clusters: int) -> np.ndarray:
-    """[C,C] bigram counts between clusters; every word of a bigram has a cluster."""
+    """Count the bigrams between clusters [C, C]; every word of a bigram must have a cluster."""
     first = np.repeat(cluster, np.diff(bigrams.next_start))
     pair = first * clusters + cluster[bigrams.next_word]
     return np.bincount(pair, bigrams.next_count, clusters**2).reshape(clusters, clusters)
 
 
 def mutual_information(table: np.ndarray) -> float:
-    """Mutual information in nats of row and column of a table of counts [C,C]; 0 for an empty table."""
+    """Compute the mutual information, in nats, of row and column of a count table [C, C]; 0 for an empty table."""
     total = table.sum()
     if total == 0:
         return 0.0
@@ -117,10 +119,13 @@ def mutual_information(table: np.ndarray) -> float:
 def average_mutual_information(
     tokens: np.ndarray, cluster: np.ndarray, *, documents: np.ndarray | None = None
 ) -> float:
-    """Average mutual information, in nats, of the clusters of neighbouring words of a text.
+    """Compute the average mutual information, in nats, of the clusters of neighboring words of a text.
 
-    tokens: [N], −1 is missing. cluster: [V]; words of cluster −1 count as missing, so two clusterings are compared on
-    the same bigrams only when they leave out the same words. documents: offsets at which documents start.
+    Args:
+        tokens: [N] word ids; −1 is missing.
+        cluster: [V] cluster of each word; words of cluster −1 count as missing. Two clusterings are therefore compared
+            on the same bigrams only if they leave out the same words.
+        documents: offsets at which documents start; no bigram crosses one.
     """
     cluster = np.asarray(cluster, dtype=np.int64)
     tokens = _checked(tokens, len(cluster))

@@ -1,4 +1,4 @@
-"""The exchange algorithm: move words between clusters as long as the mutual information of neighbours grows."""
+"""The exchange algorithm: move words between clusters while the mutual information of neighbors increases."""
 
 import numpy as np
 
@@ -6,10 +6,13 @@ from hmmlm.structure.bigrams import Bigrams, cluster_table, xlogx
 
 
 def exchange(bigrams: Bigrams, cluster: np.ndarray, clusters: int, passes: int) -> np.ndarray:
-    """Go over the words by frequency and move each to the cluster that gives the most average mutual information.
+    """Move each word to the cluster that gives the most average mutual information; return the new clusters [V].
 
-    cluster: [V], −1 for words that stay out; returns a new [V]. Stops before `passes` passes when one moves no word.
-    A word alone in its cluster stays, so no cluster becomes empty.
+    Words move one at a time, by frequency. A word alone in its cluster stays, so no cluster becomes empty.
+
+    Args:
+        cluster: [V] cluster of each word; −1 for words to leave out.
+        passes: maximum number of passes; a pass that moves no word is the last.
     """
     cluster = cluster.copy()
     table = cluster_table(bigrams, cluster, clusters)
@@ -27,7 +30,7 @@ def exchange(bigrams: Bigrams, cluster: np.ndarray, clusters: int, passes: int) 
             _shift(table, old, after, before, itself, -1.0)
             gains = _insertion_gains(table, after, before, itself, first[word], second[word])
             best = int(gains.argmax())
-            # a tie, or a gain no larger than rounding, is no reason to move: passes would not end
+            # Ties and gains within rounding error move no word, otherwise passes would not end.
             new = best if gains[best] > gains[old] + 1e-6 else old
             _shift(table, new, after, before, itself, 1.0)
             if new != old:
@@ -41,7 +44,7 @@ def exchange(bigrams: Bigrams, cluster: np.ndarray, clusters: int, passes: int) 
 
 
 def _shift(table: np.ndarray, at: int, after: np.ndarray, before: np.ndarray, itself: float, sign: float) -> None:
-    """Add (sign 1) or remove (sign −1) a word's bigrams at cluster `at`."""
+    """Add (sign 1) or remove (sign −1) the bigrams of a word at cluster `at`."""
     table[at] += sign * after
     table[:, at] += sign * before
     table[at, at] += sign * itself
@@ -50,17 +53,17 @@ def _shift(table: np.ndarray, at: int, after: np.ndarray, before: np.ndarray, it
 def _insertion_gains(
     table: np.ndarray, after: np.ndarray, before: np.ndarray, itself: float, first: float, second: float
 ) -> np.ndarray:
-    """[C] bigrams times nats of mutual information gained by putting a word, in no cluster so far, into each."""
+    """Compute the gain [C] of adding an unassigned word to each cluster: nats of mutual information times bigrams."""
     gains = np.zeros(len(table))
     for profile, rows in ((after, table), (before, table.T)):
         (some,) = profile.nonzero()
         counts = rows[:, some]
         grown = xlogx(counts + profile[some]) - xlogx(counts)
         gains += grown.sum(1)
-        gains[some] -= grown[some, np.arange(len(some))]  # a cluster's bigrams with itself grow by both profiles
+        gains[some] -= grown[some, np.arange(len(some))]  # the diagonal grows by both profiles, and is added below
     loops = table.diagonal()
     gains += xlogx(loops + after + before + itself) - xlogx(loops)
-    # the clusters' own words stand before and after the word wherever it goes: those bigrams count in the marginals
+    # The marginals of a cluster include its bigrams with the word, whichever cluster the word is added to.
     for marginal, more in ((table.sum(1) + before, first), (table.sum(0) + after, second)):
         gains -= xlogx(marginal + more) - xlogx(marginal)
     return gains

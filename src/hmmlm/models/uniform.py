@@ -1,22 +1,57 @@
 """The uniform emission constraint of Chiu & Rush 2020 (Table 3): every word is emitted by n states drawn at random."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
 
 import torch
+from pydantic import PositiveInt, model_validator
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hmmlm.hmm import HMM, Carry
-from hmmlm.hmm.blocked import BlockedScan, last_states, restart_lost
-from hmmlm.ops.blocked_scan import Initial, blocked_scan
+from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.hmm import HMM, Carry, Scan
+from hmmlm.hmm.blocked import last_tokens
+from hmmlm.models.base import Model, one_block, restart_lost
+from hmmlm.models.neural import Form, NetworkConfig, Neural
+from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
+from hmmlm.ops.common import accumulate, matmul, product_dtype
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
-from hmmlm.ops.linear_logsumexp.precision import accumulate, matmul, resolve
-from hmmlm.parameterization.base import Parameterization
-from hmmlm.parameterization.blocked import BlockedNeural, Form
-from hmmlm.structure.blocks import Blocks, UniformSubsets
+from hmmlm.section import Fraction
+from hmmlm.structure.blocks import UniformSubsets
 from hmmlm.structure.dropout import sample_columns, states_kept
 
 _SCORES = 2**25  # products of states and words held at a time: 128 MB in float32
+
+
+class UniformConfig(NetworkConfig):
+    """The networks of Chiu & Rush 2020 where every word is emitted by states drawn at random."""
+
+    kind: Literal["uniform"] = "uniform"
+    states_per_word: PositiveInt = 128
+    """States that may emit a word."""
+    dropout: Fraction = 0.0
+    """State dropout: the fraction of states left out of a batch."""
+
+    @property
+    def distillable(self) -> bool:
+        return False
+
+    @model_validator(mode="after")
+    def _states_suffice(self) -> UniformConfig:
+        if self.states_per_word > self.states:
+            raise ValueError(f"states_per_word ({self.states_per_word}) must be at most states ({self.states})")
+        return self
+
+    def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
+        return UniformNeural(
+            UniformSubsets.sample(vocabulary.vocab_size, self.states, self.states_per_word, seed=seed),
+            hidden=self.hidden,
+            form=self.form,
+            dropout=self.dropout,
+            network_dropout=self.network_dropout,
+            generator=torch.Generator().manual_seed(seed),
+        )
 
 
 class WordLists(NamedTuple):
@@ -26,7 +61,7 @@ class WordLists(NamedTuple):
     empty: Tensor  # [Z, L] bool: does not count
     slot: Tensor  # [V, n] place of a word in the list of each of its states
 
-    def to(self, device: torch.device | str) -> "WordLists":
+    def to(self, device: torch.device | str) -> WordLists:
         return WordLists(*(field.to(device) for field in self))
 
 
@@ -75,20 +110,26 @@ def _rows_at_once(words: Tensor) -> int:
     return max(1, _SCORES // len(words))
 
 
-class UniformNeural(Parameterization):
+class UniformNeural(Model):
     """A ∝ exp(H_out H_inᵀ), O ∝ exp(H_emit E_xᵀ) over the words that a state may emit.
 
-    Embeddings and networks are those of `BlockedNeural` with a single block: form and sizes mean the same.
-    State dropout leaves a random share of the columns of the transition out before it is normalised.
+    Embeddings and networks are those of `Neural` with a single block: form and sizes mean the same. State dropout
+    leaves a random fraction of the columns of the transition out before it is normalized.
     """
 
     def __init__(
-        self, subsets: UniformSubsets, *, hidden: int = 256, form: Form = "code", dropout: float = 0.5,
-        network_dropout: float = 0.0, generator: torch.Generator | None = None,
+        self,
+        subsets: UniformSubsets,
+        *,
+        hidden: int = 256,
+        form: Form = "released",
+        dropout: float = 0.5,
+        network_dropout: float = 0.0,
+        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(subsets.states, subsets.vocab_size)
-        block = Blocks.from_clusters(torch.zeros(subsets.vocab_size), subsets.states)
-        self.network = BlockedNeural(
+        block = one_block(subsets.vocab_size, subsets.states, None)
+        self.network = Neural(
             block, hidden=hidden, form=form, dropout=dropout, network_dropout=network_dropout, generator=generator
         )
         self.dropout, self.subsets, self.lists = dropout, subsets, make_lists(subsets)
@@ -100,66 +141,54 @@ class UniformNeural(Parameterization):
         self.subsets, self.lists = self.subsets.to(device), self.lists.to(device)
         return result
 
-    def factors(self, kept: Tensor, carried: Tensor | None = None) -> tuple[Tensor, ...]:
-        """u, w [K, h] and log_start [K] over the states `kept` [K], and u [n, h] of the states `carried` [n] if any."""
-        network = self.network
-        embedding = network.embed(kept)
-        leaving, sizes = embedding, [len(kept)]
-        if carried is not None:
-            leaving, sizes = torch.cat([embedding, network.embed(carried)]), [len(kept), len(carried)]
-        u, *u_carried = network.networks["out"](leaving).split(sizes)
-        w = network.networks["in"](embedding) if network.form == "paper" else embedding
-        beginning = w if network.form == "paper" else network.networks["start"](embedding)
-        log_start = network.start(beginning).squeeze(1).to(network.embedding.dtype).log_softmax(0)
-        return u, w, log_start, *u_carried
-
     def log_emission(self, kept: Tensor) -> Tensor:
-        """log p(word | state) [K, L] for the words in the list of each of the states `kept` [K]; −inf where empty."""
+        """Return log p(word | state) [K, L] for the words in the list of each state `kept` [K]; −inf where empty."""
         hidden = self.network.networks["emit"](self.network.embed(kept))
         words, bias = self.network.words.weight, self.network.words.bias
-        seen = resolve(words, None)
+        rounded = product_dtype(words)
         with torch.autocast(hidden.device.type, enabled=False):
             lists = self.lists.words.index_select(0, kept)
-            scores: Tensor = _PairScores.apply(hidden.to(seen), words.to(seen), lists)
+            scores: Tensor = _PairScores.apply(hidden.to(rounded), words.to(rounded), lists)
             if bias is not None:
                 scores = scores + bias.index_select(0, lists.flatten()).view_as(scores)
             return scores.masked_fill(self.lists.empty.index_select(0, kept), float("-inf")).log_softmax(1)
 
     def forward(self) -> HMM:
-        """All states, no dropout, as a dense HMM: what is evaluated, saved and queried.
+        """Return a dense HMM over all states, without dropout.
 
-        Z × Z and Z × V numbers are held: 1.7 GB at 2^14 states and 10,000 words, twice that while they are made.
-        Training never does. Under autocast the factors are rounded as they are in training.
+        It has Z × Z and Z × V numbers: 1.7 GB at 2^14 states and 10,000 words, twice that while it is made. Training
+        never makes it. Under autocast the factors are rounded as they are in training.
         """
         every = torch.arange(self.states, device=self.network.embedding.device)
-        u, w, log_start = self.factors(every)
+        _, u, w, log_start, _ = self.network.transition_factors(every, None)
         own = self.subsets.states_of_word * self.lists.words.shape[1] + self.lists.slot
         by_word = self.log_emission(every).flatten().index_select(0, own.flatten()).view_as(own)
         impossible = by_word.new_full((self.vocab_size, self.states), float("-inf"))
         log_emission = impossible.scatter(1, self.subsets.states_of_word, by_word).t().contiguous()
-        seen = resolve(u, None)
+        rounded = product_dtype(u)
         with torch.autocast(u.device.type, enabled=False):
-            u, w = (factor.to(seen).to(log_start.dtype) for factor in (u, w))
+            u, w = (factor.to(rounded).to(log_start.dtype) for factor in (u, w))
             return HMM(log_start, (u @ w.t()).log_softmax(1), log_emission)
 
     def scan(
-        self, tokens: Tensor, lengths: Tensor | None = None, initial: Carry | None = None,
-        restart: Tensor | None = None,
-    ) -> BlockedScan:
-        """The likelihood of a batch under a fresh sample of columns; nothing here waits for the device.
+        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
+    ) -> Scan:
+        """Compute the likelihood of a batch under a fresh sample of columns; nothing here waits for the device.
 
-        Every position is made a block of its own, of the n states that may emit its word. Those not kept are there but
-        never entered. A sequence that is impossible without them is skipped, and starts again in the next window.
+        Every position becomes a block of its own, of the n states that may emit its word. States that are not kept are
+        in it but never entered. A sequence that is impossible without them is skipped, and restarts in the next window.
         """
         columns = sample_columns(self.states, self.dropout, device=tokens.device)
         kept = columns.int().argsort(descending=True, stable=True)[: states_kept(self.states, self.dropout)]
         place = (columns.cumsum(0) - 1).clamp(min=0)  # of a kept state among the kept
-        carried = None if initial is None else initial.states.flatten()
-        u, w, log_start, *left = self.factors(kept, carried)
-        before = None
-        if initial is not None:
-            size = initial.states.shape
-            before = Initial(initial.probs, left[0].view(*size, -1), linear_logsumexp(left[0], w).view(size))
+        carried_states = None if carry is None or carry.states is None else carry.states
+        left = None if carried_states is None else carried_states.flatten()
+        _, u, w, log_start, u_carried = self.network.transition_factors(kept, left)
+        carried = None
+        if carry is not None and carried_states is not None and u_carried is not None:
+            size = carried_states.shape
+            normalizer = linear_logsumexp(u_carried, w).view(size)
+            carried = CarriedRows(carry.probs, u_carried.view(*size, -1), normalizer)
         words = tokens.clamp(min=0).flatten()
         states = self.subsets.states_of_word.index_select(0, words)  # [B·T, n]
         rows = place.index_select(0, states.flatten())
@@ -167,15 +196,18 @@ class UniformNeural(Parameterization):
         log_emission = self.log_emission(kept).flatten().index_select(0, cells)
         log_emission = log_emission.masked_fill(~columns.index_select(0, states.flatten()), float("-inf"))
         positions = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
-        result = blocked_scan(
-            positions, positions.flatten(), u.index_select(0, rows), w.index_select(0, rows),
-            linear_logsumexp(u, w).index_select(0, rows), log_start.index_select(0, rows),
-            log_emission.view_as(states), initial=before, lengths=lengths,
-            restart=restart_lost(restart, initial, tokens),
+        factors = Factors(
+            block_of_word=positions.flatten(),
+            u=u.index_select(0, rows),
+            w=w.index_select(0, rows),
+            log_normalizer=linear_logsumexp(u, w).index_select(0, rows),
+            log_start=log_start.index_select(0, rows),
+            log_emission=log_emission.view_as(states),
         )
+        restart = restart_lost(restart, carry, tokens)
+        result = blocked_scan(factors, positions, carried=carried, lengths=lengths, restart=restart)
         impossible = result.log_likelihood.detach() == float("-inf")
-        log_likelihood = self.trusted(result._replace(suspect=result.suspect | impossible))
-        own = torch.arange(self.vocab_size, device=tokens.device)
-        return BlockedScan(
-            log_likelihood, Carry(result.final, last_states(tokens, lengths, own, self.subsets.states_of_word))
-        )
+        suspect = impossible if result.suspect is None else result.suspect | impossible
+        result = self.drop_underflowed(result._replace(suspect=suspect))
+        last = self.subsets.states_of_word.index_select(0, last_tokens(tokens, lengths).clamp(min=0))
+        return result._replace(carry=Carry(result.carry.probs, last))

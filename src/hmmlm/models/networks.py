@@ -1,4 +1,7 @@
-"""The networks of Lee & Berg-Kirkpatrick 2025 on state embeddings: multilayer perceptrons and transformers."""
+"""Networks on state embeddings.
+
+Those of Chiu & Rush 2020, and the MLPs and transformers of Lee & Berg-Kirkpatrick 2025.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,45 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hmmlm.errors import InputError
+from hmmlm.ops.residual_norm import residual_norm
 
 Skip = Literal["none", "activation", "layer"]
 HEAD = 64  # smallest size of an attention head, where the number of heads is not given
+
+
+class Residual(nn.Module):
+    """LN(ReLU(D W2) + D) with D = ReLU(E W1), both linears with bias: the network of Chiu & Rush 2020."""
+
+    def __init__(self, hidden: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.dropout = dropout
+
+    def forward(self, embedding: Tensor) -> Tensor:
+        first, second, norm = self.first, self.second, self.norm
+        return residual_norm(
+            embedding,
+            first.weight,
+            first.bias,
+            second.weight,
+            second.bias,
+            norm.weight,
+            norm.bias,
+            eps=norm.eps,
+            dropout=self.dropout if self.training else 0.0,
+        )
+
+
+def initialize_linears_(module: nn.Module, kaiming: bool, generator: torch.Generator | None) -> None:
+    """Initialize every linear layer of a module: Kaiming-uniform with zero biases, or PyTorch's own U(±1/√fan_in)."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            bound = layer.in_features**-0.5 * (6**0.5 if kaiming else 1.0)
+            nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
+            if layer.bias is not None:
+                bound = 0.0 if kaiming else bound
+                nn.init.uniform_(layer.bias, -bound, bound, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -22,23 +61,23 @@ class MlpForm:
     layers: int = 2
     """Linear layers, of the width of the embeddings, with biases."""
     skip: Skip = "activation"
-    """What is added to the result of every layer but the first: nothing, the input of its ReLU, or its own input."""
+    """Added to the output of every layer but the first: nothing, the input of its ReLU, or its own input."""
     relu: bool = True
     """A ReLU after every linear layer."""
     norm: bool = True
-    """A LayerNorm after every layer but the first (after the only one, where there is one)."""
+    """A LayerNorm after every layer but the first (after the only one, if there is one)."""
 
     def __post_init__(self) -> None:
         if self.skip != "none" and self.layers == 1:
-            raise InputError(f"skip = {self.skip!r} joins the second layer, and layers is 1: set skip to 'none'")
+            raise InputError(f"skip = {self.skip!r} needs a second layer, and layers is 1: set skip to 'none'")
         if self.skip == "activation" and not self.relu:
-            raise InputError("skip = 'activation' leads around the ReLU, and relu is false: set skip to 'none'")
+            raise InputError("skip = 'activation' skips the ReLU, and relu is false: set skip to 'none'")
 
 
 CHIU_RUSH_2020 = MlpForm(skip="layer")
-"""LN(ReLU(D W2) + D), D = ReLU(E W1): as in 2020."""
+"""LN(ReLU(D W2) + D), D = ReLU(E W1): the network of 2020."""
 CHIU_RUSH_2025 = MlpForm(skip="activation")
-"""LN(ReLU(D W2) + D W2), D = ReLU(E W1): what the study of 2025 calls "Chiu and Rush"."""
+"""LN(ReLU(D W2) + D W2), D = ReLU(E W1): the network that the study of 2025 calls "Chiu and Rush"."""
 
 
 class Mlp(nn.Module):
@@ -53,7 +92,7 @@ class Mlp(nn.Module):
 
     @property
     def gain(self) -> nn.Parameter | None:
-        """What the results are proportional to, if they are normalised last."""
+        """Return the gain of the last norm, which scales the output; None without a norm."""
         return self.norms[-1].weight if len(self.norms) else None  # type: ignore[return-value]
 
     def forward(self, embedding: Tensor) -> Tensor:
@@ -68,8 +107,8 @@ class Mlp(nn.Module):
         return before
 
 
-class Block(nn.Module):
-    """Attention among the states, then a perceptron of four times the width; each is added to its input (pre-LN)."""
+class TransformerBlock(nn.Module):
+    """Attention among the states, then an MLP of four times the width, each with a residual connection (pre-LN)."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -91,15 +130,17 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """[..., n, h] → [..., n, h] over the n states as one sequence.
 
-    Nothing tells positions apart but the embeddings themselves: a permutation of the states permutes the results.
+    There are no position embeddings: a permutation of the states permutes the outputs.
     """
 
     def __init__(self, hidden: int, layers: int = 2, heads: int | None = None) -> None:
         super().__init__()
         heads = heads or default_heads(hidden)
         if hidden % heads:
-            raise InputError(f"a transformer of width {hidden} cannot have {heads} heads: the width must be a multiple")
-        self.blocks = nn.Sequential(*(Block(hidden, heads) for _ in range(layers)))
+            raise InputError(
+                f"a transformer of width {hidden} cannot have {heads} heads: the width must be a multiple of them"
+            )
+        self.blocks = nn.Sequential(*(TransformerBlock(hidden, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(hidden)
 
     @property
@@ -108,9 +149,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def shrink_residuals_(self) -> None:
-        """Divide what the blocks add at first by √(2 layers), so that depth does not drown the embeddings."""
+        """Divide the initial outputs of the blocks by √(2·layers), so that depth does not drown the embeddings."""
         for block in self.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, TransformerBlock)
             for linear in (block.attended, block.down):
                 linear.weight /= (2 * len(self.blocks)) ** 0.5
 
@@ -120,5 +161,5 @@ class Transformer(nn.Module):
 
 
 def default_heads(hidden: int) -> int:
-    """As many heads as divide the width and have at least 64 dimensions each; one below 128."""
+    """Return the largest number of heads that divides the width with at least 64 dimensions each; one below 128."""
     return next((heads for heads in range(hidden // HEAD, 1, -1) if hidden % heads == 0), 1)

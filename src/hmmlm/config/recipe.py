@@ -1,0 +1,85 @@
+"""Recipes: configurations as TOML files, in the package or of the user's own."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hmmlm.errors import InputError
+
+if TYPE_CHECKING:
+    from hmmlm.config.run import RunConfig
+
+_FOLDER = resources.files("hmmlm.config") / "recipes"
+
+
+def load_recipe(name_or_file: str | Path) -> RunConfig:
+    """Return the configuration of a recipe: one of the package, by name, or any TOML file."""
+    from hmmlm.config.run import RunConfig  # here: it imports torch, which the names of recipes do not need
+    from hmmlm.config.training import read_config
+
+    return read_config(RunConfig, recipe_values(str(name_or_file)), recipe_source(str(name_or_file)))
+
+
+def recipe_source(name: str) -> str:
+    """Return how errors name a recipe."""
+    return name if name.endswith(".toml") else f"recipe {name}"
+
+
+def recipe_names() -> list[str]:
+    """Return the names of the recipes in the package, sorted."""
+    return sorted(entry.name.removesuffix(".toml") for entry in _FOLDER.iterdir() if entry.name.endswith(".toml"))
+
+
+def recipe_values(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the values that a recipe sets.
+
+    `extends = "name"` starts from a recipe of the package, `extends = "other.toml"` from a file in the same folder. A
+    section of another kind than the base's keeps the fields that both kinds have.
+    """
+    text, where = _read_file(Path(name)) if name.endswith(".toml") else _read_packaged(name), recipe_source(name)
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{where}: not valid TOML: {error}") from None
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    base = str(Path(name).parent / base) if str(base).endswith(".toml") else str(base)
+    if base in (*above, name):
+        raise InputError(f"{where}: extends {base!r}, which extends it in turn")
+    from hmmlm.config.run import RunConfig  # see `load_recipe`
+    from hmmlm.config.training import drop_other_kinds
+
+    return merge(drop_other_kinds(RunConfig, recipe_values(base, (*above, name)), values), values)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the fields of `over` put over it, section by section."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        result[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"recipe file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"recipe file {path} cannot be read: {error}") from None
+
+
+def _read_packaged(name: str) -> str:
+    entry = _FOLDER / f"{name}.toml"
+    if "/" in name or not entry.is_file():
+        near = ", ".join(difflib.get_close_matches(name, recipe_names(), n=3))
+        hint = f"nearest: {near}" if near else f"recipes: {', '.join(recipe_names())}"
+        raise InputError(f"no recipe named {name!r}; {hint} (or give the path of a .toml file)")
+    return entry.read_text(encoding="utf-8")

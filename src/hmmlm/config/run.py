@@ -1,0 +1,74 @@
+"""The configuration of a training run of a hidden Markov model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from hmmlm.config.explain import member_types
+from hmmlm.config.initialization import InitializationConfig, LabelConfig, LvdConfig, NoInitialization
+from hmmlm.config.training import TrainingConfig
+from hmmlm.distillation.pretrained import PretrainedConfig
+from hmmlm.models.base import ModelConfig
+from hmmlm.models.factored import LinearConfig, MlpConfig, TransformerConfig
+from hmmlm.models.neural import NeuralConfig
+from hmmlm.models.scalar import ScalarConfig
+from hmmlm.models.uniform import UniformConfig
+
+AnyModelConfig = Annotated[
+    ScalarConfig | LinearConfig | MlpConfig | TransformerConfig | NeuralConfig | UniformConfig | PretrainedConfig,
+    Field(discriminator="kind"),
+]
+"""The registry of model families."""
+
+
+class RunConfig(TrainingConfig):
+    """Everything a training run of a hidden Markov model needs to be repeated."""
+
+    model: AnyModelConfig = ScalarConfig()
+    initialization: InitializationConfig = NoInitialization()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_optimizer(cls, values: Any) -> Any:
+        """Fill in the AdamW settings that suit the model family, where they are left out."""
+        if not isinstance(values, Mapping):
+            return values
+        model, optimizer = values.get("model", {}), values.get("optimizer", {})
+        if not isinstance(model, Mapping | ModelConfig) or not isinstance(optimizer, Mapping):
+            return values
+        kind = model.get("kind", "scalar") if isinstance(model, Mapping) else type(model).model_fields["kind"].default
+        families = {m.model_fields["kind"].default: m for m in member_types(cls.model_fields["model"])}
+        if optimizer.get("kind", "adamw") == "adamw" and isinstance(kind, str) and kind in families:
+            defaults = getattr(families[kind], "optimizer_defaults", {})
+            return {**values, "optimizer": {**defaults, **optimizer, "kind": "adamw"}}
+        return values
+
+    @model_validator(mode="after")
+    def _optimizer_fits(self) -> RunConfig:
+        if self.optimizer.kind == "baum-welch" and not self.model.assignable:
+            raise ValueError("optimizer.kind = 'baum-welch' needs model.kind = 'scalar' and model.blocks = 0")
+        return self
+
+    @model_validator(mode="after")
+    def _initialization_fits(self) -> RunConfig:
+        start, model = self.initialization, self.model
+        if not isinstance(start, LabelConfig):
+            return self
+        if not model.distillable:
+            raise ValueError(f"initialization.kind = {start.kind!r} does not support model.kind = {model.kind!r}")
+        if start.kind == "counts" and not model.assignable:
+            raise ValueError(
+                "initialization.kind = 'counts' needs model.kind = 'scalar' and model.blocks = 0: use 'lvd'"
+            )
+        if isinstance(start, LvdConfig) and (start.centroids or start.head) and not model.has_embeddings:
+            raise ValueError("initialization.centroids and .head need model.kind linear, mlp or transformer, no blocks")
+        if isinstance(start, LvdConfig) and start.head and not getattr(model, "factor_emission", False):
+            raise ValueError("initialization.head needs model.factor_emission = true")
+        if start.kmeans.tokens < model.states:
+            raise ValueError(
+                f"initialization.kmeans.tokens ({start.kmeans.tokens}) must be at least model.states ({model.states})"
+            )
+        return self

@@ -1,0 +1,1 @@
+"""Model families: a configuration and the module it builds, θ → distributional parameters (π, A, O)."""

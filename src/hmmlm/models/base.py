@@ -1,0 +1,225 @@
+"""The interface of model families: a configuration that builds a module whose forward pass makes an HMM."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import NonNegativeInt, PositiveInt, model_validator
+from torch import Tensor, nn
+
+from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.errors import InputError
+from hmmlm.hmm import HMM, Carry, HiddenMarkovModel, Scan
+from hmmlm.hmm.blocked import BlockedHMM, last_tokens
+from hmmlm.ops.blocked_emission import make_tiles
+from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
+from hmmlm.ops.common import product_dtype
+from hmmlm.section import Fraction, Section
+from hmmlm.structure.blocks import Blocks
+from hmmlm.structure.dropout import global_states, sample_states, states_kept
+
+
+class ModelConfig(Section, ABC):
+    """A model family. Each adds `kind`, its own fields, and `build`."""
+
+    states: PositiveInt = 512
+    """Number of hidden states."""
+
+    optimizer_defaults: ClassVar[dict[str, Any]] = {}
+    """AdamW settings that suit the family, where the configuration does not set them."""
+
+    @property
+    def blocks_needed(self) -> int:
+        """Number of word blocks that `build` expects; 0: none."""
+        return 0
+
+    @property
+    def assignable(self) -> bool:
+        """Whether the model can be set to given probabilities, as Baum-Welch needs."""
+        return False
+
+    @property
+    def distillable(self) -> bool:
+        """Whether the model can be trained on P(O, S)."""
+        return True
+
+    @property
+    def has_embeddings(self) -> bool:
+        """Whether states and words have embeddings that a teacher's can be copied into."""
+        return False
+
+    def check_files(self) -> None:
+        """Raise an InputError if a file that the configuration names is missing."""
+
+    @abstractmethod
+    def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
+        """Create the model on the CPU, with parameters that depend on the seed alone.
+
+        Args:
+            block_of_word: [V] the block of each word, if `blocks_needed`.
+            device: where the model will be trained.
+        """
+
+
+class BlockedConfig(ModelConfig):
+    """A family whose states may be in blocks that emit the words of one Brown cluster each."""
+
+    blocks: NonNegativeInt = 0
+    """Brown clusters of words, each with states / blocks states; 0: every state may emit every word."""
+    clusters: Path | None = None
+    """A `paths` file of the classic clustering tool; None: the training text is clustered."""
+    exchange_passes: NonNegativeInt = 0
+    """Passes over all words that move each to the best cluster, after clustering."""
+    dropout: Fraction = 0.0
+    """State dropout: the fraction of each block's states left out of a batch."""
+
+    @property
+    def blocks_needed(self) -> int:
+        return self.blocks
+
+    def check_files(self) -> None:
+        if self.clusters is not None and not self.clusters.is_file():
+            raise InputError(f"model.clusters: no file {self.clusters}; `hmmlm data --clusters` makes one")
+
+    @model_validator(mode="after")
+    def _blocks_divide_states(self) -> BlockedConfig:
+        if self.blocks and self.states % self.blocks:
+            raise ValueError(f"states ({self.states}) must be a multiple of blocks ({self.blocks})")
+        return self
+
+    @model_validator(mode="after")
+    def _settings_of_blocks(self) -> BlockedConfig:
+        unused = {"clusters": self.clusters, "exchange_passes": self.exchange_passes, "dropout": self._dense_dropout()}
+        for name, value in unused.items():
+            if value and not self.blocks:
+                raise ValueError(f"{name} = {value} needs blocks: set blocks to the number of word clusters")
+        return self
+
+    def _dense_dropout(self) -> float:
+        """State dropout that a model without blocks does not support."""
+        return self.dropout
+
+
+class Model(nn.Module, ABC):
+    """A module whose forward pass makes the distributional parameters.
+
+    Training calls `scan` once per batch, with gradients; for use, the module is called once and the HMM is kept without
+    it.
+    """
+
+    def __init__(self, states: int, vocab_size: int) -> None:
+        super().__init__()
+        self.states = states
+        self.vocab_size = vocab_size
+        self.skipped: Tensor
+        """How many training sequences were dropped because their mass underflowed inside a CUDA graph."""
+        self.register_buffer("skipped", torch.zeros((), dtype=torch.long), persistent=False)
+
+    @abstractmethod
+    def forward(self) -> HiddenMarkovModel:
+        """Return the HMM, differentiable in the parameters of the module."""
+
+    def scan(
+        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
+    ) -> Scan:
+        """Compute log p(x) [B] of a training batch and its carry; see `Primitives.scan`."""
+        return self.drop_underflowed(self().scan(tokens, lengths, carry, restart))
+
+    def drop_underflowed(self, result: Scan) -> Scan:
+        """Set the log-likelihoods of suspect sequences, which have no gradient, to zero and count them in `skipped`."""
+        if result.suspect is None:
+            return result
+        self.skipped += result.suspect.sum()
+        return result._replace(log_likelihood=torch.where(result.suspect, 0.0, result.log_likelihood))
+
+    def assign(self, hmm: HMM) -> None:
+        """Set the parameters so that `forward` returns the probabilities of `hmm`."""
+        raise InputError(f"a {type(self).__name__} model cannot be set to given probabilities: use the scalar family")
+
+
+class BlockedModel(Model):
+    """States in blocks that emit the words of one cluster each, with state dropout."""
+
+    def __init__(self, blocks: Blocks, dropout: float) -> None:
+        super().__init__(blocks.states, blocks.vocab_size)
+        states_kept(blocks.states_per_block, dropout)  # raises an error before any work
+        self.blocks, self.dropout = blocks, dropout
+        self.tiles = make_tiles(blocks.block_of_word, blocks.num_blocks)
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        """Move the structure along with the parameters."""
+        result = super()._apply(fn, recurse)
+        self.blocks, self.tiles = self.blocks.to(self.skipped.device), self.tiles.to(self.skipped.device)
+        return result
+
+    def finish(
+        self, result: Scan, tokens: Tensor, lengths: Tensor | None, states: Tensor, block_of_word: Tensor
+    ) -> Scan:
+        """Drop underflowed sequences and name the states [M, kept] that the carry is over."""
+        block = block_of_word.index_select(0, last_tokens(tokens, lengths).clamp(min=0))
+        result = self.drop_underflowed(result)
+        return result._replace(carry=Carry(result.carry.probs, states.index_select(0, block)))
+
+
+class FactoredBlockedModel(BlockedModel):
+    """A blocked model whose transition is softmax(U Wᵀ): `factors_of` computes the factors of any sample of states."""
+
+    @abstractmethod
+    def factors_of(
+        self, states: Tensor | None, carried: Tensor | None = None
+    ) -> tuple[Factors, tuple[Tensor, Tensor] | None]:
+        """Compute the factors over `states` [M·kept] (or all), normalized over these.
+
+        With `carried` [n], states that are left but not entered, also their rows of u [n, h] and log_normalizer [n].
+        """
+
+    def forward(self) -> BlockedHMM:
+        """Return the HMM over all states, without dropout.
+
+        Under autocast the factors are rounded to the dtype of the products, so that they fit the normalizer in whatever
+        precision they are multiplied later.
+        """
+        factors, _ = self.factors_of(None)
+        rounded = product_dtype(factors.u)
+        u, w = (factor.to(rounded).to(factors.log_start.dtype) for factor in (factors.u, factors.w))
+        return BlockedHMM(*factors._replace(u=u, w=w))
+
+    def scan(
+        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
+    ) -> Scan:
+        """Compute the likelihood of a batch under a fresh sample of states: those not kept cost nothing.
+
+        The carry is over the previous batch's sample; transitions out of it are normalized over the current one.
+        """
+        sample = sample_states(self.blocks, self.dropout)
+        kept = global_states(self.blocks, sample)
+        carried_states = None
+        if carry is not None:
+            assert carry.states is not None  # of this family's own scan
+            carried_states = carry.states[:1] if self.blocks.num_blocks == 1 else carry.states
+        factors, left = self.factors_of(kept, None if carried_states is None else carried_states.flatten())
+        carried = None
+        if carry is not None and carried_states is not None and left is not None:
+            carried = CarriedRows(carry.probs, *(x.unflatten(0, (-1, carried_states.shape[1])) for x in left))
+        result = blocked_scan(
+            factors, tokens, carried=carried, lengths=lengths, restart=restart_lost(restart, carry, tokens)
+        )
+        return self.finish(result, tokens, lengths, kept.view(sample.shape), self.blocks.block_of_word)
+
+
+def restart_lost(restart: Tensor | None, carry: Carry | None, tokens: Tensor) -> Tensor | None:
+    """Return `restart` [B, T] with sequences whose carried mass has vanished starting again: they would stay lost."""
+    if carry is None:
+        return restart
+    restart = torch.zeros_like(tokens, dtype=torch.bool) if restart is None else restart.clone()
+    restart[:, 0] |= carry.probs.sum(1) == 0
+    return restart
+
+
+def one_block(vocab_size: int, states: int, block_of_word: Tensor | None) -> Blocks:
+    """Return the blocks of a model; a single one if there are no word clusters."""
+    clusters = torch.zeros(vocab_size) if block_of_word is None else block_of_word
+    return Blocks.from_clusters(clusters, states, vocab_size=vocab_size)

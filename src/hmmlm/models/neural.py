@@ -1,0 +1,139 @@
+"""The very large HMM of Chiu & Rush 2020: networks from state embeddings to a blocked HMM, with state dropout."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import NonNegativeInt, PositiveInt
+from torch import Tensor, nn
+
+from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.errors import InputError
+from hmmlm.models.base import BlockedConfig, FactoredBlockedModel, Model, ModelConfig, one_block
+from hmmlm.models.networks import Residual, initialize_linears_
+from hmmlm.ops.blocked_emission import blocked_emission
+from hmmlm.ops.blocked_scan import Factors
+from hmmlm.ops.linear_logsumexp import linear_logsumexp
+from hmmlm.section import Fraction
+from hmmlm.structure.blocks import Blocks
+
+Form = Literal["released", "printed"]
+
+
+class NetworkConfig(ModelConfig):
+    """Networks on state embeddings (Chiu & Rush 2020)."""
+
+    states: PositiveInt = 2048
+    """Number of hidden states."""
+    hidden: PositiveInt = 256
+    """Size of embeddings and networks."""
+    form: Form = "printed"
+    """printed: the networks of the paper; released: those of its code, with bare embeddings on the incoming side."""
+    network_dropout: Fraction = 0.0
+    """Dropout inside the networks."""
+
+    optimizer_defaults: ClassVar[dict[str, Any]] = {"rate": 0.003, "weight_decay": 0.1}
+
+
+class NeuralConfig(NetworkConfig, BlockedConfig):
+    """Networks on state embeddings (Chiu & Rush 2020), for thousands of states."""
+
+    kind: Literal["neural"] = "neural"
+    blocks: NonNegativeInt = 64
+    """Brown clusters of words, each with states / blocks states; 0: every state may emit every word."""
+    block_embeddings: bool = False
+    """Half of each state embedding is shared by its block."""
+
+    def _dense_dropout(self) -> float:
+        return 0.0  # a single block has state dropout too
+
+    def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
+        return Neural(
+            one_block(vocabulary.vocab_size, self.states, block_of_word),
+            hidden=self.hidden,
+            form=self.form,
+            dropout=self.dropout,
+            block_embeddings=self.block_embeddings,
+            network_dropout=self.network_dropout,
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+
+class Neural(FactoredBlockedModel):
+    """A ∝ exp(H_out H_inᵀ), O ∝ exp(H_emit E_xᵀ) within blocks, all H from one table of state embeddings.
+
+    form "released": networks for start, out and emit; the incoming side is the bare embedding; embeddings from N(0, 1);
+    a bias per word. form "printed": a network on the incoming side too, start scores from the incoming side,
+    Kaiming-uniform weights, no word bias. `block_embeddings`: half of each embedding is shared by its block, and a
+    further network for each role composes the two halves.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        *,
+        hidden: int = 256,
+        form: Form = "released",
+        dropout: float = 0.5,
+        block_embeddings: bool = False,
+        network_dropout: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(blocks, dropout)
+        if block_embeddings and hidden % 2:
+            raise InputError(f"block embeddings need an even hidden size, not {hidden}")
+        self.form = form
+
+        def network() -> nn.Module:
+            inner = Residual(hidden, network_dropout)
+            return nn.Sequential(Residual(hidden, network_dropout), inner) if block_embeddings else inner
+
+        roles = ("start", "out", "emit") if form == "released" else ("out", "in", "emit")
+        self.networks = nn.ModuleDict({role: network() for role in roles})
+        self.start = nn.Linear(hidden, 1)
+        self.words = nn.Linear(hidden, blocks.vocab_size, bias=form == "released")
+        width = hidden // 2 if block_embeddings else hidden
+        self.embedding = nn.Parameter(torch.empty(blocks.states, width))
+        self.block_embedding = nn.Parameter(torch.empty(blocks.num_blocks, width)) if block_embeddings else None
+        tables = [self.embedding] if self.block_embedding is None else [self.embedding, self.block_embedding]
+        initialize_linears_(self, form == "printed", generator)
+        for table in tables:
+            if form == "released":
+                nn.init.normal_(table, generator=generator)
+            else:
+                nn.init.kaiming_uniform_(table, generator=generator)
+
+    def embed(self, states: Tensor | None) -> Tensor:
+        """Return the embeddings [n, h] of the given states, or of all."""
+        own = self.embedding if states is None else self.embedding.index_select(0, states)
+        if self.block_embedding is None:
+            return own
+        if states is None:
+            states = torch.arange(self.states, device=own.device)
+        of_block = self.block_embedding.index_select(0, states // self.blocks.states_per_block)
+        return torch.cat([of_block, own], 1)
+
+    def transition_factors(
+        self, states: Tensor | None, carried: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Compute embedding, u, w [n, h] and log_start [n] of states [n], and u of the `carried` states, if any."""
+        embedding = self.embed(states)
+        leaving, sizes = embedding, [len(embedding)]
+        if carried is not None:
+            leaving, sizes = torch.cat([embedding, self.embed(carried)]), [*sizes, len(carried)]
+        u, *u_carried = self.networks["out"](leaving).split(sizes)
+        w = self.networks["in"](embedding) if self.form == "printed" else embedding
+        starting = w if self.form == "printed" else self.networks["start"](embedding)
+        log_start = self.start(starting).squeeze(1).to(self.embedding.dtype).log_softmax(0)
+        return embedding, u, w, log_start, u_carried[0] if u_carried else None
+
+    def factors_of(
+        self, states: Tensor | None, carried: Tensor | None = None
+    ) -> tuple[Factors, tuple[Tensor, Tensor] | None]:
+        embedding, u, w, log_start, u_carried = self.transition_factors(states, carried)
+        kept = embedding.shape[0] // self.blocks.num_blocks
+        emitting = self.networks["emit"](embedding).view(self.blocks.num_blocks, kept, -1)
+        log_emission = blocked_emission(emitting, self.words.weight, self.words.bias, self.tiles)
+        left = None if u_carried is None else (u_carried, linear_logsumexp(u_carried, w))
+        return Factors(self.blocks.block_of_word, u, w, linear_logsumexp(u, w), log_start, log_emission), left

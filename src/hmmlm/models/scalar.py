@@ -1,0 +1,154 @@
+"""One logit per probability: the classic multinomial HMM, dense or with blocked emissions."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import NonNegativeFloat
+from torch import Tensor, nn
+
+from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.errors import InputError
+from hmmlm.hmm import HMM, BlockedHMM, Carry, Scan
+from hmmlm.models.base import BlockedConfig, BlockedModel, Model, restart_lost
+from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
+from hmmlm.structure.blocks import Blocks
+from hmmlm.structure.dropout import global_states, sample_states
+
+
+class ScalarConfig(BlockedConfig):
+    """One logit per probability."""
+
+    kind: Literal["scalar"] = "scalar"
+    scale: NonNegativeFloat = 1.0
+    """Standard deviation of the initial logits."""
+
+    # A high rate with a high eps: where gradients are smaller than eps, AdamW is gradient descent with momentum. With
+    # eps 1e-8 it moves the logit of a word that a state never meets as fast as any other, and overfits.
+    optimizer_defaults: ClassVar[dict[str, Any]] = {"rate": 1.0, "eps": 3e-5, "weight_decay": 0.0}
+
+    @property
+    def assignable(self) -> bool:
+        return not self.blocks
+
+    def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
+        generator, words = torch.Generator().manual_seed(seed), vocabulary.vocab_size
+        if block_of_word is None:
+            return Scalar(self.states, words, self.scale, generator)
+        blocks = Blocks.from_clusters(block_of_word, self.states, vocab_size=words)
+        return BlockedScalar(blocks, self.dropout, self.scale, generator)
+
+
+def _logits(scale: float, generator: torch.Generator | None, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape, generator=generator) * scale)
+
+
+class Scalar(Model):
+    """Logits start [Z], transition [Z, Z] and emission [Z, V], drawn from N(0, scale²); a softmax over each row."""
+
+    def __init__(
+        self, states: int, vocab_size: int, scale: float = 1.0, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__(states, vocab_size)
+        self.start = _logits(scale, generator, states)
+        self.transition = _logits(scale, generator, states, states)
+        self.emission = _logits(scale, generator, states, vocab_size)
+
+    def forward(self) -> HMM:
+        return HMM(self.start.log_softmax(-1), self.transition.log_softmax(-1), self.emission.log_softmax(-1))
+
+    @torch.no_grad()
+    def assign(self, hmm: HMM) -> None:
+        """Copy log-probabilities: they are logits whose log-sum-exp is zero; zero probabilities become −inf."""
+        if (hmm.states, hmm.vocab_size) != (self.states, self.vocab_size):
+            raise InputError(
+                f"an HMM of {hmm.states} states and {hmm.vocab_size} words cannot be assigned to a model of "
+                f"{self.states} states and {self.vocab_size} words"
+            )
+        self.start.copy_(hmm.log_start)
+        self.transition.copy_(hmm.log_transition)
+        self.emission.copy_(hmm.log_emission)
+
+
+class BlockedScalar(BlockedModel):
+    """Logits start [Z], transition [Z, Z] and emission [V, k] (a word's row is over the states of its block).
+
+    The scalar ablation of Chiu & Rush 2020, with blocked emissions and state dropout.
+    """
+
+    def __init__(
+        self, blocks: Blocks, dropout: float = 0.5, scale: float = 1.0, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__(blocks, dropout)
+        self.start = _logits(scale, generator, blocks.states)
+        self.transition = _logits(scale, generator, blocks.states, blocks.states)
+        self.emission = _logits(scale, generator, blocks.vocab_size, blocks.states_per_block)
+
+    def log_emission(self) -> Tensor:
+        """Return log p(word | state i of its block) [V, k]; dropout does not change emissions."""
+        blocks = self.blocks
+        rows = blocks.block_of_word[:, None].expand_as(self.emission)
+        peak = self.emission.new_full((blocks.num_blocks, blocks.states_per_block), float("-inf"))
+        peak = peak.scatter_reduce(0, rows, self.emission.detach(), "amax")
+        shifted = self.emission - peak.index_select(0, blocks.block_of_word)
+        total = torch.zeros_like(peak).index_add(0, blocks.block_of_word, shifted.exp())
+        return shifted - total.log().index_select(0, blocks.block_of_word)
+
+    def forward(self) -> BlockedHMM:
+        """Return the HMM over all states. The transition is not factored: u is log A [Z, Z] and w the identity."""
+        return BlockedHMM(
+            self.blocks.block_of_word,
+            self.transition.log_softmax(1),
+            torch.eye(self.states, device=self.start.device),
+            torch.zeros_like(self.start),
+            self.start.log_softmax(0),
+            self.log_emission(),
+        )
+
+    def scan(
+        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
+    ) -> Scan:
+        """Compute the likelihood of a batch under a fresh sample of states.
+
+        Every position becomes a block of its own, whose factor u is the tile that leads to the next position and whose
+        w is the identity: so the blocked scan serves for a transition without factors.
+        """
+        batch, steps = tokens.shape
+        sample = sample_states(self.blocks, self.dropout)
+        kept = global_states(self.blocks, sample)
+        size = sample.shape[1]
+        words = tokens.clamp(min=0)
+        block = self.blocks.block_of_word.index_select(0, words.flatten()).view(batch, steps)
+        columns = self.transition.index_select(1, kept)  # [Z, M·kept]
+        tiles = columns.index_select(0, kept).log_softmax(1).view(-1, size, len(sample), size)
+        tiles = tiles.transpose(1, 2)  # [from block, to block, from state, to state]
+        following = block.roll(-1, 1)  # the last position leads nowhere: any tile does
+        leading = tiles[block.flatten(), following.flatten()]
+        carried = None
+        if carry is not None:
+            assert carry.states is not None  # of this family's own scan
+            rows = columns.index_select(0, carry.states.flatten()).log_softmax(1).view(batch, -1, len(sample), size)
+            entering = rows[torch.arange(batch, device=tokens.device), :, block[:, 0]]
+            carried = CarriedRows(carry.probs, entering, torch.zeros_like(carry.probs))
+        positions = torch.arange(batch * steps, device=tokens.device).view(batch, steps)
+        log_start = self.start.index_select(0, kept).log_softmax(0).view(-1, size).index_select(0, block.flatten())
+        factors = Factors(
+            block_of_word=positions.flatten(),
+            u=leading.reshape(-1, size),
+            w=torch.eye(size, device=tokens.device).repeat(batch * steps, 1),
+            log_normalizer=torch.zeros_like(log_start).flatten(),
+            log_start=log_start.flatten(),
+            log_emission=self.log_emission()
+            .index_select(0, words.flatten())
+            .gather(1, sample.index_select(0, block.flatten())),
+        )
+        result = blocked_scan(
+            factors,
+            positions,
+            carried=carried,
+            lengths=lengths,
+            restart=restart_lost(restart, carry, tokens),
+            product_dtype=self.start.dtype,
+        )
+        return self.finish(result, tokens, lengths, kept.view(sample.shape), self.blocks.block_of_word)
