@@ -1,68 +1,104 @@
 """The neural language models that Chiu & Rush 2020 compare with: a feed-forward n-gram and an LSTM.
 
-Both predict a word with the vectors they read words by (E [W, h], tied). They read windows of a text one after another;
-what a window needs of those before it is a state, a tuple of tensors with a row a sequence.
+Input and output embeddings are tied (E [W, h]). A text is read in consecutive windows; `Hidden`, a tuple of tensors
+with a row per sequence, is passed from one window to the next.
 """
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from pydantic import Field, PositiveInt, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from hmmlm.data.files import read_json
-from hmmlm.data.tokenizer import Tokenizer, load_tokenizer
+from hmmlm.data.modelfolder import CONFIG, MODEL, load_model, load_weights, save_model
+from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
+from hmmlm.section import Fraction, Section
 
-Kind = Literal["feedforward", "lstm"]
-State = tuple[Tensor, ...]
-FORMAT, VERSION = "hmmlm baseline", 1
-MODEL, CONFIG = "model.safetensors", "config.json"
+Hidden = tuple[Tensor, ...]
+FORMAT = "hmmlm baseline"
+
+
+class BaselineModelConfig(Section, ABC):
+    """A neural baseline."""
+
+    hidden: PositiveInt = 256
+    """Size of word embeddings and layers."""
+    layers: PositiveInt = 2
+    """Layers between word embeddings and the prediction."""
+    dropout: Fraction = 0.3
+    """Dropout of word embeddings and of each layer's output."""
+
+    @abstractmethod
+    def build(self, vocabulary: Tokenizer, length: int, generator: torch.Generator | None) -> NeuralBaseline:
+        """Create the network."""
+
+
+class FeedForwardConfig(BaselineModelConfig):
+    """A feed-forward network on the last words."""
+
+    kind: Literal["feedforward"] = "feedforward"
+    order: Annotated[int, Field(ge=2)] = 5
+    """Words of an n-gram, the predicted one included."""
+
+    def build(self, vocabulary: Tokenizer, length: int, generator: torch.Generator | None) -> NeuralBaseline:
+        return FeedForward(self, vocabulary, generator)
+
+
+class LstmConfig(BaselineModelConfig):
+    """An LSTM over all previous words."""
+
+    kind: Literal["lstm"] = "lstm"
+
+    def build(self, vocabulary: Tokenizer, length: int, generator: torch.Generator | None) -> NeuralBaseline:
+        return Lstm(self, vocabulary, generator)
 
 
 class NeuralBaseline(nn.Module, ABC):
-    """p(w_t | w_<t) = softmax(E f(w_<t)); a text is read as if it followed the word `first`."""
+    """p(w_t | w_<t) = softmax(E f(w_<t)); a text is read as if it followed an `<eos>`."""
 
-    def __init__(self, vocab_size: int, hidden: int, dropout: float, first: int) -> None:
+    def __init__(self, config: BaselineModelConfig, vocabulary: Tokenizer) -> None:
         super().__init__()
-        self.first = first
-        self.embedding = nn.Embedding(vocab_size, hidden)
-        self.drop = nn.Dropout(dropout)
+        self.config, self.first = config, vocabulary.eos_id
+        self.embedding = nn.Embedding(vocabulary.vocab_size, config.hidden)
+        self.drop = nn.Dropout(config.dropout)
 
-    def log_probs(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        """tokens [B,T], −1 beyond a row's length → log p of each [B,T] (0 there), and the state after them.
+    def score(self, tokens: Tensor, hidden: Hidden | None = None) -> tuple[Tensor, Hidden]:
+        """Return log p of tokens [B, T], and `hidden` after them; beyond a row's length tokens are −1 and log p is 0.
 
-        `state` may be of more rows than there are here: then these are the first of them."""
+        If `hidden` has more rows than the tokens, its first rows are used.
+        """
         rows = tokens.shape[0]
-        state = self.start(rows) if state is None else tuple(part[:rows] for part in state)
-        features, after = self.features(tokens.clamp(min=0), state)
+        hidden = self.start(rows) if hidden is None else tuple(part[:rows] for part in hidden)
+        features, after = self.features(tokens.clamp(min=0), hidden)
         weight = self.embedding.weight
         logits = F.linear(self.drop(features), weight).flatten(0, 1).to(weight.dtype)  # bfloat16 in mixed precision
         losses = F.cross_entropy(logits, tokens.flatten(), ignore_index=-1, reduction="none")
         return -losses.view_as(tokens), tuple(part.detach() for part in after)
 
     @abstractmethod
-    def start(self, rows: int) -> State:
-        """The state before any text."""
+    def start(self, rows: int) -> Hidden:
+        """Return `hidden` before any text."""
 
     @abstractmethod
-    def features(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        """f [B,T,h] of what stands before each of tokens [B,T], and the state after the last."""
+    def features(self, tokens: Tensor, hidden: Hidden) -> tuple[Tensor, Hidden]:
+        """Return f [B, T, h] of the tokens before each of tokens [B, T], and `hidden` after the last."""
 
-    def _first(self, rows: int, words: int) -> Tensor:
+    def save(self, folder: Path, tokenizer: Tokenizer) -> None:
+        """Write weights, configuration and tokenizer into a folder, for `load_baseline`."""
+        save_model(folder, FORMAT, self.config.model_dump(), self.state_dict(), tokenizer)
+
+    def _first_words(self, rows: int, words: int) -> Tensor:
         return torch.full((rows, words), self.first, device=self.embedding.weight.device)
 
-    def draw_(self, generator: torch.Generator | None) -> None:
-        """Kaiming-uniform weights, biases 0, as in the paper."""
+    def initialize_(self, generator: torch.Generator | None) -> None:
+        """Draw Kaiming-uniform weights and set biases to zero, as in the paper."""
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.kaiming_uniform_(parameter, generator=generator)
@@ -71,26 +107,23 @@ class NeuralBaseline(nn.Module, ABC):
 
 
 class FeedForward(NeuralBaseline):
-    """f is `layers` linear layers, each with a ReLU, on the vectors of the last `order` − 1 words side by side."""
+    """A feed-forward n-gram: f is linear layers with ReLU on the concatenated embeddings of the last words."""
 
     def __init__(
-        self, vocab_size: int, hidden: int, layers: int, order: int, dropout: float, first: int,
-        generator: torch.Generator | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(vocab_size, hidden, dropout, first)
-        if order < 2:
-            raise InputError(f"the order of a feed-forward model is {order}: it must be 2 at least, to read a word")
-        self.order = order
-        sizes = [(order - 1) * hidden] + layers * [hidden]
+        self, config: FeedForwardConfig, vocabulary: Tokenizer, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__(config, vocabulary)
+        self.order = config.order
+        sizes = [(self.order - 1) * config.hidden] + config.layers * [config.hidden]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
-        self.draw_(generator)
+        self.initialize_(generator)
 
-    def start(self, rows: int) -> State:
-        return (self._first(rows, self.order - 1),)
+    def start(self, rows: int) -> Hidden:
+        return (self._first_words(rows, self.order - 1),)
 
-    def features(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        history = torch.cat([state[0], tokens], 1)
-        vectors = self.drop(self.embedding(history[:, :-1])).unfold(1, self.order - 1, 1)  # [B,T,h,order−1]
+    def features(self, tokens: Tensor, hidden: Hidden) -> tuple[Tensor, Hidden]:
+        history = torch.cat([hidden[0], tokens], 1)
+        vectors = self.drop(self.embedding(history[:, :-1])).unfold(1, self.order - 1, 1)  # [B, T, h, order − 1]
         x = vectors.transpose(2, 3).flatten(2)
         for i, layer in enumerate(self.layers):
             x = F.relu(layer(self.drop(x) if i else x))
@@ -98,58 +131,37 @@ class FeedForward(NeuralBaseline):
 
 
 class Lstm(NeuralBaseline):
-    """f is an LSTM of `layers` layers over all the words before."""
+    """An LSTM language model: f is an LSTM over all previous words."""
 
-    def __init__(
-        self, vocab_size: int, hidden: int, layers: int, dropout: float, first: int,
-        generator: torch.Generator | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(vocab_size, hidden, dropout, first)
-        self.lstm = nn.LSTM(hidden, hidden, layers, dropout=dropout if layers > 1 else 0.0, batch_first=True)
-        self.draw_(generator)
+    def __init__(self, config: LstmConfig, vocabulary: Tokenizer, generator: torch.Generator | None = None) -> None:
+        super().__init__(config, vocabulary)
+        between = config.dropout if config.layers > 1 else 0.0
+        self.lstm = nn.LSTM(config.hidden, config.hidden, config.layers, dropout=between, batch_first=True)
+        self.initialize_(generator)
 
-    def start(self, rows: int) -> State:
+    def start(self, rows: int) -> Hidden:
         empty = self.embedding.weight.new_zeros(rows, self.lstm.num_layers, self.lstm.hidden_size)
-        return self._first(rows, 1), empty, empty
+        return self._first_words(rows, 1), empty, empty
 
-    def features(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        last, hidden, cell = state
+    def features(self, tokens: Tensor, hidden: Hidden) -> tuple[Tensor, Hidden]:
+        last, *inner = hidden
         given = torch.cat([last, tokens[:, :-1]], 1)
-        before = tuple(part.transpose(0, 1).contiguous() for part in (hidden, cell))
+        before = tuple(part.transpose(0, 1).contiguous() for part in inner)
         x, after = self.lstm(self.drop(self.embedding(given)), before)
         return x, (tokens[:, -1:], *(part.transpose(0, 1) for part in after))
 
 
-def make_baseline(
-    kind: Kind, vocab_size: int, *, hidden: int, layers: int, order: int, dropout: float, first: int,
-    generator: torch.Generator | None = None,
-) -> NeuralBaseline:  # fmt: skip
-    """A model of a kind; `order` is for "feedforward" alone."""
-    if kind == "lstm":
-        return Lstm(vocab_size, hidden, layers, dropout, first, generator)
-    return FeedForward(vocab_size, hidden, layers, order, dropout, first, generator)
+_CONFIG: TypeAdapter[Any] = TypeAdapter(Annotated[FeedForwardConfig | LstmConfig, Field(discriminator="kind")])
+_HEADER = ("format", "version", "tokenizer", "fingerprint")
 
 
-def save_baseline(folder: Path, model: NeuralBaseline, settings: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Weights, the settings that `make_baseline` was given, and the tokenizer into `folder`, for `load_baseline`."""
-    save_file({name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}, folder / MODEL)
-    content = {"format": FORMAT, "version": VERSION, **settings, "fingerprint": tokenizer.fingerprint()}
-    (folder / CONFIG).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    tokenizer.save(folder)
-
-
-def load_baseline(folder: Path) -> tuple[NeuralBaseline, Tokenizer]:
-    """What `save_baseline` wrote, without dropout."""
-    content = read_json(folder / CONFIG)
-    if content.pop("format", None) != FORMAT or content.pop("version", None) != VERSION:
-        raise InputError(f"{folder / CONFIG} is not of a baseline that this hmmlm reads")
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.fingerprint() != content.pop("fingerprint", None):
-        raise InputError(f"the tokenizer in {folder} is not the one the model was trained with: put that one back")
+def load_baseline(path: Path) -> tuple[NeuralBaseline, Tokenizer]:
+    """Return the baseline in a folder, or the best one of the run in it, and its tokenizer."""
+    folder, header, tensors, tokenizer = load_model(path, FORMAT)
     try:
-        model = make_baseline(**content, vocab_size=tokenizer.vocab_size, first=tokenizer.eos_id)
-        model.load_state_dict(load_file(folder / MODEL))
-    except (OSError, SafetensorError, RuntimeError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{folder} is damaged or of another model: {reason}") from None
-    return model.eval(), tokenizer
+        config = _CONFIG.validate_python({k: v for k, v in header.items() if k not in _HEADER})
+    except ValidationError as error:
+        raise InputError(f"{folder / CONFIG} is damaged: {' '.join(str(error).split())}") from None
+    network: NeuralBaseline = config.build(tokenizer, 0, None)
+    load_weights(network, folder / MODEL, tensors)
+    return network.eval(), tokenizer

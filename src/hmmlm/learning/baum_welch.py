@@ -2,36 +2,39 @@
 
 With the counts of a whole corpus and no pseudocounts, an update never lowers its likelihood, for any α in (0, 1]: the
 expected complete log-likelihood is concave in the probabilities, so every point between θ and its maximum is better
-than θ. (Over streams this holds but for the window boundaries, since a window's posterior does not see later windows.)
+than θ. (Over streams this holds except at window boundaries, since a window's posterior does not see later windows.)
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hmmlm.hmm import HMM
+from hmmlm.runs.checkpoint import load_tensors
 
 
-def maximise(
-    start: Tensor, transition: Tensor, emission: Tensor, current: HMM, pseudocount: float = 0.0, step: float = 1.0
-) -> HMM:
-    """The M step from expected counts [Z], [Z,Z], [Z,V], taken `step` of the way: α θ_new + (1 − α) θ, probabilities.
+def maximize(counts: Mapping[str, Tensor], current: HMM, pseudocount: float = 0.0, step: float = 1.0) -> HMM:
+    """Take the M step from expected counts, `step` of the way: α θ_new + (1 − α) θ, as probabilities.
 
     A row without any count (a state never visited) keeps its current distribution.
+
+    Args:
+        counts: start [Z], transition [Z, Z] and emission [Z, V].
     """
     return HMM(
-        _maximise_rows(start, current.log_start, pseudocount, step),
-        _maximise_rows(transition, current.log_transition, pseudocount, step),
-        _maximise_rows(emission, current.log_emission, pseudocount, step),
+        _maximize_rows(counts["start"], current.log_start, pseudocount, step),
+        _maximize_rows(counts["transition"], current.log_transition, pseudocount, step),
+        _maximize_rows(counts["emission"], current.log_emission, pseudocount, step),
     )
 
 
-def _maximise_rows(counts: Tensor, log_probs: Tensor, pseudocount: float, step: float) -> Tensor:
-    """Log-probabilities [..., N] from counts [..., N]."""
+def _maximize_rows(counts: Tensor, log_probs: Tensor, pseudocount: float, step: float) -> Tensor:
+    """Return log-probabilities [..., N] from counts [..., N]."""
     total = counts.sum(-1, keepdim=True)
     empty = total <= 0
     if pseudocount:
@@ -39,15 +42,15 @@ def _maximise_rows(counts: Tensor, log_probs: Tensor, pseudocount: float, step: 
     new = counts / total
     if step < 1:
         new = torch.lerp(log_probs.exp(), new, step)
-    # Zeros (and numbers so small that they are as good as zero) are slow to take logarithms of, and there are many.
+    # Logarithms of zeros and denormal numbers are slow, and there are many.
     tiny = torch.finfo(counts.dtype).tiny
     new = new.clamp_min(tiny).log_().masked_fill_(new < tiny, float("-inf"))
-    # on a GPU, waiting to see whether there is any takes longer than doing it
+    # On a GPU, waiting to see whether there is any takes longer than the selection.
     return torch.where(empty, log_probs, new) if counts.is_cuda or bool(empty.any()) else new
 
 
 class RunningCounts:
-    """Expected counts added up for one update, and their average over updates (momentum)."""
+    """The sum of expected counts for one update, and its running average over updates (momentum)."""
 
     NAMES = ("start", "transition", "emission")
 
@@ -64,9 +67,9 @@ class RunningCounts:
             total += counts
 
     def take(self) -> dict[str, Tensor]:
-        """The counts for an update; begins the next sum.
+        """Return the counts for an update and start the next sum.
 
-        The average is divided by 1 − momentum^updates, so that the first updates are not drowned by pseudocounts.
+        The average is divided by 1 − momentum^updates, so that pseudocounts do not dominate the first updates.
         """
         self.updates += 1
         if self.momentum:
@@ -80,15 +83,15 @@ class RunningCounts:
             total.zero_()
         return taken
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Named tensors that a checkpoint keeps."""
-        yield from ((f"sum.{name}", tensor) for name, tensor in self.sum.items())
-        yield from ((f"mean.{name}", tensor) for name, tensor in self.mean.items())
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the counts and the number of updates, as a checkpoint stores them."""
+        sums = {f"sum.{name}": tensor for name, tensor in self.sum.items()}
+        return sums | {f"mean.{name}": tensor for name, tensor in self.mean.items()}, {"updates": self.updates}
 
+    def load(self, folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Restore what `state` returned, from the checkpoint in `folder`."""
+        load_tensors(folder, tensors, "optimizer.", self.state()[0])
+        self.updates = int(values["updates"])
 
-def batches_per_update(accumulate: int, growth: float, full_batch: bool, epoch: int, steps_per_epoch: int) -> int:
-    """How many batches make one update in this epoch: growing batches, never more than the epoch has."""
-    # in logarithms, since a power of many epochs overflows
-    if full_batch or math.log(accumulate) + epoch * math.log(growth) >= math.log(steps_per_epoch):
-        return steps_per_epoch
-    return round(accumulate * growth**epoch)
+    def advice(self, rate: float) -> str:
+        return "set optimizer.pseudocount above 0, or lower optimizer.step"

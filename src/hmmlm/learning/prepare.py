@@ -1,4 +1,4 @@
-"""From text to what training reads: a tokenizer, token files and word clusters, kept in the run's folder."""
+"""From text to what training reads: a tokenizer, token files and word blocks, stored in the run's folder."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from hmmlm.data.batches import ChunkBatches, StreamBatches
-from hmmlm.data.corpora import SPLITS, Documents, encode_documents, load_text
+from hmmlm.config.sections import (
+    BatchesConfig,
+    BpeTokenizerConfig,
+    ChunkConfig,
+    FileTokenizerConfig,
+    StreamConfig,
+    TokenizerConfig,
+)
+from hmmlm.config.training import AnyConfig, TrainingConfig
+from hmmlm.data.batches import Batches, ChunkBatches, StreamBatches
+from hmmlm.data.corpora import NAMES, SPLITS, Documents, encode_documents, load_text
 from hmmlm.data.files import link_or_copy, read_bytes, write_bytes
 from hmmlm.data.tokenfile import TokenFile
-from hmmlm.data.tokenizer import HuggingFaceTokenizer, Tokenizer, WordTokenizer, load_tokenizer
+from hmmlm.data.tokenizers import HuggingFaceTokenizer, Tokenizer, WordTokenizer, load_tokenizer
 from hmmlm.errors import InputError
-from hmmlm.learning.config import ModelConfig, RunConfig, TokenizerConfig
-from hmmlm.learning.progress import Progress
-from hmmlm.parameterization import (
-    BlockedFactored,
-    BlockedNeural,
-    BlockedScalar,
-    Parameterization,
-    Scalar,
-    UniformNeural,
-    make_dense,
-)
-from hmmlm.structure.blocks import Blocks, UniformSubsets
+from hmmlm.models.base import BlockedConfig, ModelConfig
+from hmmlm.runs.folders import BLOCKS
+from hmmlm.runs.progress import Progress
 from hmmlm.structure.brown import BrownClustering, brown_clusters
 from hmmlm.structure.paths import read_paths
 
-CLUSTERS = "clusters.json"
-FEWEST_TOKENS = 2_000  # of a stream in evaluation, where the state is carried through: each begins without context
+MIN_STREAM_TOKENS = 2_000  # of a stream in evaluation that carries through <eos>: each starts without context
 
 Item = TypeVar("Item")
 
@@ -47,52 +47,71 @@ class Prepared:
     tokenizer: Tokenizer
     tokens: dict[str, TokenFile]
     """train, valid and test."""
-    clusters: list[int] | None = None
-    """Block of each word, if the model's emissions are blocked."""
+    block_of_word: Tensor | None = None
+    """[V], if the model's emissions are blocked."""
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether there are token files in it, of a run or of `hmmlm data`."""
+    """Return whether a folder has token files, of a run or of `hmmlm data`."""
     return (folder / "data" / "train.json").exists()
 
 
-def with_real_tokenizer(config: RunConfig, saved: RunConfig | None) -> RunConfig:
-    """Where there are token files already (or were, for a run that was `saved`), their tokenizer: that is what is used,
-    whatever was asked for."""
+def check_data(data: str, tokenizer: TokenizerConfig) -> None:
+    """Raise an InputError if a text or its tokenizer is missing or visibly wrong; names are not looked up."""
+    if is_prepared(Path(data)):
+        return
+    if data not in NAMES:
+        load_text(data)
+    if isinstance(tokenizer, FileTokenizerConfig):
+        load_tokenizer(tokenizer.file)
+
+
+def with_actual_tokenizer(config: AnyConfig, saved: AnyConfig | None) -> AnyConfig:
+    """Return the configuration with the tokenizer that is really used: that of existing token files, if there are any.
+
+    `saved`: the configuration of the run that is resumed, whose token files may be gone.
+    """
     file = Path(config.data) / "tokenizer"
-    if is_prepared(Path(config.data)) or (saved is not None and saved.tokenizer.file == file):
-        return config.model_copy(update={"tokenizer": TokenizerConfig(kind="file", file=file)})
+    actual = FileTokenizerConfig(file=file)
+    if is_prepared(Path(config.data)) or (saved is not None and saved.tokenizer == actual):
+        return config.model_copy(update={"tokenizer": actual})
     return config
 
 
-def find_data(config: RunConfig) -> Mapping[str, Documents] | Path:
-    """What a run is made from: the splits of a text, or the folder itself where `hmmlm data` has made one."""
+def find_data(config: TrainingConfig) -> Mapping[str, Documents] | Path:
+    """Return the splits of a text, or the folder itself if it has token files."""
     folder = Path(config.data)
     if is_prepared(folder):
         return folder
     return load_text(config.data, folder=config.data_folder, download=True)
 
 
-def prepare(config: RunConfig, source: Mapping[str, Documents] | Path, run: Path, progress: Progress) -> Prepared:
-    """Into run/tokenizer and run/data: those of a prepared folder, or of a text, whose tokenizer is made first."""
-    shutil.rmtree(run / "tokenizer", ignore_errors=True)  # of an earlier start that came to no checkpoint
+def prepare(
+    config: TrainingConfig,
+    source: Mapping[str, Documents] | Path,
+    run: Path,
+    progress: Progress,
+    model: ModelConfig | None = None,
+) -> Prepared:
+    """Write run/tokenizer and run/data, from a folder of token files or from a text, and the word blocks of a model."""
+    shutil.rmtree(run / "tokenizer", ignore_errors=True)  # of an earlier start without a checkpoint
     if isinstance(source, Path):
-        progress.note(f"token files of {source}, and their tokenizer: settings of [tokenizer] do not matter")
+        progress.note(f"using the token files and the tokenizer of {source}; [tokenizer] settings have no effect")
         for part in ("tokenizer", "data"):
             link_or_copy(source / part, run / part)
         opened = reopen(run)
         tokenizer, tokens = opened.tokenizer, opened.tokens
     else:
         tokenizer, tokens = _encode(config, source, run, progress)
-    clusters = None
-    if config.model.structure == "brown":
-        clusters = make_clusters(config.model, tokenizer, tokens["train"], progress)
-        write_bytes(run / CLUSTERS, json.dumps(clusters).encode())
-    return Prepared(tokenizer, tokens, clusters)
+    blocks = None
+    if isinstance(model, BlockedConfig) and model.blocks:
+        blocks = make_blocks(model, tokenizer, tokens["train"], progress)
+        write_bytes(run / BLOCKS, json.dumps(blocks).encode())
+    return Prepared(tokenizer, tokens, None if blocks is None else torch.tensor(blocks))
 
 
 def _encode(
-    config: RunConfig, splits: Mapping[str, Documents], run: Path, progress: Progress
+    config: TrainingConfig, splits: Mapping[str, Documents], run: Path, progress: Progress
 ) -> tuple[Tokenizer, dict[str, TokenFile]]:
     progress.note(f"reading {config.data}")
     with progress.phase("tokenizer", unit="lines") as phase:
@@ -108,35 +127,59 @@ def _encode(
 
 
 def reopen(run: Path) -> Prepared:
-    """What `prepare` made, for a run that resumes: the text itself is not needed any more."""
+    """Open what `prepare` wrote; the text itself is no longer needed."""
     tokenizer = load_tokenizer(run / "tokenizer")
     fingerprint = tokenizer.fingerprint()
     tokens = {split: TokenFile.open(run / "data" / split, fingerprint) for split in SPLITS}
-    clusters = json.loads(read_bytes(run / CLUSTERS)) if (run / CLUSTERS).exists() else None
-    return Prepared(tokenizer, tokens, clusters)
+    blocks = torch.tensor(json.loads(read_bytes(run / BLOCKS))) if (run / BLOCKS).exists() else None
+    return Prepared(tokenizer, tokens, blocks)
 
 
-def make_batches(config: RunConfig, data: Prepared, split: str) -> StreamBatches | ChunkBatches:
-    """Batches of a split: training is shuffled if so configured, evaluation reads in order.
-
-    What evaluation finds should not depend on how many streams it reads side by side: they are cut between examples or,
-    where the state is carried through those, are few in a short text.
-    """
-    batches, tokens, training = config.batches, data.tokens[split], split == "train"
-    size, shuffle, seed = batches.batch_size, batches.shuffle and training, config.train.seed
-    if batches.kind == "chunks":
-        return ChunkBatches(tokens, size, batches.length, shuffle=shuffle, drop_last=False, seed=seed)
-    reset = batches.reset_at_eos if training else batches.eval_reset_at_eos
-    if not training:
-        size = max(1, min(size, len(tokens) // (1 if reset else FEWEST_TOKENS)))
+def make_batches(config: TrainingConfig, data: Prepared, split: str) -> Batches:
+    """Return the batches of a split: training is shuffled if configured, evaluation reads in order."""
+    if split != "train":
+        return evaluation_batches(config.batches, data.tokens[split], data.tokenizer.eos_id)
+    batches, tokens, seed = config.batches, data.tokens[split], config.train.seed
+    if isinstance(batches, ChunkConfig):
+        return ChunkBatches(tokens, batches.batch_size, batches.length, shuffle=batches.shuffle, seed=seed)
     return StreamBatches(
-        tokens, size, batches.length, shuffle=shuffle, reset_at_eos=reset, eos_id=data.tokenizer.eos_id, seed=seed,
-        whole=reset and not training,
-    )  # fmt: skip
+        tokens,
+        batches.batch_size,
+        batches.length,
+        shuffle=batches.shuffle,
+        reset_at_eos=batches.reset_at_eos,
+        eos_id=data.tokenizer.eos_id,
+        seed=seed,
+    )
 
 
-def make_clusters(config: ModelConfig, tokenizer: Tokenizer, train: TokenFile, progress: Progress) -> list[int]:
-    """The block of each word: from a `paths` file, or by clustering the training text."""
+def evaluation_batches(config: BatchesConfig, tokens: TokenFile, eos_id: int) -> Batches:
+    """Return the batches in which a text is evaluated.
+
+    The result should not depend on the number of streams: they are cut between examples or, where the carry runs
+    through these, are few in a short text.
+    """
+    if isinstance(config, ChunkConfig):
+        return ChunkBatches(tokens, config.batch_size, config.length, shuffle=False, seed=0)
+    reset = config.eval_reset_at_eos
+    size = max(1, min(config.batch_size, len(tokens) // (1 if reset else MIN_STREAM_TOKENS)))
+    return StreamBatches(
+        tokens, size, config.length, shuffle=False, reset_at_eos=reset, eos_id=eos_id, seed=0, whole=reset
+    )
+
+
+def trained_batches(training: Mapping[str, Any]) -> BatchesConfig:
+    """Return the batches section of the configuration that a saved model was trained with, of any version."""
+    values = training.get("batches", {})
+    if values.get("kind") == "chunks":
+        return ChunkConfig.model_validate({k: v for k, v in values.items() if k in ChunkConfig.model_fields})
+    # A model without a configuration continues through <eos>, as `LanguageModel.restarts` has it.
+    values = {"reset_at_eos": False, "eval_reset_at_eos": False, **values}
+    return StreamConfig.model_validate({k: v for k, v in values.items() if k in StreamConfig.model_fields})
+
+
+def make_blocks(config: BlockedConfig, tokenizer: Tokenizer, train: TokenFile, progress: Progress) -> list[int]:
+    """Return the block of each word: from a `paths` file, or by clustering the training text."""
     if config.clusters is not None:
         words = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
         clustering = read_paths(config.clusters, words)
@@ -151,47 +194,21 @@ def make_clusters(config: ModelConfig, tokenizer: Tokenizer, train: TokenFile, p
 
 
 def cluster_words(train: TokenFile, clusters: int, exchange_passes: int = 0) -> BrownClustering:
-    """Brown clusters of a token file's words."""
+    """Return Brown clusters of a token file's words."""
     return brown_clusters(
-        np.asarray(train.tokens, dtype=np.int64), train.vocab_size, clusters, documents=train.documents[:-1],
+        np.asarray(train.tokens, dtype=np.int64),
+        train.vocab_size,
+        clusters,
+        documents=train.documents[:-1],
         exchange_passes=exchange_passes,
     )
 
 
-def make_parameterization(config: ModelConfig, data: Prepared, seed: int) -> Parameterization:
-    """New parameters, drawn on the CPU, alike on every device."""
-    words, generator = data.tokenizer.vocab_size, torch.Generator().manual_seed(seed)
-    if config.structure == "uniform":
-        return UniformNeural(
-            UniformSubsets.sample(words, config.states, config.states_per_word, seed=seed), hidden=config.hidden,
-            form=config.form, dropout=config.dropout, network_dropout=config.network_dropout, generator=generator,
-        )  # fmt: skip
-    if config.parameterization == "scalar" and data.clusters is None:
-        return Scalar(config.states, words, config.scale, generator)
-    clusters = torch.tensor([0] * words if data.clusters is None else data.clusters)
-    blocks = Blocks.from_clusters(clusters, config.states, vocab_size=words)
-    if config.parameterization in ("linear", "mlp", "transformer"):
-        dense = make_dense(
-            config.parameterization, config.states, words, hidden=config.hidden, capacity=config.capacity,
-            layers=config.layers, heads=config.heads, skip=config.skip, relu=config.relu, norm=config.norm,
-            split=config.split, mono=config.mono, start=config.factor_start, transition=config.factor_transition,
-            emission=config.factor_emission, initial=config.init, scale=config.scale, generator=generator,
-        )  # fmt: skip
-        return dense if data.clusters is None else BlockedFactored(blocks, dense, config.dropout)
-    if config.parameterization == "scalar":
-        return BlockedScalar(blocks, config.dropout, config.scale, generator)
-    return BlockedNeural(
-        blocks, hidden=config.hidden, form=config.form, dropout=config.dropout, factored=config.factored,
-        network_dropout=config.network_dropout, generator=generator,
-    )  # fmt: skip
-
-
 def make_tokenizer(config: TokenizerConfig, lines: Iterable[str]) -> Tokenizer:
-    """The tokenizer a configuration asks for; `lines` are those of the training text."""
-    if config.kind == "file":
-        assert config.file is not None  # the configuration was validated
+    """Return the configured tokenizer; `lines` are those of the training text."""
+    if isinstance(config, FileTokenizerConfig):
         return load_tokenizer(config.file)
-    if config.kind == "bpe":
+    if isinstance(config, BpeTokenizerConfig):
         return HuggingFaceTokenizer.train(lines, config.vocab_size)
     return WordTokenizer.train(
         lines, config.vocab_size, config.min_count, split=config.split, lowercase=config.lowercase

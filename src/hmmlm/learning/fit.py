@@ -1,0 +1,298 @@
+"""The training loop: one for every learner and every phase.
+
+A step never waits for the device: log-likelihoods are written into a buffer there and read every `log_every` steps.
+Everything between steps (reading the loss, validation, checkpoints) depends on the step number alone, so that a run
+that was killed and resumed does what the uninterrupted run would have done: bit for bit on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hmmlm.config.training import TrainingConfig
+from hmmlm.data.batches import Batch, Batches
+from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.device import device_name
+from hmmlm.errors import InputError
+from hmmlm.learning.evaluate import Evaluation
+from hmmlm.learning.learners import Learner
+from hmmlm.learning.schedules import Plateau, rate_factor
+from hmmlm.runs.checkpoint import STATE, TrainingPosition, load_tensors, read_state, save_folder, write_state
+from hmmlm.runs.clock import Clock
+from hmmlm.runs.history import History
+from hmmlm.runs.interrupt import Stopped, StopRequest
+from hmmlm.runs.progress import Progress, perplexity_text
+
+
+class TrainingError(InputError):
+    """Training cannot continue with these settings; the last good checkpoint is kept."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of training with its own batches: P(O, S) of labelled batches, or P(O)."""
+
+    name: str
+    """joint or marginal; the history marks joint losses."""
+    end: int
+    """Tokens of the run at which the phase ends."""
+    batches: Batches
+    enter: Callable[[], None] = lambda: None
+    """Called when the phase starts or is resumed."""
+
+
+def total_tokens(config: TrainingConfig, tokens_per_epoch: int) -> int:
+    """Return the number of training tokens of a run."""
+    train = config.train
+    limits = [train.epochs * tokens_per_epoch if train.epochs else None, train.max_tokens]
+    return min(limit for limit in limits if limit is not None)
+
+
+class Fit:
+    """Trains a learner in the folder `out` of a run; `load` continues from `out/last`."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        out: Path,
+        learner: Learner[Any],
+        tokenizer: Tokenizer,
+        train: Batches,
+        valid: Batches,
+        progress: Progress,
+    ) -> None:
+        self.config, self.out, self.learner, self.tokenizer, self.progress = config, out, learner, tokenizer, progress
+        self.train, self.valid = train, valid
+        self.total_tokens = total_tokens(config, train.tokens_per_epoch)
+        self.plateau = Plateau(config.schedule)
+        self.position, self.saved = TrainingPosition(), TrainingPosition(step=-1)
+        self.rate = learner.peak_rate
+        self.carry: Any = None
+        # Log-likelihoods of the steps since the loss was last logged, and their tokens.
+        self.window = torch.zeros(config.train.log_every, dtype=torch.float64, device=learner.device)
+        self.window_tokens: list[int] = []
+        self.sequences, self.skipped = 0, 0  # trained on since the loss was last read; dropped until then
+
+    # --- the loop ---
+
+    def run(self, plan: Callable[[], Sequence[Phase]], request: StopRequest) -> bool:
+        """Train to the end of the phases (True), or until asked to stop (False); either way everything is saved.
+
+        `plan` returns the phases, after whatever has to be computed before them.
+        """
+        with History(self.out, self.saved.step, self.config.train.tensorboard) as self.history:
+            if self.saved.step < 0:
+                parameters = sum(p.numel() for p in self.learner.parameters().values())
+                self.history.write("start", 0, device=device_name(self.learner.device), parameters=parameters)
+            try:
+                phases = plan()
+                with self.progress.phase("train", self.total_tokens, done=self.position.tokens) as self.display:
+                    self.clock = Clock(self.position.seconds)
+                    for phase in phases:
+                        self.run_phase(phase, request)
+            except Stopped:
+                self.save()
+                return False
+            self.export("final")
+        return True
+
+    def run_phase(self, phase: Phase, request: StopRequest) -> None:
+        """Train until the end of a phase, unless the run is already beyond it."""
+        if self.position.tokens >= phase.end:
+            return
+        phase.enter()
+        self.between_steps(phase, request)
+        while self.position.tokens < phase.end:
+            for batch in phase.batches.epoch(self.position.epoch, self.position.index):
+                self.step(batch)
+                self.between_steps(phase, request)
+                if self.position.tokens >= phase.end:
+                    break
+
+    def step(self, batch: Batch) -> None:
+        """Train on one batch."""
+        position, tokens = self.position, batch.num_tokens()
+        factor = rate_factor(self.config.schedule, position.tokens + tokens, self.total_tokens) * self.plateau.factor
+        self.rate = self.learner.peak_rate * factor
+        result = self.learner.step(batch, self.carry, self.rate)
+        self.carry = result.carry
+        self.window[len(self.window_tokens)] = result.log_likelihood
+        self.window_tokens.append(tokens)
+        self.sequences += len(batch.tokens)
+        position.step, position.index, position.tokens = position.step + 1, position.index + 1, position.tokens + tokens
+        self.display.advance(tokens)
+
+    def between_steps(self, phase: Phase, request: StopRequest) -> None:
+        """Do whatever is due at this step, in an order that a resumed run repeats."""
+        train, position = self.config.train, self.position
+        position.seconds = self.clock.seconds
+        # Losses of two phases are not averaged.
+        if len(self.window_tokens) == train.log_every or (self.window_tokens and position.tokens >= phase.end):
+            self.log(phase)
+        with self.clock.paused():
+            if self.check_is_due():
+                self.check(request)
+            if position.index == self.train.steps_per_epoch:
+                position.epoch, position.index, self.carry = position.epoch + 1, 0, None
+            if position.step % train.checkpoint_every == 0 or position.checked == position.step:
+                self.save()
+        request.raise_if_asked()
+
+    def check_is_due(self) -> bool:
+        """Checks are evenly spaced in an epoch, the last at its end; and there is one at the end of the run."""
+        position, steps, checks = self.position, self.train.steps_per_epoch, self.config.train.checks_per_epoch
+        done = position.tokens >= self.total_tokens
+        # A check is due after batch ⌈steps·(i + 1)/checks⌉ for some i.
+        at_check = position.index > 0 and (position.index * checks) // steps > ((position.index - 1) * checks) // steps
+        return position.checked != position.step and (at_check or done)
+
+    def log(self, phase: Phase) -> None:
+        """Record the mean loss of the steps since the last record."""
+        tokens = sum(self.window_tokens)
+        loss = -sum(self.read_window()) / tokens
+        self.window_tokens.clear()
+        self.history.write(
+            "train",
+            self.position.step,
+            epoch=self.position.epoch,
+            tokens=self.position.tokens,
+            loss=loss,
+            rate=self.rate,
+            seconds=round(self.position.seconds, 3),
+            tokens_per_second=round(self.clock.speed(tokens)),
+            **({"objective": "joint"} if phase.name == "joint" else {}),
+        )
+        self.display.advance(0, loss=f"{loss:.3f}")
+
+    def read_window(self) -> list[float]:
+        """Return the log-likelihoods of the last steps; waits for the device. One that is not finite ends the run.
+
+        So does what a CUDA graph hides, where a dropped sequence counts as 0: NaN parameters, and most sequences
+        dropped.
+        """
+        values: list[float] = self.window[: len(self.window_tokens)].tolist()
+        for step, value in enumerate(values, self.position.step - len(values) + 1):
+            if not math.isfinite(value):
+                raise self.failure(f"the training loss is {-value} at step {step}")
+        parameters = (p for p in self.learner.parameters().values() if p.is_floating_point())
+        if bool(torch.stack([p.isnan().any() for p in parameters]).any()):
+            raise self.failure(f"parameters are NaN after step {self.position.step}")
+        skipped, sequences = self.learner.skipped(), self.sequences
+        lost, self.skipped, self.sequences = skipped - self.skipped, skipped, 0
+        if 2 * lost > sequences:
+            what = f"the probability of {lost} of the last {sequences} sequences underflowed"
+            raise self.failure(f"{what} before step {self.position.step}")
+        return values
+
+    def check(self, request: StopRequest) -> None:
+        """Validate: history, plateau, and the best model."""
+        self.read_window()
+        with self.progress.phase("valid", self.valid.tokens_per_epoch) as phase:
+
+            def on_batch(tokens: int) -> None:
+                phase.advance(tokens)
+                request.raise_if_asked()
+
+            result = self.learner.evaluate(self.valid.epoch(0), on_batch)
+        if math.isnan(result.loss):
+            raise self.failure(f"the validation loss is NaN after step {self.position.step}")
+        best = result.loss < self.plateau.best or not self.position.checked
+        self.plateau.check(result.loss)
+        self.position.checked = self.position.step
+        self.report(result, best)
+        if best:
+            self.export("best")
+
+    def report(self, result: Evaluation, best: bool) -> None:
+        """Record a validation check: history, progress, and a line that remains."""
+        position = self.position
+        self.history.write(
+            "valid",
+            position.step,
+            epoch=position.epoch,
+            tokens=position.tokens,
+            loss=result.loss,
+            perplexity=result.perplexity,
+            best=best,
+            seconds=round(position.seconds, 3),
+            skipped=self.learner.skipped(),
+        )
+        epochs = position.epoch + position.index / self.train.steps_per_epoch
+        self.display.advance(0, valid=perplexity_text(result.perplexity))
+        self.progress.note(
+            f"epoch {epochs:.2f}, step {position.step:,}: valid perplexity {perplexity_text(result.perplexity, 2)}"
+            + (" (best so far)" if best else "")
+        )
+
+    def failure(self, what: str) -> TrainingError:
+        return TrainingError(
+            f"{what} (epoch {self.position.epoch}): {self.learner.optimizer.advice(self.rate)}; "
+            f"the last good checkpoint, {self.out / 'last'}, is of step {self.saved.step}"
+        )
+
+    # --- checkpoints ---
+
+    def export(self, link: str) -> None:
+        """Write the model for use to `out/link`."""
+        save_folder(self.out, link, f"{link}-{self.position.step:08}", self.learner.export)
+
+    def save(self) -> None:
+        """Write a checkpoint to `out/last`, unless it is there already."""
+        if self.saved == self.position:
+            return
+        self.read_window()
+        moments, values = self.learner.optimizer.state()
+        tensors = {f"parameters.{name}": t for name, t in self.learner.parameters().items()}
+        tensors |= {f"optimizer.{name}": t for name, t in moments.items()}
+        tensors |= {f"carry.{name}": t for name, t in self.learner.carry_tensors(self.carry).items()}
+        tensors |= {"window": self.window, "rng.cpu": torch.get_rng_state()}
+        if self.learner.device.type == "cuda":
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(self.learner.device)
+        state = {
+            "config": self.config.dump(),
+            "vocabulary": {"size": self.tokenizer.vocab_size, "fingerprint": self.tokenizer.fingerprint()},
+            "position": asdict(self.position),
+            "plateau": self.plateau.state(),
+            "optimizer": values,
+            "window_tokens": self.window_tokens,
+        }
+        self.history.sync()
+        name = f"step-{self.position.step:08}"
+        save_folder(self.out, "last", name, lambda folder: write_state(folder, tensors, state))
+        self.saved = replace(self.position)
+
+    def load(self) -> None:
+        """Continue from `out/last`."""
+        folder, learner = self.out / "last", self.learner
+        tensors, state = read_state(folder)
+        try:
+            trained, own = state["vocabulary"], self.tokenizer
+            if (trained["size"], trained["fingerprint"]) != (own.vocab_size, own.fingerprint()):
+                raise InputError(
+                    f"{folder} was trained with a vocabulary of {trained['size']} tokens ({trained['fingerprint']}), "
+                    f"the tokenizer has {own.vocab_size} ({own.fingerprint()}): put the run's own tokenizer back"
+                )
+            self.position = TrainingPosition(**state["position"])
+            self.plateau.load(state["plateau"])
+            if any(name.startswith("optimizer.") for name in tensors):  # else saved before the first step
+                learner.optimizer.load(folder, tensors, state["optimizer"])
+            self.window_tokens = [int(n) for n in state["window_tokens"]]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{folder / STATE} is damaged or of another program: {error!r}") from None
+        load_tensors(folder, tensors, "parameters.", learner.parameters())
+        load_tensors(folder, tensors, "", {"window": self.window})
+        self.carry = learner.load_carry(
+            {name.removeprefix("carry."): t for name, t in tensors.items() if name.startswith("carry.")}
+        )
+        if self.position.index and self.config.batches.kind == "stream" and self.carry is None:
+            raise InputError(f"{folder} has no carry: it belongs to another model or program")
+        torch.set_rng_state(tensors["rng.cpu"])
+        if "rng.cuda" in tensors and learner.device.type == "cuda":
+            torch.cuda.set_rng_state(tensors["rng.cuda"], learner.device)
+        self.saved = replace(self.position)

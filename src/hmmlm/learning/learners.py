@@ -1,0 +1,260 @@
+"""Learners: what one training loop can train, each with its step, its evaluation and its state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+
+from hmmlm.config.sections import AdamWConfig, BaumWelchConfig
+from hmmlm.data.batches import Batch
+from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.hmm import HMM, Carry, HiddenMarkovModel, Scan
+from hmmlm.learning.adamw import AdamW
+from hmmlm.learning.baum_welch import RunningCounts, maximize
+from hmmlm.learning.evaluate import Evaluation, carried, evaluate, perplexity
+from hmmlm.learning.graph import GraphedStep
+from hmmlm.models.base import Model
+from hmmlm.text.lm import LanguageModel
+
+AnyCarry = TypeVar("AnyCarry")
+Hidden = tuple[Tensor, ...]
+"""What a recurrent network carries from one window to the next, a row per sequence."""
+
+
+class StepResult(NamedTuple):
+    """Result of a step, of the parameters before the update; on the device."""
+
+    log_likelihood: Tensor  # [] float64, of P(O), or of P(O, S) for a batch with labels
+    carry: Any
+    hmm: HMM | None = None  # of the E step of Baum-Welch
+
+
+class Optimizer(Protocol):
+    """What a checkpoint stores of an optimizer."""
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors and JSON values."""
+
+    def load(self, folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Restore what `state` returned, from the checkpoint in `folder`; names of tensors start with "optimizer."."""
+
+    def advice(self, rate: float) -> str:
+        """Return what to change if training diverges at this rate."""
+
+
+class Learner(Protocol[AnyCarry]):
+    """Trains on one batch at a time, without reading a value back from the device."""
+
+    device: torch.device
+    peak_rate: float
+    """The rate (or α of Baum-Welch) that the schedule multiplies."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Whatever a checkpoint has to store besides parameters and carry."""
+
+    def step(self, batch: Batch, carry: AnyCarry | None, rate: float) -> StepResult:
+        """Learn from a batch, which is still on the CPU; one with labels is learned from P(O, S)."""
+
+    def evaluate(self, batches: Iterable[Batch], on_batch: Callable[[int], None]) -> Evaluation:
+        """Score batches with the present parameters."""
+
+    def export(self, folder: Path) -> None:
+        """Write the model for use into a folder."""
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the parameters by name, as a checkpoint stores them; loading copies into these tensors."""
+
+    def carry_tensors(self, carry: AnyCarry | None) -> dict[str, Tensor]:
+        """Return a carry by name, as a checkpoint stores it."""
+
+    def load_carry(self, tensors: Mapping[str, Tensor]) -> AnyCarry | None:
+        """Restore a carry; None if there are no tensors."""
+
+    def reset_graph(self) -> None:
+        """Discard the recorded step: which parameters are trained has changed."""
+
+    def skipped(self) -> int:
+        """Return how many sequences were dropped so far because their mass underflowed inside a CUDA graph."""
+
+
+class HmmLearner(ABC):
+    """A hidden Markov model; subclasses add the optimizer."""
+
+    optimizer: Optimizer
+
+    def __init__(
+        self, fabric: Fabric, model: Model, tokenizer: Tokenizer, config: dict[str, Any], peak_rate: float
+    ) -> None:
+        self.fabric, self.device, self.peak_rate = fabric, fabric.device, peak_rate
+        self.model, self.tokenizer, self.config = model.to(fabric.device), tokenizer, config
+        self.reset_graph()
+
+    @abstractmethod
+    def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult: ...
+
+    @abstractmethod
+    def learn(self, batch: Batch, carry: Carry | None) -> StepResult:
+        """Do everything a step does on the device; this is what a CUDA graph records."""
+
+    @property
+    def graphable(self) -> bool:
+        """Whether a step can be recorded as a CUDA graph."""
+        return self.device.type == "cuda" and all(getattr(m, "graphable", True) for m in self.model.modules())
+
+    def reset_graph(self) -> None:
+        self.graphed = GraphedStep(self.learn, self.device) if self.graphable else None
+
+    def run(self, batch: Batch, carry: Carry | None) -> StepResult:
+        """Run `learn`, replayed from a CUDA graph if the batch fits it."""
+        carry = carried(batch, carry)
+        result = None if self.graphed is None else self.graphed(batch, carry)
+        return self.learn(batch.to(self.device), carry) if result is None else result
+
+    @torch.no_grad()
+    def hmm(self) -> HiddenMarkovModel:
+        """Return the HMM of the present parameters, detached, without anything that is for training only."""
+        self.model.eval()
+        with self.fabric.autocast():
+            hmm: HiddenMarkovModel = self.model()
+        self.model.train()
+        return hmm
+
+    def evaluate(self, batches: Iterable[Batch], on_batch: Callable[[int], None]) -> Evaluation:
+        return evaluate(self.hmm(), batches, on_batch)
+
+    def export(self, folder: Path) -> None:
+        LanguageModel(self.hmm(), self.tokenizer, self.config).save(folder)
+
+    def parameters(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
+    def carry_tensors(self, carry: Carry | None) -> dict[str, Tensor]:
+        return {} if carry is None else carry.tensors()
+
+    def load_carry(self, tensors: Mapping[str, Tensor]) -> Carry | None:
+        return Carry(**{name: value.to(self.device) for name, value in tensors.items()}) if tensors else None
+
+    def skipped(self) -> int:
+        return int(self.model.skipped)
+
+
+class AdamWLearner(HmmLearner):
+    """A hidden Markov model trained by gradients."""
+
+    def __init__(
+        self, fabric: Fabric, model: Model, tokenizer: Tokenizer, config: dict[str, Any], optimizer: AdamWConfig
+    ) -> None:
+        super().__init__(fabric, model, tokenizer, config, optimizer.rate)
+        self.optimizer: AdamW = AdamW(self.model, optimizer, self.device, decay_all=True)
+
+    def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult:
+        self.optimizer.set_rate(rate)
+        return self.run(batch, carry)
+
+    def learn(self, batch: Batch, carry: Carry | None) -> StepResult:
+        with self.fabric.autocast():
+            if batch.labels is not None:  # the whole model: states are not dropped
+                result = self.model().joint_scan(batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
+            else:
+                result = self.model.scan(batch.tokens, batch.lengths, carry, batch.restart)
+        self.optimizer.update(result.log_likelihood, batch)
+        return StepResult(result.log_likelihood.detach().sum(dtype=torch.float64), result.carry)
+
+
+class BaumWelchLearner(HmmLearner):
+    """A hidden Markov model trained by expectation maximization: expected counts, then one M step."""
+
+    def __init__(
+        self, fabric: Fabric, model: Model, tokenizer: Tokenizer, config: dict[str, Any], optimizer: BaumWelchConfig
+    ) -> None:
+        super().__init__(fabric, model, tokenizer, config, optimizer.step)
+        self.settings = optimizer
+        self.optimizer: RunningCounts = RunningCounts(model.states, model.vocab_size, optimizer.momentum, self.device)
+
+    def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult:
+        result = self.run(batch, carry)
+        if batch.last or not self.settings.full_batch:
+            assert result.hmm is not None
+            with torch.no_grad():
+                counts = self.optimizer.take()
+                self.model.assign(maximize(counts, result.hmm, self.settings.pseudocount, rate))
+        return result
+
+    def learn(self, batch: Batch, carry: Carry | None) -> StepResult:
+        """Add the expected counts of a batch: the gradient with respect to its log-probabilities."""
+        with torch.no_grad():
+            hmm = self.model().dense()
+        leaves = [p.requires_grad_() for p in hmm.parameters]
+        with self.fabric.autocast():
+            scan: Scan = (
+                hmm.scan(batch.tokens, batch.lengths, carry, batch.restart)
+                if batch.labels is None
+                else hmm.joint_scan(batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
+            )
+        scan = self.model.drop_underflowed(scan)
+        counts = torch.autograd.grad(scan.log_likelihood.sum(), leaves)
+        with torch.no_grad():
+            self.optimizer.add(*counts)
+        return StepResult(scan.log_likelihood.detach().sum(dtype=torch.float64), scan.carry, hmm)
+
+
+AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
+
+
+class NetworkLearner(Generic[AnyNetwork]):
+    """A neural language model trained by gradients: a teacher or a baseline."""
+
+    def __init__(self, fabric: Fabric, network: AnyNetwork, tokenizer: Tokenizer, optimizer: AdamWConfig) -> None:
+        self.fabric, self.device, self.peak_rate = fabric, fabric.device, optimizer.rate
+        self.network, self.tokenizer = network.to(fabric.device), tokenizer
+        self.optimizer = AdamW(self.network, optimizer, self.device, decay_all=False)
+
+    def _score(self, batch: Batch, hidden: Hidden | None) -> tuple[Tensor, Hidden | None]:
+        with self.fabric.autocast():
+            return self.network.score(batch.tokens, hidden if batch.carry else None)  # type: ignore[operator, no-any-return]
+
+    def step(self, batch: Batch, carry: Hidden | None, rate: float) -> StepResult:
+        self.optimizer.set_rate(rate)
+        batch = batch.to(self.device)
+        scores, hidden = self._score(batch, carry)
+        self.optimizer.update(scores, batch)
+        return StepResult(scores.detach().sum(dtype=torch.float64), hidden)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch], on_batch: Callable[[int], None]) -> Evaluation:
+        total, tokens, hidden = 0.0, 0, None
+        self.network.eval()
+        try:
+            for given in batches:
+                scores, hidden = self._score(given.to(self.device), hidden)
+                total += float(scores.sum(dtype=torch.float64))
+                tokens += given.num_tokens()
+                on_batch(given.num_tokens())
+        finally:
+            self.network.train()
+        return Evaluation(perplexity(total, tokens), tokens, total)
+
+    def export(self, folder: Path) -> None:
+        self.network.save(folder, self.tokenizer)  # type: ignore[operator]
+
+    def parameters(self) -> dict[str, Tensor]:
+        return self.network.state_dict()
+
+    def carry_tensors(self, carry: Hidden | None) -> dict[str, Tensor]:
+        return {str(i): part for i, part in enumerate(carry or ())}
+
+    def load_carry(self, tensors: Mapping[str, Tensor]) -> Hidden | None:
+        return tuple(tensors[str(i)].to(self.device) for i in range(len(tensors))) or None
+
+    def reset_graph(self) -> None:
+        """Steps of networks are not recorded."""
+
+    def skipped(self) -> int:
+        return 0

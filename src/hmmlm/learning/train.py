@@ -1,0 +1,261 @@
+"""Training from a configuration, or resuming a run: hidden Markov models, teachers and baselines.
+
+A run is a folder: config.json, tokenizer/, data/ (token files), history.jsonl, tensorboard/, with blocks blocks.json,
+with a teacher clusters.safetensors, and links into checkpoints/: last (to resume from), best (by validation) and final
+(models for use).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning_fabric import Fabric
+
+from hmmlm.config.initialization import LabelConfig, LvdConfig
+from hmmlm.config.networks import BaselineConfig, TeacherConfig
+from hmmlm.config.run import RunConfig
+from hmmlm.config.sections import BaumWelchConfig
+from hmmlm.config.training import AnyConfig, TrainingConfig
+from hmmlm.data.files import write_bytes
+from hmmlm.device import pick_device
+from hmmlm.distillation.labels import LabelledBatches
+from hmmlm.errors import InputError
+from hmmlm.learning.evaluate import perplexity
+from hmmlm.learning.fit import Fit, Phase, TrainingError
+from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner, HmmLearner, Learner, NetworkLearner
+from hmmlm.learning.prepare import (
+    Prepared,
+    check_data,
+    find_data,
+    make_batches,
+    prepare,
+    reopen,
+    with_actual_tokenizer,
+)
+from hmmlm.learning.warm_start import WarmStart, check_start, freeze_embeddings, joint_tokens, open_label_teacher
+from hmmlm.models.base import ModelConfig
+from hmmlm.runs.folders import (
+    CONFIG,
+    new_run,
+    refuse_changes,
+    refuse_shorter,
+    refuse_used,
+    saved_config,
+)
+from hmmlm.runs.interrupt import StopRequest, stop_on_signals
+from hmmlm.runs.progress import Progress
+from hmmlm.teachers.teacher import Teacher
+
+__all__ = ["TrainResult", "TrainingError", "train", "train_baseline", "train_teacher"]
+
+PERPLEXITY = "perplexity.json"
+"""Valid and test perplexity of a finished baseline."""
+
+Plan = Callable[[Fit, StopRequest], Sequence[Phase]]
+"""Returns the phases of a run, after whatever has to be computed before them."""
+
+
+class TrainResult(NamedTuple):
+    """How a run ended."""
+
+    out: Path
+    finished: bool
+    """False if the user interrupted it."""
+    epochs: float
+    steps: int
+    tokens: int
+    seconds: float
+    best_perplexity: float
+    """On the validation text, of the model in out/best; infinite before the first check."""
+
+
+@contextmanager
+def flush_denormals() -> Iterator[None]:
+    """Treat numbers below 1e-38 as zeros: CPUs take a hundred times as long for them, and nothing depends on them.
+
+    Threads inherit this from the one that starts them: torch's threads, which stay, if nothing was computed before.
+    """
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@flush_denormals()
+def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress | None = None) -> TrainResult:
+    """Train a hidden Markov model in the folder `out`; with `resume`, continue from its last checkpoint.
+
+    Ctrl-C or SIGTERM saves and returns a result that is not `finished`; a second one ends the process at once.
+    """
+    opened: list[Teacher] = []
+
+    def check(config: RunConfig) -> None:
+        config.model.check_files()
+        clusters = config.initialization.clusters if isinstance(config.initialization, LabelConfig) else None
+        if clusters is not None and not clusters.is_file():
+            raise InputError(f"initialization.clusters: no file {clusters}; runs with a teacher write one")
+        teacher = open_label_teacher(config)
+        opened.extend([] if teacher is None else [teacher])
+
+    def make(fabric: Fabric, data: Prepared) -> HmmLearner:
+        seed = config.train.seed
+        torch.manual_seed(seed)
+        model = config.model.build(data.tokenizer, data.block_of_word, seed, fabric.device)
+        if isinstance(config.initialization, LabelConfig) and opened:  # of a new run
+            check_start(config.initialization, model, len(data.tokens["train"]), opened[0])
+        if isinstance(config.optimizer, BaumWelchConfig):
+            return BaumWelchLearner(fabric, model, data.tokenizer, config.dump(), config.optimizer)
+        return AdamWLearner(fabric, model, data.tokenizer, config.dump(), config.optimizer)
+
+    def plan(fit: Fit, request: StopRequest) -> Sequence[Phase]:
+        assert isinstance(fit.learner, HmmLearner)
+        return _plan_phases(config, fit, fit.learner, opened, request)
+
+    config = with_actual_tokenizer(config, saved_config(RunConfig, out) if resume else None)
+    return _train(config, Path(out), resume, progress or Progress(), check, make, plan, config.model)
+
+
+def train_teacher(
+    config: TeacherConfig, out: Path, resume: bool = False, progress: Progress | None = None
+) -> TrainResult:
+    """Train a teacher in the folder `out`, which `open_teacher` then accepts; see `train`."""
+    return _train_network(config, Path(out), resume, progress or Progress())
+
+
+def train_baseline(
+    config: BaselineConfig, out: Path, resume: bool = False, progress: Progress | None = None
+) -> TrainResult:
+    """Train a neural baseline in the folder `out`; see `train`.
+
+    At the end the best model by validation is scored once, on valid and test, into perplexity.json.
+    """
+    out, progress = Path(out), progress or Progress()
+    result = _train_network(config, out, resume, progress)
+    if result.finished:
+        scores = {split: score_baseline(out, split) for split in ("valid", "test")}
+        write_bytes(out / PERPLEXITY, (json.dumps(scores, indent=1) + "\n").encode())
+    return result
+
+
+def score_baseline(run: Path, split: str) -> float:
+    """Return the perplexity of a run's best model: every token counts, each predicted from what precedes it."""
+    from hmmlm.baselines.neural import load_baseline
+
+    config = saved_config(BaselineConfig, run)
+    data = reopen(run)
+    network, tokenizer = load_baseline(run / "best")
+    learner = NetworkLearner(make_fabric(config), network, tokenizer, config.optimizer)
+    return learner.evaluate(make_batches(config, data, split).epoch(0), lambda tokens: None).perplexity
+
+
+def _train_network(config: TeacherConfig | BaselineConfig, out: Path, resume: bool, progress: Progress) -> TrainResult:
+    def make(fabric: Fabric, data: Prepared) -> NetworkLearner[Any]:
+        torch.manual_seed(config.train.seed)
+        generator = torch.Generator().manual_seed(config.train.seed)
+        network = config.model.build(data.tokenizer, config.batches.length, generator)
+        return NetworkLearner(fabric, network, data.tokenizer, config.optimizer)
+
+    def plan(fit: Fit, request: StopRequest) -> Sequence[Phase]:
+        return [Phase("marginal", fit.total_tokens, fit.train)]
+
+    config = with_actual_tokenizer(config, saved_config(type(config), out) if resume else None)
+    return _train(config, out, resume, progress, lambda config: None, make, plan, None)
+
+
+def _train(
+    config: AnyConfig,
+    out: Path,
+    resume: bool,
+    progress: Progress,
+    check: Callable[[AnyConfig], None],
+    make: Callable[[Fabric, Prepared], Learner[Any]],
+    plan: Plan,
+    model: ModelConfig | None,
+) -> TrainResult:
+    """Run training: `check` raises errors before anything is written, `make` creates the learner."""
+    if resume:
+        refuse_changes(saved_config(type(config), out), config, out)
+    else:
+        refuse_used(out)
+    settings = (json.dumps(config.dump(), indent=1) + "\n").encode()
+
+    def make_fit(data: Prepared) -> Fit:
+        learner = make(make_fabric(config), data)
+        training, validation = (make_batches(config, data, split) for split in ("train", "valid"))
+        return Fit(config, out, learner, data.tokenizer, training, validation, progress)
+
+    if (out / "last").exists():
+        fit = make_fit(reopen(out))
+        fit.load()
+        batch = config.batches.batch_size * config.batches.length
+        refuse_shorter(out, fit.position.epoch, fit.position.tokens, fit.total_tokens, batch)
+        write_bytes(out / CONFIG, settings)
+        progress.note(f"run folder: {out}")
+    else:
+        check_data(config.data, config.tokenizer)
+        pick_device(config.train.device)
+        check(config)
+        source = find_data(config)
+        with new_run(out, settings, begun=resume):
+            progress.note(f"run folder: {out}")
+            fit = make_fit(prepare(config, source, out, progress, model))
+    try:
+        with stop_on_signals() as request:
+            finished = fit.run(lambda: plan(fit, request), request)
+    except OSError as error:
+        raise InputError(
+            f"cannot write in {out}: {error.strerror or error}; the last checkpoint, {out / 'last'}, is intact: "
+            f"make room and continue with --resume {out}"
+        ) from error
+    position = fit.position
+    epochs = position.epoch + position.index / fit.train.steps_per_epoch
+    best = perplexity(-fit.plateau.best, 1)
+    return TrainResult(out, finished, epochs, position.step, position.tokens, position.seconds, best)
+
+
+def make_fabric(config: TrainingConfig) -> Fabric:
+    """Return Fabric for the configured device and precision."""
+    device = pick_device(config.train.device)
+    return Fabric(accelerator=device.type, devices=1, precision=config.train.precision)
+
+
+def _plan_phases(
+    config: RunConfig, fit: Fit, learner: HmmLearner, opened: list[Teacher], request: StopRequest
+) -> Sequence[Phase]:
+    """Return the phases of a run: P(O, S) with labels from a teacher, if there is one, then P(O)."""
+    start, position, total = config.initialization, fit.position, fit.total_tokens
+    if not isinstance(start, LabelConfig):
+        return [Phase("marginal", total, fit.train)]
+    warm: WarmStart | None = None
+    labelled: LabelledBatches | None = None
+    if not position.initialized or position.tokens < position.joint_tokens:
+        teacher = opened.pop() if opened else None
+        warm = WarmStart(config, fit.out, fit.tokenizer, learner.model, teacher, fit.progress, request.raise_if_asked)
+        source = warm.open_labels(fresh=fit.saved.step < 0)
+        labelled = LabelledBatches(fit.train, source)
+        if not position.initialized:
+            warm.initialize(source)
+            position.initialized, position.joint_tokens = True, joint_tokens(config, total)
+            fit.save()
+    frozen_tokens = start.frozen_tokens if isinstance(start, LvdConfig) else 0
+    edges = sorted({min(edge, total) for edge in (position.joint_tokens, frozen_tokens, total)} - {0})
+
+    def enter(frozen: bool, joint: bool) -> None:
+        freeze_embeddings(learner.model, start, frozen)
+        learner.reset_graph()
+        if warm is not None and not joint:
+            warm.release_teacher()
+
+    phases = []
+    for begin, end in zip([0, *edges], edges, strict=False):
+        joint = begin < position.joint_tokens and labelled is not None
+        name, batches = ("joint", labelled) if joint else ("marginal", fit.train)
+        frozen = begin < frozen_tokens
+        phases.append(Phase(name, end, batches, lambda frozen=frozen, joint=joint: enter(frozen, joint)))  # type: ignore[misc, arg-type]
+    return phases

@@ -1,0 +1,152 @@
+"""Checkpoints that survive a kill at any moment: safetensors and JSON, no pickle.
+
+A folder cannot be replaced atomically, a symbolic link can. So `RUN/last` and `RUN/best` are relative links into
+`RUN/checkpoints/`. To save: write everything into a hidden folder there and fsync it; rename it to its final name; make
+a new link under a temporary name and rename it over the old one (the atomic step); then delete what no link points to.
+A kill before the atomic step leaves the old checkpoint, a kill after it the new one; the next save removes the
+leftovers. If the disk is full, the hidden folder is removed and the old checkpoint remains.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hmmlm.data.files import read_json
+from hmmlm.errors import InputError
+
+FORMAT = "hmmlm checkpoint"
+VERSION = 2
+TENSORS = "state.safetensors"
+STATE = "state.json"
+
+
+@dataclass
+class TrainingPosition:
+    """The progress of a run, stored in its checkpoints as JSON."""
+
+    epoch: int = 0
+    index: int = 0
+    """Batches done in this epoch."""
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    checked: int = 0
+    """Step of the last validation check; 0: none yet."""
+    initialized: bool = False
+    """Whether the initialization is done: clusters exist, and counts or embeddings are assigned."""
+    joint_tokens: int = 0
+    """Tokens at which training switches from P(O, S) to P(O); fixed when the run starts."""
+
+
+def save_folder(run: Path, link: str, name: str, write: Callable[[Path], None]) -> None:
+    """Make `run/link` point to a new folder `run/checkpoints/name` that `write` fills; all or nothing."""
+    store = run / "checkpoints"
+    final = store / name
+    while final.exists():  # this step was saved before; the target of a link is never modified
+        final = final.with_name(final.name + "+")
+    partial = store / f".{final.name}.partial"
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        write(partial)
+        for path in (*partial.rglob("*"), partial):
+            _fsync(path)
+        os.rename(partial, final)
+        _fsync(store)
+        _replace_link(run / link, final)
+        _fsync(run)
+    except (OSError, SafetensorError, InputError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        kept = f"the previous checkpoint, {run / link}, is intact" if (run / link).exists() else "there was none before"
+        raise InputError(
+            f"cannot save {final}: {reason}; {kept}: free some disk space and continue with --resume {run}"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    _remove_unlinked(store)
+
+
+def remove_folder(run: Path, link: str) -> None:
+    """Remove the link `run/link`, if it exists, and its target."""
+    (run / link).unlink(missing_ok=True)
+    if (run / "checkpoints").exists():
+        _remove_unlinked(run / "checkpoints")
+
+
+def _replace_link(link: Path, target: Path) -> None:
+    """Make `link` point to `target`, atomically."""
+    fresh = link.with_name(f".{link.name}.new")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
+    if link.is_dir() and not link.is_symlink():  # a copy of the run in which links became folders
+        os.rename(link, target.with_name(f".{link.name}.unpacked"))
+    os.replace(fresh, link)
+
+
+def _remove_unlinked(store: Path) -> None:
+    kept = {path.resolve() for path in store.parent.iterdir() if path.is_symlink()}
+    for path in store.iterdir():
+        if path.resolve() not in kept:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_state(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Write the two files of a checkpoint to resume from."""
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / TENSORS)
+    content = {"format": FORMAT, "version": VERSION, **state}
+    (folder / STATE).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read tensors (on the CPU) and scalars of a checkpoint.
+
+    Raise an InputError that names a missing or truncated file, or one of another program.
+    """
+    state = read_json(folder / STATE)
+    if state.get("format") != FORMAT:
+        raise InputError(f"{folder / STATE} is not a checkpoint of a training run: another program may have written it")
+    if state.get("version") != VERSION:
+        raise InputError(
+            f"{folder / STATE} has version {state.get('version')!r}, this hmmlm resumes version {VERSION}: "
+            "finish the run with the hmmlm that started it, or start a new run"
+        )
+    try:
+        with safe_open(folder / TENSORS, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, state  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{folder / TENSORS} is missing, truncated or not a safetensors file: {error}") from None
+
+
+def load_tensors(where: Path, given: Mapping[str, Tensor], prefix: str, into: Mapping[str, Tensor]) -> None:
+    """Copy `given[prefix + name]` into `into[name]` for every name; all must exist with the same shape and dtype."""
+    with torch.no_grad():
+        for name, tensor in into.items():
+            value = given.get(prefix + name)
+            if value is None:
+                raise InputError(f"{where / TENSORS} has no {prefix + name}: it belongs to another model or program")
+            if value.shape != tensor.shape or value.dtype != tensor.dtype:
+                raise InputError(
+                    f"{where / TENSORS}: {prefix + name} is {value.dtype} {list(value.shape)}, "
+                    f"this run needs {tensor.dtype} {list(tensor.shape)}"
+                )
+            tensor.copy_(value)

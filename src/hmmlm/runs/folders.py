@@ -1,0 +1,158 @@
+"""Folders of runs: a new one belongs to one process, and nothing that exists is overwritten."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hmmlm.config.explain import explain
+from hmmlm.config.training import AnyConfig, TrainingConfig
+from hmmlm.data.files import read_json, write_bytes, write_new
+from hmmlm.errors import InputError
+
+CONFIG = "config.json"
+BLOCKS = "blocks.json"
+"""File with the block of each word, of a model with blocks."""
+PREPARED = (CONFIG, "tokenizer", "data", BLOCKS)
+"""The files and folders of a run before training starts."""
+CHANGEABLE = frozenset(
+    {"data_folder", "train.epochs", "train.max_tokens", "train.device", "train.checkpoint_every", "train.tensorboard"}
+)
+"""Settings that may differ when a run is resumed."""
+
+
+def saved_config(kind: type[AnyConfig], out: Path) -> AnyConfig:
+    """Return the configuration of the run in `out`."""
+    path = Path(out) / CONFIG
+    if not path.exists():
+        raise InputError(f"no run to resume in {out}: {path} does not exist")
+    try:
+        return kind.model_validate(read_json(path))
+    except ValidationError as error:
+        raise InputError(
+            f"{path} does not belong to a run of `hmmlm {kind.command}` of this version ({explain(kind, error)}): "
+            "use the command and the version that started the run, or start a new run"
+        ) from None
+
+
+def refuse_changes(saved: TrainingConfig, given: TrainingConfig, out: Path) -> None:
+    """Raise an InputError that names the first setting that a resumed run may not change."""
+    before, now = flat_settings(saved.dump()), flat_settings(given.dump())
+    # Kinds first: a different kind is the reason for other differences.
+    for name, value in sorted(now.items(), key=lambda item: not item[0].endswith(".kind")):
+        if name not in CHANGEABLE and before.get(name) != value:
+            raise InputError(
+                f"{name} is {value!r}, but the run in {out} has {before.get(name)!r}: leave it as it is, or start a "
+                f"new run in another folder (may change: {', '.join(sorted(CHANGEABLE))})"
+            )
+
+
+def flat_settings(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by their dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= flat_settings(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def refuse_used(out: Path) -> None:
+    """Raise an InputError unless `out` is new or an empty folder."""
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out} is a file: give the name of a new folder")
+    if not out.is_dir():
+        return
+    if _is_run(out):
+        raise InputError(f"{out} already contains a run: continue it with --resume {out}, or choose another folder")
+    there = sorted(path.name for path in out.iterdir() if not _is_left_over(path.name))
+    if there:
+        more = ", …" if len(there) > 1 else ""
+        raise InputError(f"{out} is not empty ({there[0]}{more}): give the name of a new folder")
+
+
+def refuse_shorter(out: Path, epoch: int, tokens: int, total: int, batch: int) -> None:
+    """Raise an InputError if a resumed run is already beyond its new `total` of tokens, by more than a last `batch`."""
+    if tokens - total >= batch:
+        raise InputError(
+            f"the run in {out} already has {tokens:,} tokens (epoch {epoch}), more than the {total:,} of these "
+            "settings: leave out train.epochs and train.max_tokens, increase them, or start a run in another folder"
+        )
+
+
+def _is_run(out: Path) -> bool:
+    try:
+        return {"data", "tokenizer", "train"} <= read_json(out / CONFIG).keys()
+    except InputError:  # no configuration, or that of another program
+        return False
+
+
+def _is_left_over(name: str) -> bool:
+    """Return whether a file is a leftover of a killed process (see `hmmlm.data.files`)."""
+    return name.startswith(".") and name.endswith((".tmp", ".new"))
+
+
+@contextmanager
+def new_folder(given: Path | None, parent: str, name: str) -> Iterator[Path]:
+    """Yield the folder `given` for a new run, or create parent/name-TIME, with -2, -3, … appended if that exists.
+
+    A folder created here is removed again if it stays empty.
+    """
+    if given is not None:
+        refuse_used(given)
+        yield given
+        return
+    out = base = Path(parent) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    made = [] if base.parent.exists() else [base.parent]
+    for number in count(2):
+        try:
+            out.mkdir(parents=True)  # processes that start in the same second get different folders
+            break
+        except FileExistsError:
+            out = base.with_name(f"{base.name}-{number}")
+        except OSError as error:
+            raise InputError(f"cannot create {out}: {error.strerror or error}; give --out a folder elsewhere") from None
+    try:
+        yield out
+    finally:
+        for folder in (out, *made):
+            with suppress(OSError):
+                folder.rmdir()
+
+
+@contextmanager
+def new_run(out: Path, settings: bytes, begun: bool = False) -> Iterator[None]:
+    """Make `out`, new or empty, the folder of a run with these settings; the block prepares it.
+
+    `begun`: the run was started there before, and killed before its first checkpoint.
+    """
+    if begun:
+        write_bytes(out / CONFIG, settings)
+        yield
+        return
+    refuse_used(out)
+    made = not out.exists()
+    if not write_new(out / CONFIG, settings):
+        raise InputError(f"another run has just started in {out}: choose another folder")
+    with removed_on_failure(out, PREPARED, made):
+        yield
+
+
+@contextmanager
+def removed_on_failure(out: Path, names: Sequence[str], made: bool) -> Iterator[None]:
+    """If the block fails, remove the files `names` from `out`, and `out` itself if it was `made` for the block."""
+    try:
+        yield
+    except BaseException:
+        for path in (out / name for name in names):
+            with suppress(OSError):
+                path.unlink() if path.is_file() else shutil.rmtree(path)
+        if made:
+            with suppress(OSError):
+                out.rmdir()
+        raise

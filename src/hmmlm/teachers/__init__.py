@@ -1,0 +1,1 @@
+"""Teachers: networks whose contextual embeddings an HMM is initialized from."""
