@@ -1,0 +1,14 @@
+"""Every study, in the order in which it is published. Each file of results/ belongs to one of them."""
+
+from __future__ import annotations
+
+from papers import chiu2020, chiu2020_trials, lee2025, lee2025_initialization, lee2025_networks, other
+from papers.study import Study
+
+STUDIES: dict[str, Study] = {
+    value.name: value
+    for module in (chiu2020, chiu2020_trials, lee2025, lee2025_initialization, lee2025_networks, other)
+    for value in vars(module).values()
+    if isinstance(value, Study)
+}
+"""By name. A study defined in one of these modules is in it."""

@@ -1,0 +1,291 @@
+"""Studies of Chiu & Rush 2020, *Scaling Hidden Markov Language Models*."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from papers.study import BASELINE, CHIU, TEST, TRAIN, VALID, Bars, Cell, Claim, Lines, Study, StudyRow
+from papers.ticks import power_of_two
+
+AXIS = "validation perplexity, PTB (lower is better)"
+NO_DROPOUT = "no dropout"
+RELEASED: dict[str, Any] = {
+    "model.form": "released",
+    "optimizer.rate": 0.01,
+    "optimizer.weight_decay": 0.0,
+    "schedule.kind": "plateau",
+    "train.checks_per_epoch": 4,
+}
+"""The released networks and the paper's schedule, as in the recipe ptb-vl-hmm-released."""
+SCALAR_RECIPE = "ptb-vl-hmm-14-scalar"
+
+
+def _ptb(label: str, recipe: str, settings: Mapping[str, Any], valid: float | None = None, **labels: Any) -> StudyRow:
+    """Return a row on PTB with seed 0, and its printed validation perplexity."""
+    paper = {} if valid is None else {VALID: valid}
+    labels = {"name": f"PTB, {label}", "bar": label, "group": "PTB", "seeds": (0,), "paper": paper, **labels}
+    return StudyRow(recipe=recipe, settings=settings, **labels)
+
+
+def _without_dropout(row: StudyRow, **labels: Any) -> StudyRow:
+    """Return the row without state dropout; not in the paper, where half of the states are dropped."""
+    names = {"name": f"{row.name}, {NO_DROPOUT}", "bar": f"{row.bar}, {NO_DROPOUT}"}
+    settings = {**row.settings, "model.dropout": 0.0}
+    return replace(row, settings=settings, group=f"PTB, {NO_DROPOUT}", **{**names, **labels})
+
+
+def _baseline(data: str, kind: str, valid: float, test: float, headline: str = "") -> StudyRow:
+    """Return a neural baseline of Table 1, as printed except for the schedule: a cosine over fewer epochs."""
+    text = {"ptb": "PTB", "wikitext-2": "WikiText-2"}[data]
+    settings: dict[str, Any] = {"data": data, "tokenizer.split": "whitespace", "model.kind": kind}
+    settings |= {"train.epochs": 30, "train.precision": "bf16-mixed"}
+    if data == "wikitext-2":
+        settings["tokenizer.vocab_size"] = 33_278
+    if kind == "feedforward":
+        settings |= {"batches.batch_size": 128, "batches.length": 64}
+    name = f"{text}, {'FF 5-gram 256' if kind == 'feedforward' else 'LSTM 2x256'}"
+    paper = {VALID: valid, TEST: test}
+    return StudyRow(
+        name=name, recipe=BASELINE, settings=settings, seeds=(0,), paper=paper, group=text, headline=headline
+    )
+
+
+BASELINES = (
+    _baseline("ptb", "feedforward", 159.9, 152.0),
+    _baseline("ptb", "lstm", 93.6, 88.8, headline="LSTM, 2 × 256, PTB"),
+    _baseline("wikitext-2", "feedforward", 210.9, 195.0),
+    _baseline("wikitext-2", "lstm", 124.5, 117.5),
+)
+
+
+def _pairs(better: str, worse: str) -> dict[str, tuple[Cell, ...]]:
+    """Return the comparison of two rows of Table 1 on both data sets."""
+    return {
+        text: (Cell(f"{text}, {better}", better), Cell(f"{text}, {worse}", worse)) for text in ("PTB", "WikiText-2")
+    }
+
+
+TABLE1 = Study(
+    name="chiu2020-table1",
+    title=f"{CHIU.name}, Table 1: the very large HMM",
+    paper=CHIU,
+    rows=(
+        StudyRow(
+            name="PTB, VL-HMM 2^15",
+            recipe="ptb-vl-hmm",
+            seeds=(0, 1),
+            paper={VALID: 125.0, TEST: 116.0},
+            group="PTB",
+            headline="VL-HMM, 2^15 states, PTB",
+        ),
+        StudyRow(
+            name="WikiText-2, VL-HMM 2^15",
+            recipe="wikitext2-vl-hmm",
+            seeds=(0,),
+            paper={VALID: 166.6, TEST: 158.2},
+            group="WikiText-2",
+            headline="VL-HMM, 2^15 states, WikiText-2",
+        ),
+        *BASELINES,
+        # `hmmlm train` prints the n-grams of its text in the report.
+        StudyRow(name="PTB, KN 5-gram", paper={TEST: 141.2}, group="PTB", headline="Kneser-Ney 5-gram, PTB"),
+        StudyRow(
+            name="WikiText-2, KN 5-gram",
+            paper={VALID: 248.7, TEST: 234.3},
+            group="WikiText-2",
+            headline="Kneser-Ney 5-gram, WikiText-2",
+        ),
+    ),
+    claims=(
+        Claim(
+            "An HMM with 2^15 states reaches these perplexities.",
+            "reached",
+            {
+                "PTB": (Cell("PTB, VL-HMM 2^15", "valid", VALID), Cell("PTB, VL-HMM 2^15", "test")),
+                "WikiText-2": (
+                    Cell("WikiText-2, VL-HMM 2^15", "valid", VALID),
+                    Cell("WikiText-2, VL-HMM 2^15", "test"),
+                ),
+            },
+        ),
+        Claim("It outperforms n-gram models (test).", "ascending", _pairs("VL-HMM 2^15", "KN 5-gram")),
+        Claim("It outperforms feed-forward models (test).", "ascending", _pairs("VL-HMM 2^15", "FF 5-gram 256")),
+        Claim("LSTMs outperform it (test).", "ascending", _pairs("LSTM 2x256", "VL-HMM 2^15")),
+    ),
+)
+
+
+def _ablation(label: str, recipe: str, train: float, valid: float) -> StudyRow:
+    return _ptb(label, recipe, {}, paper={VALID: valid, TRAIN: train})
+
+
+FULL, SCALAR, UNDROPPED, FACTORED = "VL-HMM (2^14)", "- neural param", "- state dropout", "+ block emb"
+ABLATIONS = (
+    _ablation(FULL, "ptb-vl-hmm-14", 115, 134),
+    _ablation(SCALAR, SCALAR_RECIPE, 119, 169),
+    _ablation(UNDROPPED, "ptb-vl-hmm-14-no-dropout", 88, 157),
+    _ablation(FACTORED, "ptb-vl-hmm-14-factored", 122, 136),
+)
+
+
+def _released(row: StudyRow) -> StudyRow:
+    """Return the row with the released networks and settings; the scalar model has no networks."""
+    settings = {name: value for name, value in RELEASED.items() if name != "model.form" or row.recipe != SCALAR_RECIPE}
+    return replace(row, settings=settings)
+
+
+def _without_decay(row: StudyRow) -> StudyRow:
+    """Return the row without weight decay, as in the paper; networks then prefer a larger rate."""
+    rate = {} if row.recipe == SCALAR_RECIPE else {"optimizer.rate": 0.005}
+    return replace(row, settings={"optimizer.weight_decay": 0.0, **rate})
+
+
+def _ablation_claim(text: str, better: str, worse: str) -> Claim:
+    cells = Cell(f"PTB, {better}", better, VALID), Cell(f"PTB, {worse}", worse, VALID)
+    return Claim(text, "ascending", {"": cells})
+
+
+TABLE4_RELEASED = Study(
+    name="chiu2020-table4-released",
+    title=f"{CHIU.name}, Tables 2 and 4, with the released networks and settings",
+    paper=CHIU,
+    rows=tuple(map(_released, ABLATIONS)),
+    drawing=Bars(VALID, AXIS),
+    claims=(
+        _ablation_claim("The neural parameterization generalizes better than the scalar one.", FULL, SCALAR),
+        _ablation_claim("State dropout improves perplexity (released settings).", FULL, UNDROPPED),
+        _ablation_claim("Factored state embeddings are slightly worse.", FULL, FACTORED),
+    ),
+)
+TABLE4 = Study(
+    name="chiu2020-table4",
+    title=f"{CHIU.name}, Tables 2 and 4: ablations at 2^14 states, our settings",
+    paper=CHIU,
+    rows=ABLATIONS,
+    drawing=Bars(VALID, AXIS),
+    claims=(_ablation_claim("State dropout improves perplexity (our settings: weight decay).", FULL, UNDROPPED),),
+)
+TABLE4_NO_DECAY = Study(
+    name="chiu2020-table4-no-decay",
+    title=f"{CHIU.name}, Tables 2 and 4, without weight decay",
+    paper=CHIU,
+    rows=tuple(map(_without_decay, ABLATIONS)),
+    drawing=Bars(VALID, AXIS),
+)
+
+
+def _constraint(states: int, blocks: int, valid: float) -> StudyRow:
+    settings = {"model.states": states, "model.blocks": blocks}
+    return _ptb(f"Brown, {states} states, {blocks} blocks", "ptb-vl-hmm", settings, valid)
+
+
+def _uniform(states: int, valid: float) -> StudyRow:
+    settings = {"model.states": states, "model.kind": "uniform"}
+    return _ptb(f"uniform, {states} states", "ptb-vl-hmm", settings, valid)
+
+
+SMALL = (
+    _ptb("no constraint, 1024 states", "ptb-vl-hmm", {"model.states": 1024, "model.blocks": 0}, 180),
+    _constraint(1024, 4, 182),
+    _constraint(1024, 8, 194),
+    _constraint(8192, 64, 142),
+)
+TABLE3 = Study(
+    name="chiu2020-table3",
+    title=f"{CHIU.name}, Table 3: emission constraints",
+    paper=CHIU,
+    rows=(
+        _constraint(16384, 32, 137),
+        _constraint(16384, 64, 138),
+        _constraint(16384, 128, 134),
+        _constraint(16384, 256, 136),
+        *SMALL,
+        _uniform(8192, 150),
+        _uniform(16384, 146),
+        *map(_without_dropout, SMALL),
+    ),
+    drawing=Bars(VALID, AXIS),
+    claims=(
+        Claim(
+            "Brown blocks outperform uniform subsets of states.",
+            "ascending",
+            {
+                "8,192 states": (
+                    Cell("PTB, Brown, 8192 states, 64 blocks", "Brown", VALID),
+                    Cell("PTB, uniform, 8192 states", "uniform", VALID),
+                ),
+                "16,384 states": (
+                    Cell("PTB, Brown, 16384 states, 128 blocks", "Brown", VALID),
+                    Cell("PTB, uniform, 16384 states", "uniform", VALID),
+                ),
+            },
+        ),
+        Claim(
+            "With 2^10 states, 4 blocks match an unconstrained HMM (within 3%).",
+            "similar",
+            {
+                "half of the states dropped": (
+                    Cell("PTB, no constraint, 1024 states", "no constraint", VALID),
+                    Cell("PTB, Brown, 1024 states, 4 blocks", "4 blocks", VALID),
+                ),
+                NO_DROPOUT: (
+                    Cell("PTB, no constraint, 1024 states, no dropout", "no constraint", VALID),
+                    Cell("PTB, Brown, 1024 states, 4 blocks, no dropout", "4 blocks", VALID),
+                ),
+            },
+            tolerance=0.03,
+        ),
+    ),
+)
+
+
+def _states(power: int, valid: float | None = None) -> StudyRow:
+    label = f"2^{power} states"
+    labels = {"x": 2.0**power, "series": "half of the states dropped"}
+    return _ptb(label, "ptb-vl-hmm", {"model.states": 2**power}, valid, **labels)
+
+
+STATES = (*map(_states, range(10, 14)), _states(14, 134), _states(15, 125), _states(16))
+FIGURE3 = Study(
+    name="chiu2020-figure3",
+    title=f"{CHIU.name}, Figure 3: number of states",
+    paper=CHIU,
+    rows=(*STATES, *(_without_dropout(replace(row, paper={}), series=NO_DROPOUT) for row in STATES[:-1])),
+    drawing=Lines(VALID, AXIS, "states", power_of_two),
+    claims=(
+        Claim(
+            "Perplexity improves continuously up to 2^16 states.",
+            "ascending",
+            {"": tuple(Cell(row.name, row.bar, VALID) for row in reversed(STATES))},
+        ),
+    ),
+)
+
+
+def _blocks(blocks: int, factored: bool) -> StudyRow:
+    """Return a point of Figure 4, with the value that Tables 3 and 4 print for it."""
+    kind = "factored" if factored else "independent"
+    printed = {(32, False): 137, (64, False): 138, (128, False): 134, (256, False): 136, (128, True): 136}
+    settings = {"model.states": 16384, "model.blocks": blocks, "model.block_embeddings": factored}
+    label, valid = f"{blocks} blocks, {kind} embeddings", printed.get((blocks, factored))
+    return _ptb(label, "ptb-vl-hmm", settings, valid, x=float(blocks), series=f"{kind} embeddings")
+
+
+BLOCKS = (32, 64, 128, 256)
+FIGURE4 = Study(
+    name="chiu2020-figure4",
+    title=f"{CHIU.name}, Figure 4: number of blocks",
+    paper=CHIU,
+    rows=tuple(_blocks(blocks, factored) for blocks in BLOCKS for factored in (False, True)),
+    drawing=Lines(VALID, AXIS, "blocks"),
+    claims=(
+        Claim(
+            "With 2^14 states the number of blocks hardly matters (within 3%).",
+            "similar",
+            {"": tuple(Cell(_blocks(blocks, False).name, f"{blocks} blocks", VALID) for blocks in BLOCKS)},
+            tolerance=0.03,
+        ),
+    ),
+)

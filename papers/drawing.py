@@ -1,0 +1,165 @@
+"""Figures of the studies: bars and lines of their rows beside the numbers that the paper prints."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+
+from hmmlm.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, logarithmic, new_figure
+from papers.rows import MeasuredRow, main_rows
+from papers.study import Bars, Lines, Study
+
+COLOURS, MARKERS = (BLUE, ORANGE, GREEN, PURPLE, "#56b4e9", "#e69f00", "#000000"), "os^DvPX"
+DASHES = (":", "-", "--")
+PAPER_COLOUR, INK = "#bbbbbb", "#222222"
+OURS, PAPER = "here", "paper"
+Spread = tuple[float, float, float]
+"""Min, mean and max over the seeds."""
+SeriesName = tuple[str, str]
+"""Series and style; the style may be empty."""
+
+
+def draw(study: Study, rows: Sequence[MeasuredRow]) -> Figure | None:
+    """Return the figure of a study; None if it has no drawing or nothing to show yet."""
+    drawing = study.drawing
+    if drawing is None:
+        return None
+    declared = {row.name for row in study.rows}
+    drawn = [
+        row
+        for row in main_rows(rows)
+        if row.name in declared and row.plan.drawn and math.isfinite(row.mean(drawing.metric) or math.nan)
+    ]
+    if not drawn:
+        return None
+    return _bars(drawing, drawn) if isinstance(drawing, Bars) else _lines(drawing, drawn)
+
+
+def _bars(drawing: Bars, rows: Sequence[MeasuredRow]) -> Figure:
+    series: dict[str, dict[str, Spread]] = {}
+    printed: dict[str, Spread] = {}
+    for row in rows:
+        label = row.plan.bar or row.name
+        series.setdefault(row.plan.series or OURS, {})[label] = _spread(row, drawing.metric)
+        if drawing.metric in row.plan.paper:
+            printed[label] = (row.plan.paper[drawing.metric],) * 3
+    if printed:
+        series[PAPER] = printed
+    labels = list(dict.fromkeys(row.plan.bar or row.name for row in rows))
+    return bars(labels, series, drawing.axis)
+
+
+def _lines(drawing: Lines, rows: Sequence[MeasuredRow]) -> Figure | None:
+    """Return the figure of lines; None while there is a single point."""
+    series: dict[SeriesName, dict[float, Spread]] = {}
+    printed: dict[SeriesName, dict[float, float]] = {}
+    ticks = {}
+    for row in rows:
+        name, x = (row.plan.series or OURS, row.plan.style), row.plan.x
+        assert x is not None, "a Study checks that rows drawn as lines have one"
+        series.setdefault(name, {})[x] = _spread(row, drawing.metric)
+        ticks[x] = row.plan.tick or drawing.tick(x)
+        if drawing.metric in row.plan.paper:
+            printed.setdefault(name, {})[x] = row.plan.paper[drawing.metric]
+    if len(ticks) == 1:
+        return None
+    return lines(series, printed, ticks, drawing)
+
+
+def _spread(row: MeasuredRow, metric: str) -> Spread:
+    values = row.values(metric)
+    return min(values), sum(values) / len(values), max(values)
+
+
+def bars(labels: Sequence[str], series: Mapping[str, Mapping[str, Spread]], axis: str) -> Figure:
+    """Draw horizontal bars grouped by label, one per series; whiskers from min to max."""
+    count = len(series)
+    figure, axes = new_figure(7.2, 0.9 + len(labels) * (0.22 * count + 0.16))
+    height = 0.8 / count
+    largest = max(spread[2] for spreads in series.values() for spread in spreads.values())
+    colours = cycle(COLOURS)
+    for place, (name, spreads) in enumerate(series.items()):
+        colour = PAPER_COLOUR if name == PAPER else next(colours)
+        at = {label: labels.index(label) + (place - (count - 1) / 2) * height for label in spreads}
+        axes.barh(list(at.values()), [mean for _, mean, _ in spreads.values()], 0.92 * height, color=colour, label=name)
+        for label, (low, mean, high) in spreads.items():
+            if low < high:
+                axes.plot([low, high], [at[label]] * 2, color=INK, lw=1.2, marker="|", ms=5)
+            text = f"{mean:,.0f}" if name == PAPER and mean == int(mean) else f"{mean:,.1f}"
+            offset = {"xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+            axes.annotate(text, (high, at[label]), fontsize=8, color=INK, **offset)
+    axes.set_yticks(range(len(labels)), [re.sub(r"2\^(\d+)", r"$2^{\1}$", label) for label in labels], fontsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(labels) - 0.45, -0.55)  # the first row on top
+    axes.set_xlim(0, 1.14 * largest)
+    axes.grid(False, axis="y")
+    axes.set_xlabel(axis)
+    if count > 1:
+        _legend_above(axes, count)
+    return figure
+
+
+def lines(
+    series: Mapping[SeriesName, Mapping[float, Spread]],
+    printed: Mapping[SeriesName, Mapping[float, float]],
+    ticks: Mapping[float, str],
+    drawing: Lines,
+) -> Figure:
+    """Draw one line per series over a logarithmic x; whiskers from min to max, crosses for the paper's values."""
+    figure, axes = new_figure(7.2, 4.2)
+    looks = dict(zip(dict.fromkeys(name for name, _ in series), zip(cycle(COLOURS), cycle(MARKERS)), strict=False))
+    styles = dict.fromkeys(style for _, style in series)
+    dashes = dict(zip(styles, cycle(DASHES if len(styles) > 1 else "-"), strict=False))
+    for (name, style), spreads in series.items():
+        colour, marker = looks[name]
+        places = sorted(spreads)
+        low, mean, high = (list(part) for part in zip(*(spreads[x] for x in places), strict=True))
+        label = f"{name}, {style}" if style else name
+        axes.plot(places, mean, color=colour, marker=marker, ms=5, lw=1.6, ls=dashes[style], label=label)
+        axes.vlines(places, low, high, color=colour, lw=1.2)
+        theirs = printed.get((name, style), {})
+        axes.plot(list(theirs), list(theirs.values()), color=colour, marker="x", ms=8, mew=2, ls="")
+        if len(series) == 1:
+            _number_points(axes, spreads, theirs)
+    if printed:
+        axes.plot([], [], color=GREY, marker="x", ms=8, mew=2, ls="", label=PAPER)
+    axes.set_xscale("log")
+    axes.set_xticks(sorted(ticks), [ticks[x] for x in sorted(ticks)])
+    axes.set_xticks([], minor=True)
+    axes.margins(y=0.12)
+    axes.set_xlabel(drawing.x_axis)
+    axes.set_ylabel(drawing.axis)
+    means = [mean for spreads in series.values() for _, mean, _ in spreads.values()]
+    if drawing.top is not None:
+        axes.set_ylim(0.98 * min(means), drawing.top)
+    elif max(means) > 3 * min(means):  # a few large values would flatten the rest
+        logarithmic(axes)
+    shown = len(series) + bool(printed)
+    if shown > 1:
+        _legend_above(axes, 2 if len(styles) > 1 else shown)
+    return figure
+
+
+def _number_points(axes: Any, spreads: Mapping[float, Spread], printed: Mapping[float, float]) -> None:
+    """Write means at the points of a line, on the side where neither the line nor the paper's value is."""
+    places = sorted(spreads)
+    for place, x in enumerate(places):
+        low, mean, high = spreads[x]
+        beside = [spreads[other][1] for other in (*places[max(place - 1, 0) : place], *places[place + 1 : place + 2])]
+        below = printed[x] > mean if x in printed else bool(beside) and sum(beside) / len(beside) > mean
+        offset = {"xytext": (0, -7 if below else 7), "textcoords": "offset points", "ha": "center"}
+        outline = [withStroke(linewidth=3, foreground="white")]
+        where = {**offset, "va": "top" if below else "bottom", "path_effects": outline}
+        axes.annotate(f"{mean:,.1f}", (x, low if below else high), fontsize=8, color=INK, **where)
+
+
+def _legend_above(axes: Any, columns: int) -> None:
+    longest = max(map(len, axes.get_legend_handles_labels()[1]))
+    fit = max(1, 110 // (longest + 8))  # about as many characters fit side by side
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=min(columns, 4, fit), fontsize=9)

@@ -1,0 +1,266 @@
+"""Studies of Lee & Berg-Kirkpatrick 2025, section 4, Figure 4 and appendix B: latent variable distillation (LVD)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from hmmlm.report.plots import short
+from papers.lee2025 import ARCHITECTURES, AXIS, capacity, row
+from papers.study import LEE, RATIO_COLUMNS, TEST, Bars, Cell, Claim, Lines, Study, StudyRow
+from papers.ticks import plain_number
+from papers.variants import LVD, SEEDS, TEACHERS
+
+NO_LVD = {"initialization.kind": "none"}
+RANDOM_TEACHER = {"initialization.random_teacher": True, "initialization.kmeans.seed": None}
+"""Another teacher, and so another clustering, for each seed."""
+
+
+def _taught(name: str, **labels: Any) -> StudyRow:
+    return row(name, "lee-lvd-scalar", {"initialization.teacher": TEACHERS[name]}, seeds=SEEDS, **labels)
+
+
+FIGURE3 = Study(
+    name="lee2025-figure3",
+    title=f"{LEE.name}, Figure 3: teachers of latent variable distillation (LVD)",
+    paper=LEE,
+    columns=RATIO_COLUMNS,
+    rows=(
+        row("no LVD", "lee-lvd-scalar", NO_LVD, seeds=SEEDS, is_baseline=True),
+        row("random TinyLlama-1.1B", "lee-lvd-scalar", RANDOM_TEACHER, seeds=SEEDS),
+        _taught("stories15M"),
+        _taught("SmolLM2-135M"),
+        _taught("TinyLlama-1.1B", headline="Scalar HMM, printed settings, after LVD from TinyLlama"),
+    ),
+    drawing=Bars(TEST, AXIS),
+    claims=(
+        Claim(
+            "Every teacher helps, a random one less.",
+            "ascending",
+            {
+                teacher: (Cell(teacher), Cell("random TinyLlama-1.1B", "random teacher"), Cell("no LVD", "no LVD"))
+                for teacher in TEACHERS
+            },
+        ),
+        Claim(
+            "The strength of the teacher hardly matters (within 3%).",
+            "similar",
+            {"": tuple(Cell(teacher, teacher) for teacher in TEACHERS)},
+            tolerance=0.03,
+        ),
+    ),
+)
+
+
+def _distilled(tokens: int) -> StudyRow:
+    settings = {"initialization.tokens": tokens, "initialization.teacher": TEACHERS["stories15M"]}
+    return row(f"LVD for {tokens / 1e6:g}M tokens", "lee-lvd-scalar", settings, x=float(tokens))
+
+
+TO_THE_END: dict[str, Any] = {
+    "initialization.tokens": 500_000_000,
+    "initialization.labels": "cached",  # the teacher reads a text once that the run reads several times
+    "initialization.teacher": TEACHERS["stories15M"],  # the smallest, because it reads everything
+}
+FIGURE8 = Study(
+    name="lee2025-figure8",
+    title=f"{LEE.name}, Figure 8: length of LVD",
+    paper=LEE,
+    columns=RATIO_COLUMNS,
+    rows=(
+        row("no LVD", "lee-lvd-scalar", NO_LVD, is_baseline=True, x=2e4, tick="0"),
+        *map(_distilled, (100_000, 1_000_000, 5_000_000, 10_000_000, 50_000_000)),
+        row("LVD to the end", "lee-lvd-scalar", TO_THE_END, x=5e8, tick="all"),
+    ),
+    drawing=Lines(TEST, AXIS, "tokens of latent variable distillation", short),
+    claims=(
+        Claim(
+            "LVD reaches its full effect with 5M tokens (within 1% of longer LVD).",
+            "similar",
+            {"": tuple(Cell(f"LVD for {millions}M tokens", f"{millions}M:") for millions in (5, 10, 50))},
+            tolerance=0.01,
+        ),
+        Claim(
+            "LVD throughout training is worse than none.",
+            "ascending",
+            {"": (Cell("no LVD", "no LVD"), Cell("LVD to the end", "LVD to the end"))},
+        ),
+    ),
+)
+
+_FAMILIES = (
+    row("scalar", "lee-table1-scalar", is_baseline=True),
+    row("scalar, tuned", "lee-scalar-tuned"),
+    row("scalar, Baum-Welch", "lee-baum-welch"),
+    row("ablation B", "lee-table1-ablation-b"),
+    row("1 layer", "lee-table3-linear"),
+    *(capacity(512, 22, architecture) for architecture in ARCHITECTURES),
+)
+
+
+def _with_and_without(family: StudyRow) -> tuple[StudyRow, StudyRow]:
+    """Return the rows of a family in Figure 4."""
+    bar = family.bar or family.name
+    settings, seeds = family.settings, SEEDS
+    return (
+        row(
+            f"{family.name}, no LVD",
+            family.recipe,
+            settings,
+            seeds=seeds,
+            bar=bar,
+            series="no LVD",
+            is_baseline=family.is_baseline,
+        ),
+        row(f"{family.name}, LVD", family.recipe, {**settings, **LVD}, seeds=seeds, bar=bar, series="LVD"),
+    )
+
+
+def _by_lvd(statistic: Literal["mean", "range"]) -> dict[str, tuple[Cell, ...]]:
+    """Return the comparison of every family with and without LVD."""
+    return {
+        family.bar or family.name: tuple(
+            Cell(f"{family.name}, {which}", statistic=statistic) for which in ("LVD", "no LVD")
+        )
+        for family in _FAMILIES
+    }
+
+
+FIGURE4 = Study(
+    name="lee2025-figure4",
+    title=f"{LEE.name}, Figure 4: LVD and architectures",
+    paper=LEE,
+    columns=RATIO_COLUMNS,
+    rows=tuple(one for family in _FAMILIES for one in _with_and_without(family)),
+    drawing=Bars(TEST, AXIS),
+    claims=(
+        Claim("LVD improves every model (change by LVD).", "ascending", _by_lvd("mean"), show="change"),
+        Claim(
+            "LVD reduces the variance over random restarts (change of the range over seeds).",
+            "ascending",
+            _by_lvd("range"),
+            show="change",
+        ),
+    ),
+)
+
+RANDOM_EMBEDDINGS = "random embeddings"
+CENTROIDS, HEAD = {"initialization.centroids": True}, {"initialization.head": True}
+GIVEN = {"centroids": CENTROIDS, "head": HEAD, "centroids and head": {**CENTROIDS, **HEAD}}
+"""What state embeddings and word vectors of Figure 5 start from."""
+
+
+def _embeddings(frozen: int) -> dict[str, dict[str, Any]]:
+    """Return the rows of Figure 5 and their settings: each start, and the same frozen for a number of tokens."""
+    rows: dict[str, dict[str, Any]] = {RANDOM_EMBEDDINGS: {}}
+    for name, settings in GIVEN.items():
+        rows[name] = dict(settings)
+        rows[f"{name}, frozen for {frozen / 1e6:g}M tokens"] = {**settings, "initialization.frozen_tokens": frozen}
+    return rows
+
+
+AS_WIDE_AS_TINYLLAMA = {"model.hidden": 2048, "optimizer.rate": 0.0025}
+FIGURE5 = Study(
+    name="lee2025-figure5",
+    title=f"{LEE.name}, Figure 5: centroids and head as embeddings",
+    paper=LEE,
+    rows=tuple(
+        row(f"LVD, {name}", "lee-lvd-mlp", {**AS_WIDE_AS_TINYLLAMA, **settings}, seeds=SEEDS, bar=name)
+        for name, settings in _embeddings(20_000_000).items()
+    ),
+    drawing=Bars(TEST, AXIS),
+    claims=(
+        Claim(
+            "Centroids as state embeddings and the head as word vectors degrade perplexity, frozen or not (512 states, "
+            "change from random embeddings).",
+            "descending",
+            {
+                name: (Cell(f"LVD, {name}"), Cell(f"LVD, {RANDOM_EMBEDDINGS}"))
+                for name in _embeddings(20_000_000)
+                if name != RANDOM_EMBEDDINGS
+            },
+            show="change",
+        ),
+    ),
+)
+TWO_CORES: dict[str, Any] = {
+    "model.states": 128,
+    "train.max_tokens": 2_000_000,
+    "schedule.warmup": 100_000,
+    "batches.batch_size": 32,
+    "train.precision": "32-true",
+    "train.log_every": 50,
+}
+"""What two cores train in minutes, on the words of PTB."""
+PTB_TOKENS = "TOKENS of `hmmlm data ptb --out TOKENS --tokenizer.split whitespace` (--set data=TOKENS)"
+TWO_CORES_LVD: dict[str, Any] = {
+    "initialization.teacher": TEACHERS["stories15M"],
+    "initialization.tokens": 200_000,
+    "initialization.kmeans.tokens": 200_000,
+}
+FIGURE5_CPU_RATES = (0.003, 0.01, 0.03)
+FIGURE5_CPU = Study(
+    name="lee2025-figure5-cpu",
+    title=f"{LEE.name}, Figure 5 on two CPU cores: PTB, 128 states, teacher stories15M",
+    paper=LEE,
+    trials=True,
+    device="CPU",
+    data=PTB_TOKENS,
+    rows=tuple(
+        row(
+            f"{name}, rate {rate:g}",
+            "lee-lvd-mlp",
+            {**TWO_CORES, **TWO_CORES_LVD, "model.hidden": 288, "optimizer.rate": rate, **settings},
+            seeds=SEEDS,
+            series=name,
+            x=rate,
+        )
+        for rate in FIGURE5_CPU_RATES
+        for name, settings in _embeddings(800_000).items()
+    ),
+    drawing=Lines(TEST, AXIS, "peak learning rate", plain_number),
+    claims=(
+        Claim(
+            "The same on two CPU cores (PTB, 128 states), at every rate tried.",
+            "descending",
+            {
+                f"rate {rate:g}, {name}": (Cell(f"{name}, rate {rate:g}"), Cell(f"{RANDOM_EMBEDDINGS}, rate {rate:g}"))
+                for rate in FIGURE5_CPU_RATES
+                for name in _embeddings(800_000)
+                if name != RANDOM_EMBEDDINGS
+            },
+            show="change",
+        ),
+    ),
+)
+KMEANS = Study(
+    name="lee2025-kmeans",
+    title="Speed of k-means in LVD, over embeddings that are recomputed in every pass",
+    paper=LEE,
+    made_by="python -m benchmarks.kmeans",
+    headers={
+        "seconds_in_all": "seconds",
+        "seconds_a_pass": "seconds per pass",
+        "all_points_gb": "GB of all points",
+        "distance_share": "squared distance / planted",
+    },
+)
+THROUGHPUT = Study(
+    name="lee2025-throughput",
+    title=f"Speed of training at the setting of {LEE.name}",
+    paper=LEE,
+    made_by="python -m benchmarks.dense_step and python -m benchmarks.pyjuice_step",
+    columns=("tokens per second", "ms per step"),
+    headers={
+        "ours_tokens_per_second": "our tokens per second",
+        "ours_EM_tokens_per_second": "our tokens per second, Baum-Welch",
+        "EM_times_as_fast": "times as fast, Baum-Welch",
+    },
+)
+CPU_TRIALS = Study(
+    name="lee2025-cpu-trials",
+    title="Trials with few states on two CPU cores",
+    paper=LEE,
+    trials=True,
+    device="CPU",
+    made_by="hmmlm train, by hand; each record holds its command",
+)

@@ -1,0 +1,55 @@
+"""What every study is and what it takes to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from papers.records import read_records
+from papers.settings import planned_settings
+from papers.study import Record, Study
+
+NOTE = """
+`corpus` and `tokenizer.model` are placeholders for your own text and tokenizer: --set data=FOLDER tokenizer.file=MODEL,
+or data=TOKENS for token files made by hmmlm data. Minutes and memory are the largest recorded; many runs were shorter
+than planned, and runs that shared a GPU have no times."""
+
+
+def list_studies(studies: Mapping[str, Study], results: Path) -> Iterator[str]:
+    """Yield the lines that describe every study, from its entry and its records in the folder `results`."""
+    for study in studies.values():
+        yield f"{study.name}: {study.title}"
+        yield f"    {'; '.join(_facts(study, read_records(results / f'{study.name}.json')))}"
+    yield NOTE
+
+
+def _facts(study: Study, records: Sequence[Record]) -> Iterator[str]:
+    rows = len(dict.fromkeys([*(row.name for row in study.rows), *(record["row"] for record in records)]))
+    yield f"{rows} row{'s' * (rows != 1)}"
+    if study.runs:
+        settings = [planned_settings(row.recipe, row.settings) for row in study.rows if row.seeds]
+        yield f"seeds {_joined(sorted({run.seed for run in study.runs}))}"
+        yield f"data {study.data or _joined(options['data'] for options in settings)}"
+        if needed := list(dict.fromkeys(file for options in settings for file in _needed(options))):
+            yield f"needs {_joined(needed)}"
+    else:
+        yield f"made by {study.made_by}"
+    yield study.device
+    if minutes := [record["metrics"]["seconds"] / 60 for record in records if "seconds" in record["metrics"]]:
+        yield f"up to {max(minutes):.1f} minutes per run"
+    if memory := [record["metrics"]["peak_memory_gb"] for record in records if "peak_memory_gb" in record["metrics"]]:
+        yield f"up to {max(memory):.1f} GB"
+
+
+def _needed(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the files and folders that a run reads besides its data."""
+    if settings.get("tokenizer.kind") == "file":
+        yield str(settings["tokenizer.file"])
+    for section in ("model", "initialization"):
+        if f"{section}.teacher" in settings:
+            yield str(settings[f"{section}.teacher"])
+
+
+def _joined(values: Iterable[object]) -> str:
+    return ", ".join(dict.fromkeys(map(str, values)))

@@ -1,0 +1,20 @@
+"""Measurements of the library that are not about a table or figure of a paper."""
+
+from __future__ import annotations
+
+from papers.study import Study
+
+BLOCKED_CPU = Study(
+    name="blocked-cpu",
+    title="The blocked scan on the CPU: tiles shared by steps, beside one tile per step",
+    device="CPU",
+    made_by="python -m benchmarks.blocked_cpu",
+    headers={"as_it_comes_ms": "shared tiles, ms", "a_tile_a_step_ms": "one tile per step, ms"},
+)
+STEERING = Study(
+    name="steering",
+    title="A language model steered to a word, beside the exact answer",
+    device="CPU",
+    made_by="python -m benchmarks.steering",
+    headers={"log_probability_a_token": "log probability per token"},
+)

@@ -1,0 +1,202 @@
+"""Train the runs of a study and record their results.
+
+The best model of a run by validation is scored once on valid and once on test. The run's folder keeps the model, not
+the optimizer state. A run that fails to train has a record that gives the reason. Runs that have a record are not
+repeated, so an interrupted study resumes.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import re
+import shlex
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from hmmlm.config.networks import BaselineConfig
+from hmmlm.config.run import RunConfig
+from hmmlm.errors import InputError
+from papers.records import add_record, commit, identity, machine, read_records
+from papers.settings import Config, configuration, recipe_flags
+from papers.study import Study, StudyRun
+
+SPEEDS = ("tokens_per_second", "step_ms", "train_seconds", "seconds")
+"""Metrics that depend on what else runs on the machine."""
+
+
+def select_runs(study: Study, rows: str, seeds: Sequence[int], settings: Mapping[str, Any]) -> list[StudyRun]:
+    """Return the runs whose row name contains `rows` and whose seed is in `seeds` (all if empty), with `settings` set.
+
+    Every configuration is validated.
+    """
+    if not study.runs:
+        raise InputError(f"{study.name} is not run by python -m papers; it is made by: {study.made_by}")
+    runs = [
+        StudyRun(replace(run.row, settings={**run.row.settings, **settings}), run.seed)
+        for run in study.runs
+        if rows in run.row.name and (not seeds or run.seed in seeds)
+    ]
+    if not runs:
+        names = dict.fromkeys(run.row.name for run in study.runs)
+        known = sorted({run.seed for run in study.runs})
+        raise InputError(
+            f"no run of {study.name} has {rows!r} in its row name and a seed of {list(seeds) or known}; "
+            f"seeds: {known}; rows: {'; '.join(names)}"
+        )
+    for run in runs:
+        configuration(run)
+    return runs
+
+
+def run_study(study: Study, runs: Sequence[StudyRun], out: Path, work: Path, jobs: int, again: bool) -> int:
+    """Train the runs that have no record, `jobs` at a time, and add their records; return how many crashed.
+
+    With several jobs no speeds are recorded.
+    """
+    file = out / f"{study.name}.json"
+    if not again:
+        recorded = {identity(record) for record in read_records(file)}
+        todo = [run for run in runs if _identity(run) not in recorded]
+        print(f"{len(todo)} runs; {len(runs) - len(todo)} have a record in {file} (--again repeats them)", flush=True)
+        runs = todo
+    crashed = 0
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(perform, run, work / study.name, jobs == 1): run for run in runs}
+        for future in as_completed(futures):
+            try:
+                record = future.result()
+            except Exception as error:  # one crashed run must not lose the others
+                print(f"FAILED {futures[future].row.name}: {error!r}", flush=True)
+                crashed += 1
+                continue
+            add_record(file, record)
+            shown = {name: record[name] for name in ("row", "seed", "stopped") if name in record}
+            print(json.dumps({**shown, **record["metrics"]}, ensure_ascii=False), flush=True)
+    return crashed
+
+
+def _identity(run: StudyRun) -> str:
+    row = run.row
+    return identity({"row": row.name, "recipe": row.recipe, "seed": run.seed, "settings": row.settings})
+
+
+def perform(run: StudyRun, work: Path, alone: bool = True) -> dict[str, Any]:
+    """Train one run and return its record; without speeds unless it is `alone` on the machine."""
+    import torch
+
+    from hmmlm.learning.train import TrainingError
+    from hmmlm.runs.checkpoint import remove_folder
+
+    config = configuration(run)
+    folder = work / re.sub(r"[^\w.-]+", "-", f"{run.row.name}-{run.seed}-{time.time():.0f}-{os.getpid()}")
+    if torch.cuda.is_available():  # a worker does several runs: peak memory is to be that of this one
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    on_gpu = torch.cuda.is_available() and config.train.device != "cpu"
+    stopped: dict[str, str] = {}
+    metrics: dict[str, Any] = {}
+    try:
+        metrics = _train(config, folder, on_gpu)
+    except TrainingError as error:
+        stopped["stopped"] = str(error).partition(": ")[0]  # advice and the folder follow
+    remove_folder(folder, "last")  # the checkpoint to resume from; those of large networks soon fill a disk
+    if on_gpu and metrics:
+        metrics["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)
+    if not alone:
+        metrics = {name: value for name, value in metrics.items() if name not in SPEEDS}
+    return {
+        "row": run.row.name,
+        "recipe": run.row.recipe,
+        "seed": run.seed,
+        "metrics": metrics,
+        **stopped,
+        "settings": dict(run.row.settings),
+        "command": command(run),
+        "commit": commit(),
+        "machine": machine(on_gpu),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _train(config: Config, folder: Path, on_gpu: bool) -> dict[str, Any]:
+    """Train an HMM or a neural baseline in `folder` and return its metrics."""
+    from hmmlm.data.files import read_json
+    from hmmlm.learning.train import PERPLEXITY, train, train_baseline
+    from hmmlm.runs.history import read_history
+    from hmmlm.runs.progress import LineProgress
+
+    began = time.perf_counter()
+    if isinstance(config, BaselineConfig):
+        result = train_baseline(config, folder, progress=LineProgress())
+    else:
+        result = train(config, folder, progress=LineProgress())
+    _refuse_interrupted(result.finished)
+    seconds = time.perf_counter() - began
+    perplexities = _evaluate(folder, on_gpu) if isinstance(config, RunConfig) else read_json(folder / PERPLEXITY)
+    history = read_history(folder / "history.jsonl")
+    speeds = [event["tokens_per_second"] for event in history if event["event"] == "train"][1:]
+    speed = statistics.median(speeds) if speeds else result.tokens / result.seconds
+    return {
+        **_metrics(perplexities, history, speed, config.batches.batch_size * config.batches.length),
+        "train_seconds": round(result.seconds, 1),
+        "seconds": round(seconds, 1),
+        "epochs": round(result.epochs, 2),
+        "tokens": result.tokens,
+        "skipped": max((event.get("skipped", 0) for event in history), default=0),
+    }
+
+
+def _evaluate(folder: Path, on_gpu: bool) -> dict[str, float]:
+    """Return the perplexities of a run's best model on valid and test."""
+    from hmmlm.learning.prepare import reopen
+    from hmmlm.report.results import evaluate_tokens
+    from hmmlm.text.lm import LanguageModel
+
+    lm, data = LanguageModel.load(folder), reopen(folder)
+    lm = lm.to("cuda") if on_gpu else lm
+    return {split: evaluate_tokens(lm, data.tokens[split]).perplexity for split in ("valid", "test")}
+
+
+def _refuse_interrupted(finished: bool) -> None:
+    """Raise an error if a run was interrupted: its metrics so far are not those of the row."""
+    if not finished:
+        raise InputError("interrupted: the run has no record and starts again when the study is run again")
+
+
+def _metrics(
+    perplexities: Mapping[str, float], history: Sequence[dict[str, Any]], speed: float, batch: int
+) -> dict[str, Any]:
+    """Return what every run has: perplexities, training loss, tokens per second, the step of the best model."""
+    losses = [event["loss"] for event in history if event["event"] == "train" and event.get("objective") != "joint"]
+    return {
+        **{f"{split}_perplexity": round(value, 3) for split, value in perplexities.items()},
+        "train_perplexity": round(math.exp(statistics.mean(losses[-10:])), 3) if losses else None,
+        "tokens_per_second": round(speed),
+        "step_ms": round(1000 * batch / speed, 3),
+        "best_step": max((event["step"] for event in history if event.get("best")), default=0),
+    }
+
+
+def command(run: StudyRun) -> str:
+    """Return the command line that makes the same run from the repository root."""
+    flags, settings = recipe_flags(run)
+    return " ".join(["hmmlm", *flags, *(_flag(*setting) for setting in settings.items())])
+
+
+def _flag(name: str, value: Any) -> str:
+    """Return a setting as a flag; switches are --section.name and --no-section.name."""
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{option}" if value else f"--no-{option}"
+    text = f"[{','.join(map(str, value))}]" if isinstance(value, (list, tuple)) else str(value)
+    return f"--{option} {shlex.quote(text)}"

@@ -1,0 +1,212 @@
+"""Types of the catalogue: one `Study` declares everything about a table or figure.
+
+Labels of a row (group, series, x, ...) are fields. Row names are identifiers shared with the results files; no code
+reads anything out of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from papers.rows import Results
+
+Record = Mapping[str, Any]
+"""A run in a results file: row, recipe, seed, metrics, settings, command, commit, machine, date; all but row and
+metrics may be missing."""
+BASELINE = "baseline"
+"""Recipe of a row that `hmmlm baseline` trains."""
+VALID, TEST, TRAIN = "valid_perplexity", "test_perplexity", "train_perplexity"
+PERPLEXITY_COLUMNS = (
+    "paper valid",
+    "paper test",
+    "paper train",
+    "valid",
+    "test",
+    "train",
+    "tokens",
+    "ms per step",
+    "peak GB",
+    "minutes",
+)
+RATIO_COLUMNS = (
+    "paper test",
+    "valid",
+    "test",
+    "ratio to scalar",
+    "paper's ratio",
+    "train",
+    "tokens",
+    "ms per step",
+    "peak GB",
+)
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper and the page that compares its claims with our results."""
+
+    name: str
+    page: str
+
+
+CHIU = Paper("Chiu & Rush 2020", "docs/reproduction/chiu2020.md")
+LEE = Paper("Lee & Berg-Kirkpatrick 2025", "docs/reproduction/lee2025.md")
+
+
+@dataclass(frozen=True)
+class NetworkStart:
+    """How the network of a transformer parameterization starts."""
+
+    network: str
+    kind: str
+    """Its weights, and whether LVD comes first: a row of Table 4 of Lee & Berg-Kirkpatrick 2025."""
+    spreads: tuple[str, ...]
+    """How state embeddings are spread; several where the choices coincide."""
+    rate: float
+    """Peak learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRow:
+    """A row of a table or a point of a figure: how it is run, and its labels."""
+
+    name: str
+    """As in the results file."""
+    recipe: str = ""
+    """A recipe, a variant of one (`papers.variants`), or `BASELINE`; empty for a row that is not run from here."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Changes to the recipe, by dotted name."""
+    seeds: tuple[int, ...] = ()
+    paper: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that the paper prints for it."""
+    group: str = ""
+    """Data set, number of states or network; rows of the same group are compared with each other."""
+    is_baseline: bool = False
+    """Whether rows of its group are given as ratios to it."""
+    drawn: bool = True
+    bar: str = ""
+    """Label of its bar; the row name if empty."""
+    series: str = ""
+    """The line, or the colour of the bar, that it belongs to."""
+    style: str = ""
+    """Second part of the series name; lines of one series share a colour, lines of one style a dash pattern."""
+    x: float | None = None
+    tick: str = ""
+    """Text at `x`; the drawing's format if empty."""
+    start: NetworkStart | None = None
+    headline: str = ""
+    """Its text in the table of README.md; rows without one are left out of it."""
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """One training run: a row with a seed."""
+
+    row: StudyRow
+    seed: int
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Horizontal bars, one per row and series, beside the paper's value."""
+
+    metric: str
+    axis: str
+
+
+@dataclass(frozen=True)
+class Lines:
+    """One line per series over a logarithmic x, with the paper's values as crosses."""
+
+    metric: str
+    axis: str
+    x_axis: str
+    tick: Callable[[float], str] = "{:,.0f}".format
+    """Text of an x."""
+    top: float | None = None
+    """Upper end of the metric axis; lines may leave it."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number of a results table."""
+
+    row: str
+    label: str = ""
+    """Its name within a chain."""
+    metric: str = TEST
+    statistic: Literal["mean", "range"] = "mean"
+    """Over the seeds."""
+    study: str = ""
+    """Where it is not the study of the claim."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of the paper and the rule that decides whether it holds here.
+
+    ascending, descending: in every chain each cell is smaller (larger) than all that follow it.
+    similar: the cells of every chain differ by at most `tolerance`, relative to the smallest.
+    reached: every cell is at most `tolerance` above the number that the paper prints for it.
+    """
+
+    text: str
+    rule: Literal["ascending", "descending", "similar", "reached"]
+    chains: Mapping[str, tuple[Cell, ...]]
+    """Cells that are compared with each other, by the name of the comparison; a single one may have none."""
+    tolerance: float = 0.0
+    show: Literal["values", "change"] = "values"
+    """Show all numbers, or for every chain the change from its last cell to its first."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A table over several studies, made from labels."""
+
+    title: str
+    text: str
+    build: Callable[[Results], list[list[str]]]
+    """Returns rows of cells, header first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A table or figure: its rows, how it is tabulated and drawn, and what the paper claims about it."""
+
+    name: str
+    """Stem of its results file."""
+    title: str
+    paper: Paper | None = None
+    rows: tuple[StudyRow, ...] = ()
+    """Rows of the results file that are not declared here are published below them, without labels."""
+    trials: bool = False
+    """Whether it only compares settings, to choose among them."""
+    device: Literal["GPU", "CPU"] = "GPU"
+    data: str = ""
+    """Its data set, where that is not the one of its recipes."""
+    made_by: str = ""
+    """The command that makes its records, where it is not `python -m papers`."""
+    drawing: Bars | Lines | None = None
+    columns: tuple[str, ...] = PERPLEXITY_COLUMNS
+    """Columns of its table, of those in `papers.tables`; empty columns are left out."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers of further metrics that its records have."""
+    claims: tuple[Claim, ...] = ()
+    summaries: tuple[Summary, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [row.name for row in self.rows]
+        for row in self.rows:
+            if names.count(row.name) > 1:
+                raise ValueError(f"study {self.name}: two rows are named {row.name!r}")
+            if isinstance(self.drawing, Lines) and row.drawn and row.x is None:
+                raise ValueError(f"study {self.name}: row {row.name!r} needs an x, or drawn=False")
+
+    @property
+    def runs(self) -> list[StudyRun]:
+        """Every run; the first seed of every row comes before the second of any."""
+        most = max((len(row.seeds) for row in self.rows), default=0)
+        return [StudyRun(row, row.seeds[n]) for n in range(most) for row in self.rows if n < len(row.seeds)]
