@@ -22,13 +22,13 @@ env: $(VENV)/.installed-dev
 demo: $(VENV)/.installed
 	$(BIN)/hmmlm demo
 
-test: env
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest --cov --cov-report=term:skip-covered
+# Two processes of one thread each: the models of tests are too small for several threads.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --cov --cov-report=term:skip-covered
 
 lint: env
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 benchmark: env

@@ -1,64 +1,51 @@
-"""`hmmlm baseline`: trains a neural language model to compare a hidden Markov model with."""
+"""`hmmlm baseline`: train a neural language model to compare a hidden Markov model with."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-import tyro
+OVERVIEW = """usage: hmmlm baseline [OPTIONS]
 
-from hmmlm.cli.main import INTERRUPTED
-from hmmlm.cli.networks import train_in
-from hmmlm.cli.parse import parse, resumed
-from hmmlm.data.files import read_json
-from hmmlm.learning.config_baseline import BaselineConfig, saved_baseline_config
+Train an LSTM or a feed-forward language model on the text of a hidden Markov model, to
+compare the two. It is scored like the HMM, on every token, <eos> and <unk> included.
+(n-grams need no training: every report of `hmmlm train` has them.)
 
-if TYPE_CHECKING:
-    from hmmlm.learning.network import NetworkResult
+Give both the same token files, through --data of the run or of `hmmlm data`.
 
-DESCRIPTION = """Train a neural language model on the text of a hidden Markov model, to
-compare the two: an LSTM, or a feed-forward model of n words. They are scored as
-the HMM is, on every token, <eos> and <unk> too. (n-grams need no training: all
-reports of `hmmlm train` have them.)
+most used options:
+  --data NAME_OR_PATH       as in `hmmlm train`
+  --out FOLDER              folder of the run (default: baselines/NAME-TIME)
+  --resume FOLDER           resume a run (Ctrl-C saves and stops)
+  --model.kind KIND         lstm (default), feedforward
+  --model.hidden N          size of word embeddings and layers
+  --model.layers N          layers
+  --train.epochs N          passes over the text
 
-Give both the same token files, by --data of the run or of `hmmlm data`.
-Ctrl-C saves and stops.
+All settings, by section: hmmlm baseline --help SECTION
+  SECTION is tokenizer, batches, model, optimizer, schedule, train, or all
 
 examples:
   hmmlm baseline --data runs/mine --out baselines/lstm
-  hmmlm baseline --data tokens --model.kind feedforward --batch-size 128
-  hmmlm baseline --resume baselines/lstm"""
-
-
-@dataclass(frozen=True)
-class Arguments:
-    run: Annotated[BaselineConfig, tyro.conf.arg(name="")]
-    out: Path | None = None
-    """Folder of the run; None: baselines/, then the name of the data and the time."""
-    resume: Path | None = None
-    """Go on with the run in this folder, with its settings."""
+  hmmlm baseline --data tokens --model.kind feedforward --batches.batch-size 128
+  hmmlm baseline --resume baselines/lstm
+"""
 
 
 def run(argv: list[str]) -> int:
-    resume = resumed(argv, "baseline")
-    start = BaselineConfig() if resume is None else saved_baseline_config(resume)
-    arguments = parse(Arguments, argv, "baseline", DESCRIPTION, Arguments(start))
-    result = train_in("baseline", arguments.run, arguments.out, resume, partial(_train, arguments.run))
+    from hmmlm.cli.main import INTERRUPTED
+    from hmmlm.cli.parse import parse
+    from hmmlm.cli.training import BaselineArguments, config_of, run_training
+    from hmmlm.config.networks import BaselineConfig
+    from hmmlm.data.files import read_json
+    from hmmlm.learning.train import PERPLEXITY, train_baseline
+    from hmmlm.runs.progress import perplexity_text
+
+    arguments = parse(BaselineArguments, argv, "baseline", OVERVIEW, defaults=BaselineConfig())
+    config = config_of(BaselineConfig, arguments)
+    name = Path(arguments.data).stem
+    result = run_training("baseline", "baselines", config, arguments, name, train_baseline)
     if not result.finished:
         return INTERRUPTED
-    from hmmlm.learning.baseline import PERPLEXITY
-    from hmmlm.learning.progress import perplexity_text
-
     scores = {split: perplexity_text(value) for split, value in read_json(result.out / PERPLEXITY).items()}
-    print(f"{result.steps:,} steps, {result.seconds:,.0f} s; the best model is in {result.out / 'best'}")
     print(f"perplexity: valid {scores['valid']}, test {scores['test']}")
     return 0
-
-
-def _train(config: BaselineConfig, out: Path, resume: bool) -> NetworkResult:
-    from hmmlm.learning.baseline import train_baseline
-    from hmmlm.learning.progress import terminal_progress
-
-    return train_baseline(config, out, resume=resume, progress=terminal_progress())

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import tyro
+from pydantic import Field, NonNegativeInt, model_validator
+from pydantic_settings import CliPositionalArg
 
-from hmmlm.cli.parse import parse
-from hmmlm.learning.config import TokenizerConfig
-from hmmlm.learning.config_checks import check_data
-from hmmlm.learning.folders import refuse_used, removed_on_failure
+from hmmlm.cli.parse import Arguments, parse
+from hmmlm.config.sections import TokenizerConfig, WordTokenizerConfig
+from hmmlm.config.training import TrainingConfig, fill_in_kinds
 
-DESCRIPTION = """Make the token files of a corpus (train, valid, test) and its tokenizer.
+DESCRIPTION = """Write the token files of a corpus (train, valid, test) and its tokenizer.
 
-PTB and WikiText-2 are taken from --data-folder (else $HMMLM_DATA, else the
-cache), or downloaded to it and checked.
+PTB and WikiText-2 are taken from --data-folder (else $HMMLM_DATA, else the cache), or downloaded to
+it and checked.
 
 examples:
   hmmlm data ptb --out data/ptb --tokenizer.split whitespace
@@ -26,37 +25,43 @@ examples:
 MADE = ("tokenizer", "data", "clusters.paths")
 
 
-@dataclass(frozen=True)
-class Arguments:
-    corpus: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME_OR_FILE")]
-    """embedded, ptb, wikitext-2, a text file, or a folder with train, valid and test files (texts or token files)."""
+class DataArguments(Arguments):
+    corpus: Annotated[
+        CliPositionalArg[str],
+        Field(description="embedded, ptb, wikitext-2, a text file, or a folder with train, valid and test files."),
+    ]
     out: Path
     """New folder for the token files (data/) and the tokenizer (tokenizer/)."""
     data_folder: Path | None = None
-    """Where corpora given by name lie, or are downloaded to."""
-    clusters: int = 0
-    """Also cluster the words of the training text into so many Brown clusters, for --model.clusters; 0: none."""
-    exchange_passes: int = 0
-    """Passes of moving single words to better clusters afterwards."""
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """Folder of named corpora, to which missing ones are downloaded."""
+    clusters: NonNegativeInt = 0
+    """Also cluster the words of the training text into this many Brown clusters, for --model.clusters; 0: none."""
+    exchange_passes: NonNegativeInt = 0
+    """Passes over all words that move each to the best cluster afterwards."""
+    tokenizer: TokenizerConfig = WordTokenizerConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: Any) -> Any:
+        return fill_in_kinds(cls, values)
 
 
 def run(argv: list[str]) -> int:
-    arguments = parse(Arguments, argv, "data", DESCRIPTION)
-    out = arguments.out
-    refuse_used(out)
-    check_data(arguments.corpus, arguments.tokenizer)  # before what follows, which takes seconds to import
+    arguments = parse(DataArguments, argv, "data", DESCRIPTION)
 
     from rich.console import Console
     from rich.table import Table
 
-    from hmmlm.experiments.results import unknown_share
-    from hmmlm.learning.config import RunConfig
-    from hmmlm.learning.prepare import cluster_words, find_data, prepare
-    from hmmlm.learning.progress import terminal_progress
+    from hmmlm.learning.prepare import check_data, cluster_words, find_data, prepare
+    from hmmlm.report.results import unknown_fraction
+    from hmmlm.runs.folders import refuse_used, removed_on_failure
+    from hmmlm.runs.progress import terminal_progress
     from hmmlm.structure.paths import write_paths
 
-    config = RunConfig(data=arguments.corpus, data_folder=arguments.data_folder, tokenizer=arguments.tokenizer)
+    out = arguments.out
+    refuse_used(out)
+    check_data(arguments.corpus, arguments.tokenizer)
+    config = TrainingConfig(data=arguments.corpus, data_folder=arguments.data_folder, tokenizer=arguments.tokenizer)
     source = find_data(config)
     with removed_on_failure(out, MADE, made=not out.exists()):
         prepared = prepare(config, source, out, terminal_progress())
@@ -69,7 +74,7 @@ def run(argv: list[str]) -> int:
     for column in table.columns[1:]:
         column.justify = "right"
     for split, tokens in prepared.tokens.items():
-        unknown = unknown_share(tokens, prepared.tokenizer.unk_id, prepared.tokenizer.eos_id)
+        unknown = unknown_fraction(tokens, prepared.tokenizer.unk_id, prepared.tokenizer.eos_id)
         table.add_row(split, f"{len(tokens):,}", f"{len(tokens.documents) - 1:,}", f"{unknown:.2%}")
     console = Console()
     console.print(table)

@@ -1,4 +1,4 @@
-"""The `hmmlm` command: finds the subcommand, and turns every mistake of a user into one line and exit code 2."""
+"""The `hmmlm` command: runs a subcommand, and turns every user error into one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = {
-    "demo": "train on the corpus that comes with Python and show what was learnt: start here",
-    "train": "train a model on a text of your own or a known corpus; --resume goes on with a run",
+    "demo": "train on text that comes with Python and show what was learned: start here",
+    "train": "train a model on your own text or a known corpus; --resume continues a run",
     "eval": "perplexity of a model",
     "sample": "text from a model",
     "infill": "the words that fit into the blanks of a text",
-    "inspect": "the states of a model: their words, what follows them, the states of a sentence",
-    "teacher": "train a transformer on the same text, to start a model from",
+    "inspect": "the states of a model: their words, their successors, the states of a sentence",
+    "teacher": "train a transformer on the same text, to distill a model from",
     "baseline": "train an LSTM or a feed-forward model on the same text, to compare with",
-    "data": "prepare token files; get PTB or WikiText-2",
+    "data": "write token files; get PTB or WikiText-2",
 }
 HELP = """usage: hmmlm COMMAND [OPTIONS]
 
@@ -25,7 +25,7 @@ Hidden Markov language models, exact and large.
 
 {commands}
 
-`hmmlm COMMAND --help` says more. Examples:
+`hmmlm COMMAND --help` describes a command. Examples:
   hmmlm demo
   hmmlm train --data my.txt --model.states 512 --out runs/mine
   hmmlm train --resume runs/mine
@@ -34,15 +34,15 @@ Hidden Markov language models, exact and large.
   hmmlm infill runs/mine "The ___ returns a list."
   hmmlm inspect runs/mine --text "The function returns a list."
 """
-# How long an idle OpenMP thread looks for work before it sleeps. By default that is so long that on two cores, one of
-# them busy with something else, training is six times slower than with this (2,100 and 12,100 tokens a second; 38,000
-# and 41,000 on idle ones). Read when torch is loaded.
+# How long an idle OpenMP thread spins before it sleeps. With the default, training on two cores of which one is busy is
+# six times slower (2,100 instead of 12,100 tokens per second; 38,000 and 41,000 on idle cores). Read when torch is
+# loaded.
 SPIN = {"GOMP_SPINCOUNT": "10000"}
-INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for a process that these signals ended
+INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for a process ended by these signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit code."""
+    """Run a command line and return the exit code."""
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
         os.environ.update(SPIN)
     try:
@@ -79,13 +79,16 @@ def _dispatch(argv: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"commands: {', '.join(COMMANDS)}"
         raise InputError(f"unknown {'option' if name.startswith('-') else 'command'} {name!r}; {hint}")
-    # Commands are imported when they are used: the help must not wait for torch.
-    run = import_module(f"hmmlm.cli.{name}").run
-    return int(run(rest) or 0)
+    # Commands are imported when they are used, and an overview is printed without torch.
+    command = import_module(f"hmmlm.cli.{name}")
+    if rest in (["-h"], ["--help"]) and hasattr(command, "OVERVIEW"):
+        print(command.OVERVIEW, end="")
+        return 0
+    return int(command.run(rest) or 0)
 
 
 def _explain(error: Exception) -> str | None:
-    """What to tell the user, or None for a mistake of ours, which deserves its traceback."""
+    """Return the message for the user, or None for a bug, whose traceback is shown."""
     from hmmlm.errors import InputError
 
     if isinstance(error, InputError):

@@ -1,94 +1,191 @@
-"""Command lines into typed arguments by tyro, whose boxes of errors are condensed to the one line we promise."""
+"""Command lines into typed arguments, by pydantic-settings; every mistake becomes an InputError of one line."""
 
 from __future__ import annotations
 
+import argparse
 import difflib
-import io
+import json
 import re
-from contextlib import redirect_stderr
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, get_args
 
-import tyro
-from pydantic import ValidationError
-
-from hmmlm.errors import InputError
-
-T = TypeVar("T")
-ModelPath = Annotated[
-    tyro.conf.Positional[Path],
-    tyro.conf.arg(metavar="MODEL", help="A saved model, or the folder of a training run (its best model)."),
-]
-_VALIDATION = re.compile(r"Error parsing (\S+): \d+ validation errors? for \w+ (.*?) \[type=.*?input_value=(.*?), inp")
-_REASONS = (
-    (r"no type matching \{None\}\|(\w+) could be instantiated from \['(.*)'\]", r"'\2' is not \1 or None"),
-    (r"invalid literal for int\(\) with base 10: (.*)", r"\1 is not a whole number"),
-    (r"could not convert string to float: (.*)", r"\1 is not a number"),
+from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import PydanticUndefined
+from pydantic_settings import (
+    BaseSettings,
+    CliPositionalArg,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
 )
 
+from hmmlm.config.explain import explain, member_types
+from hmmlm.errors import InputError
 
-def parse(kind: type[T], argv: list[str], command: str, description: str, default: T | None = None) -> T:
-    """Arguments of type `kind`; `default` fills what the command line leaves out. Help is printed and exits."""
-    if not {"-h", "--help"}.isdisjoint(argv):
-        print(f"{description}\n")  # by us: tyro would run its lines together
-    captured = io.StringIO()
+AnyArguments = TypeVar("AnyArguments", bound="Arguments")
+ModelPath = Annotated[
+    CliPositionalArg[Path], Field(description="A saved model, or the folder of a training run (its best model).")
+]
+
+
+class Arguments(BaseSettings):
+    """The arguments of a command; the docstring under a field is its help text."""
+
+    none_word: ClassVar[str] = "null"
+    """The value that means None; not "None", which a text may contain."""
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read nothing but the command line: no environment variables, no .env files."""
+        return (init_settings,)
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises errors instead of exiting, and prints help by section."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(add_help=False, allow_abbrev=False, **options)
+        self.add_argument("-h", "--help", nargs="?", const="", action=_Help, help=argparse.SUPPRESS)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message and unknown.startswith("-"):
+            option = unknown.split()[0].partition("=")[0]
+            near = difflib.get_close_matches(option, self._option_string_actions, n=1)
+            message = f"unknown option {option}" + (f"; did you mean {near[0]}?" if near else "")
+        elif unknown != message:
+            message = f"unexpected argument {unknown.split()[0]!r}"
+        raise InputError(f"{message}; see {self.prog} --help")
+
+    def format_section(self, name: str) -> str:
+        """Return the help of one section of options; "all": of all of them."""
+        groups = {str(group.title).removesuffix(" options"): group for group in self._action_groups[2:]}
+        if name != "all" and name not in groups:
+            raise InputError(f"no section {name!r} of options; sections: {', '.join(groups)}, all")
+        formatter = self._get_formatter()
+        for title, group in groups.items():
+            if name in ("all", title):
+                formatter.start_section(group.title)
+                if "(undefined)" not in str(group.description):  # of a section inside a union
+                    formatter.add_text(group.description)
+                formatter.add_arguments(group._group_actions)
+                formatter.end_section()
+        return formatter.format_help()
+
+
+class _Help(argparse.Action):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: Any, option_string: str | None = None
+    ) -> None:
+        assert isinstance(parser, Parser)
+        print(parser.format_section(values) if values else parser.format_help(), end="")
+        parser.exit()
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30, width=100)
+
+
+class _Options:
+    """What options need beyond pydantic-settings: repetition, and help that names kinds and their own defaults."""
+
+    def __init__(self, kind: type[BaseModel], defaults: BaseModel | None) -> None:
+        self.repeatable = {name for name, field in kind.model_fields.items() if ... in get_args(field.annotation)}
+        self.notes: dict[str, str] = {}
+        for section, field in kind.model_fields.items():
+            default, members = getattr(defaults, section, field.default), member_types(field)
+            for name in dict.fromkeys(name for member in members for name in member.model_fields):
+                owners = [member for member in members if name in member.model_fields]
+                value = getattr(default, name, owners[0].model_fields[name].default)
+                note = "required" if value is PydanticUndefined else f"default: {_text(value)}"
+                if len(owners) < len(members):
+                    note = f"{', '.join(owner.model_fields['kind'].default for owner in owners)}; {note}"
+                self.notes[f"{section}.{name}"] = f"({note})"
+
+    def add(self, group: argparse._ActionsContainer, *names: str, **options: Any) -> argparse.Action:
+        """Add an option to a group."""
+        name = str(options.get("dest"))
+        if name in self.repeatable:
+            options["action"] = "append"
+        text = options.get("help", "")
+        if name in self.notes and text != argparse.SUPPRESS:  # pydantic-settings shows the default of another kind
+            text = re.sub(r"\((default|ifdef): .*\)$", "", text, flags=re.DOTALL)
+            options["help"] = text + self.notes[name].replace("%", "%%")
+        return group.add_argument(*names, **options)
+
+    def parse(self, parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+        """Parse a command line; the values of repeatable options become JSON, as pydantic-settings reads it."""
+        parsed = parser.parse_args(argv)
+        for name in self.repeatable & vars(parsed).keys():
+            setattr(parsed, name, json.dumps(getattr(parsed, name)))
+        return parsed
+
+
+def _text(value: Any) -> str:
+    """Return a value as it is written on the command line."""
+    return json.dumps(value, separators=(",", ":")) if isinstance(value, tuple) else str(value)
+
+
+def parse(
+    kind: type[AnyArguments],
+    argv: list[str],
+    command: str,
+    description: str,
+    shortcuts: Mapping[str, str] | None = None,
+    defaults: BaseModel | None = None,
+) -> AnyArguments:
+    """Return the arguments of a command line. Help is printed and exits.
+
+    Args:
+        defaults: a configuration whose values the help shows as defaults; None: those of the fields.
+    """
+    options = _Options(kind, defaults)
+    parser = Parser(
+        prog=f"hmmlm {command}", description=description, usage=f"hmmlm {command} [OPTIONS]", formatter_class=_Formatter
+    )
     try:
-        with redirect_stderr(captured):
-            return tyro.cli(
-                kind,
-                args=argv,
-                prog=f"hmmlm {command}",
-                description="",
-                default=tyro.MISSING_NONPROP if default is None else default,
-            )
-    except SystemExit as end:
-        if not end.code:  # help
-            raise
-    except ValidationError as error:  # of the outermost settings, which tyro lets through
-        first = error.errors()[0]
-        reason = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "value_error":  # a rule over several of them
-            raise InputError(reason) from None
-        option = ".".join(map(str, first["loc"])).replace("_", "-")
-        raise InputError(f"--{option}: {reason} (given {first['input']!r}); see hmmlm {command} --help") from None
-    raise InputError(f"{condense(captured.getvalue())}; see hmmlm {command} --help")
+        source = CliSettingsSource[Any](
+            kind,
+            root_parser=parser,
+            parse_args_method=options.parse,
+            add_argument_method=options.add,
+            cli_parse_args=argv,
+            cli_kebab_case=True,
+            cli_implicit_flags=True,
+            cli_avoid_json=True,
+            cli_hide_none_type=True,
+            cli_parse_none_str=kind.none_word,
+            cli_shortcuts=shortcuts,
+        )
+        return kind(_cli_settings_source=source)  # type: ignore[call-arg]
+    except ValidationError as error:
+        raise InputError(f"{explain(kind, error, _option)}; see hmmlm {command} --help") from None
+    except SettingsError as error:
+        raise InputError(f"{_unreadable(argv, error)}; see hmmlm {command} --help") from None
 
 
-def resumed(argv: list[str], command: str) -> Path | None:
-    """The run to go on with, before the rest can be parsed: its settings are where the others start from."""
-    for i, argument in enumerate(argv):
-        name, equals, value = argument.partition("=")
-        if name == "--resume":
-            if not equals and i + 1 == len(argv):
-                raise InputError(f"--resume needs a value; see hmmlm {command} --help")
-            return Path(value if equals else argv[i + 1])
-    return None
+def _unreadable(argv: list[str], error: SettingsError) -> str:
+    """Return which option has a value that is not JSON, though its field is a list."""
+    value = getattr(error.__cause__, "doc", None)
+    for option, given in zip(["", *argv], argv, strict=False):
+        if value is not None and given in (value, f"{given.partition('=')[0]}={value}"):
+            return f"{option if given == value else given.partition('=')[0]}: write a list as [1,2] (given {value!r})"
+    return str(error)
 
 
-def condense(boxed: str) -> str:
-    """One line of what tyro says in a box: its first paragraph, and the option it takes to be meant."""
-    lines = [line.strip("│ ") for line in boxed.splitlines() if not line.startswith(("╭", "╰"))]
-    paragraphs = [" ".join(p.split()) for p in re.split(r"\n[─-]{3,}\n", "\n".join(lines))]
-    if "╭" not in boxed:  # where the terminal cannot draw boxes, the title is a paragraph
-        paragraphs = paragraphs[1:]
-    message = paragraphs[0].rstrip(".")
-    # of a pydantic error, the field and the reason: the class, the type of the error and the link are for programmers
-    found = _VALIDATION.match(message)
-    if found:
-        section, reason, given = found.groups()
-        section = section.removeprefix("run.")  # of `hmmlm train`, whose settings have no prefix on the command line
-        field, _, why = reason.partition(" ")
-        if why.startswith("Value error, ") or field == "Value":  # a rule over several fields
-            return f"{section}: {reason.removeprefix('Value error, ')}"
-        return f"--{section}.{field.replace('_', '-')}: {why} (given {given})"
-    unknown = re.match(r"Unrecognized options: ([^,\s]*)", message)
-    if unknown and not unknown[1].startswith("-"):
-        return f"unexpected argument {unknown[1]!r}"
-    if unknown:
-        named = re.findall(r"(--[\w.-]+)", " ".join(paragraphs[1:-1]))
-        near = difflib.get_close_matches(unknown[1], named, n=1, cutoff=0.0)
-        return f"unknown option {unknown[1]}" + (f"; did you mean {near[0]}?" if near else "")
-    message = message.removeprefix("Error parsing ").split(". Got errors:")[0]
-    for python_says, we_say in _REASONS:
-        message = re.sub(python_says, we_say, message)
-    return message
+def _option(path: str) -> str:
+    """Return the option of a field: model.exchange_passes is --model.exchange-passes."""
+    return f"--{path.replace('_', '-')}"

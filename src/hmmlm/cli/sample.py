@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from pydantic import NonNegativeInt, PositiveInt
 
-import tyro
+from hmmlm.cli.parse import Arguments, ModelPath, parse
 
-from hmmlm.cli.parse import ModelPath, parse
-from hmmlm.errors import InputError
-
-DESCRIPTION = """Exact samples from a model, each until <eos>. The same seed gives the same text.
+DESCRIPTION = """Print exact samples from a model, each until <eos>. The same seed gives the same text.
 
 examples:
   hmmlm sample runs/mine
@@ -19,41 +15,33 @@ examples:
   hmmlm sample runs/mine --must function --must "a list|a tuple" --never None"""
 
 
-Phrases = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
-
-
-@dataclass(frozen=True)
-class Arguments:
+class SampleArguments(Arguments):
     model: ModelPath
-    num: int = 5
+    num: PositiveInt = 5
     """Number of samples."""
     prompt: str = ""
-    """What the samples begin with."""
+    """What the samples start with."""
     max_new_tokens: int = 100
-    """Most tokens of a sample."""
+    """Maximum number of tokens of a sample."""
     temperature: float = 1.0
-    """Below 1: likelier words become likelier still; 0: always the likeliest."""
+    """Below 1: likely words become more likely; 0: always the most likely."""
     top_k: int | None = None
-    """Only among the k likeliest words."""
-    seed: int | None = None
-    """Sample i uses seed + i; None: other samples every time."""
+    """Sample among the k most likely words only."""
+    seed: NonNegativeInt | None = None
+    """Sample i uses seed + i; None: different samples every time."""
     unknown: bool = True
-    """Whether <unk> may be drawn; --no-unknown draws every word given that it is a known one."""
-    must: Phrases = ()
-    """A word or phrase that every sample has, or several with | between them, of which it has one; may be given
+    """Whether <unk> may be sampled; --no-unknown samples every word given that it is known."""
+    must: tuple[str, ...] = ()
+    """A word or phrase that every sample contains, or several separated by |, of which it contains one; may be given
     several times. Samples then end within --max-new-tokens, <eos> counted."""
-    never: Phrases = ()
-    """A word or phrase that no sample has; likewise."""
+    never: tuple[str, ...] = ()
+    """A word or phrase that no sample contains; may be given several times."""
 
 
 def run(argv: list[str]) -> int:
-    arguments = parse(Arguments, argv, "sample", DESCRIPTION)
-    if arguments.num < 1:
-        raise InputError(f"--num must be 1 or more, not {arguments.num}")
-    if arguments.seed is not None and arguments.seed < 0:
-        raise InputError(f"--seed must be 0 or more, not {arguments.seed}")
+    arguments = parse(SampleArguments, argv, "sample", DESCRIPTION)
 
-    from hmmlm.lm import load
+    from hmmlm.text.lm import load
 
     lm = load(arguments.model)
     must = [texts.split("|") for texts in arguments.must]

@@ -1,87 +1,66 @@
-"""`hmmlm teacher`: trains a small transformer that an HMM can be started from."""
+"""`hmmlm teacher`: train a small transformer that an HMM can be distilled from."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-import tyro
+OVERVIEW = """usage: hmmlm teacher [OPTIONS]
 
-from hmmlm.cli.main import INTERRUPTED
-from hmmlm.cli.networks import train_in
-from hmmlm.cli.parse import parse, resumed
-from hmmlm.errors import InputError
-from hmmlm.learning.config_teacher import TeacherConfig, saved_teacher_config
-from hmmlm.learning.folders import refuse_used
+Train a small decoder-only transformer: a teacher, from whose contextual embeddings a
+hidden Markov model can be initialized (hmmlm train --init lvd --teacher FOLDER).
 
-if TYPE_CHECKING:
-    from hmmlm.learning.network import NetworkResult
+Give the HMM the same token files, through --data of the run or of `hmmlm data`, so that
+their tokens line up one to one.
 
-DESCRIPTION = """Train a small decoder-only transformer on a corpus: a teacher, from whose
-contextual embeddings a hidden Markov model can be initialised.
+most used options:
+  --data NAME_OR_PATH       as in `hmmlm train`
+  --out FOLDER              folder of the run (default: teachers/NAME-TIME)
+  --resume FOLDER           resume a run (Ctrl-C saves and stops)
+  --model.hidden N          width
+  --model.layers N          blocks
+  --model.heads N           attention heads
+  --train.epochs N          passes over the text
+  --convert FILE.gguf       train nothing: write a GGUF file as a Hugging Face folder (--out)
 
-Give the HMM the same tokenizer and token files, by --data of the run or of
-`hmmlm data`, so that their tokens line up one to one. Ctrl-C saves and stops.
-
-With --convert nothing is trained: a Llama in a GGUF file, which takes a minute
-to open, is written as a folder that takes seconds.
+All settings, by section: hmmlm teacher --help SECTION
+  SECTION is tokenizer, batches, model, optimizer, schedule, train, or all
 
 examples:
-  hmmlm teacher --data my.txt --tokenizer.kind bpe --out teachers/mine
+  hmmlm teacher --data my.txt --out teachers/mine
   hmmlm teacher --data runs/mine --model.layers 6 --train.epochs 5
   hmmlm teacher --resume teachers/mine
-  hmmlm teacher --convert tinyllama-1.1b.gguf --out teachers/tinyllama-1.1b"""
-
-
-@dataclass(frozen=True)
-class Arguments:
-    run: Annotated[TeacherConfig, tyro.conf.arg(name="")]
-    out: Path | None = None
-    """Folder of the run, to be given as --teacher; None: teachers/, then the name of the data and the time."""
-    resume: Path | None = None
-    """Go on with the run in this folder, with its settings."""
-    convert: Path | None = None
-    """A GGUF file to write as a folder (--out), in float16."""
+  hmmlm teacher --convert tinyllama-1.1b.gguf --out teachers/tinyllama-1.1b
+"""
 
 
 def run(argv: list[str]) -> int:
-    resume = resumed(argv, "teacher")
-    start = TeacherConfig() if resume is None else saved_teacher_config(resume)
-    arguments = parse(Arguments, argv, "teacher", DESCRIPTION, Arguments(start))
+    from hmmlm.cli.main import INTERRUPTED
+    from hmmlm.cli.parse import parse
+    from hmmlm.cli.training import TeacherArguments, config_of, run_training
+    from hmmlm.config.networks import TeacherConfig
+    from hmmlm.learning.train import train_teacher
+    from hmmlm.runs.progress import perplexity_text
+
+    arguments = parse(TeacherArguments, argv, "teacher", OVERVIEW, defaults=TeacherConfig())
     if arguments.convert is not None:
         return _convert(arguments.convert, arguments.out)
-    result = train_in("teacher", arguments.run, arguments.out, resume, partial(_train, arguments.run))
+    config = config_of(TeacherConfig, arguments)
+    name = Path(arguments.data).stem
+    result = run_training("teacher", "teachers", config, arguments, name, train_teacher)
     if not result.finished:
         return INTERRUPTED
-    from hmmlm.learning.progress import perplexity_text
-
-    best = perplexity_text(result.best_perplexity)
-    print(f"valid perplexity {best} after {result.steps:,} steps, {result.seconds:,.0f} s")
-    print(f"the teacher is in {result.out / 'best'}")
+    print(f"valid perplexity {perplexity_text(result.best_perplexity)}")
     return 0
 
 
-def _train(config: TeacherConfig, out: Path, resume: bool) -> NetworkResult:
-    from hmmlm.learning.progress import terminal_progress
-    from hmmlm.learning.teacher import train_teacher
-
-    return train_teacher(config, out, resume=resume, progress=terminal_progress())
-
-
 def _convert(source: Path, out: Path | None) -> int:
+    from hmmlm.errors import InputError
+    from hmmlm.runs.folders import refuse_used
+    from hmmlm.teachers.huggingface import convert_gguf
+
     if out is None:
         raise InputError("--convert needs a folder to write to: give --out")
     refuse_used(out)
-
-    from hmmlm.initialization.decoder import DecoderTeacher
-    from hmmlm.initialization.llama import Llama, save_llama
-    from hmmlm.initialization.teacher import open_teacher
-
-    teacher = open_teacher(str(source), device="cpu")
-    if not isinstance(teacher, DecoderTeacher) or not isinstance(teacher.model, Llama):
-        raise InputError(f"{source} is no Llama, which is all that --convert writes: use it as it is")
-    save_llama(out, teacher)
+    convert_gguf(source, out)
     print(f"the teacher is in {out}")
     return 0

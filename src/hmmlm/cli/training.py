@@ -1,0 +1,133 @@
+"""What `hmmlm train`, `teacher` and `baseline` share: their arguments, and where a run is and how it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+
+from hmmlm.cli.parse import Arguments
+from hmmlm.config.explain import explain
+from hmmlm.config.networks import BaselineConfig, TeacherConfig
+from hmmlm.config.recipe import recipe_source, recipe_values
+from hmmlm.config.run import RunConfig
+from hmmlm.config.training import TrainingConfig, drop_other_kinds
+from hmmlm.errors import InputError
+from hmmlm.learning.train import TrainResult
+from hmmlm.runs.folders import new_folder, saved_config
+
+
+class StartingPoint(PydanticBaseSettingsSource):
+    """The settings that the command line changes: those of a recipe, or of the run that is resumed."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return None, field_name, False  # values are returned by __call__, all at once
+
+    def __call__(self) -> dict[str, Any]:
+        given = self.current_state
+        sources = [name for name in ("resume", "recipe", "config", "out") if given.get(name) is not None]
+        if "resume" in sources and len(sources) > 1:
+            raise InputError(f"--resume has the settings and the folder of its run: leave out --{sources[1]}")
+        if "recipe" in sources and "config" in sources:
+            raise InputError("give --recipe or --config, not both")
+        kind = _config_kind(self.settings_cls)
+        if "resume" in sources:
+            return drop_other_kinds(kind, saved_config(kind, Path(given["resume"])).dump(), given)
+        if "config" in sources and not str(given["config"]).endswith(".toml"):
+            raise InputError(f"--config {given['config']}: a recipe is a file that ends in .toml")
+        name = given.get("config") or given.get("recipe")
+        return {} if name is None else _read_recipe(kind, str(name), given)
+
+
+def _config_kind(arguments: type[BaseSettings]) -> type[TrainingConfig]:
+    """Return the configuration that arguments inherit from."""
+    bases = arguments.__mro__
+    return next(base for base in bases if issubclass(base, TrainingConfig) and not issubclass(base, BaseSettings))
+
+
+def _read_recipe(kind: type[TrainingConfig], name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recipe that the given ones do not replace; its mistakes are errors that name it."""
+    values = drop_other_kinds(kind, recipe_values(name), given)
+    try:
+        kind.model_validate(values)
+    except ValidationError as error:
+        # What is missing, or does not fit together, may be given on the command line.
+        if any(found["type"] not in ("missing", "value_error") for found in error.errors()):
+            raise InputError(f"{recipe_source(name)}: {explain(kind, error)}") from None
+    return values
+
+
+class TrainingArguments(Arguments):
+    """Where a run is."""
+
+    none_word: ClassVar[str] = "None"
+    out: Path | None = None
+    """Folder of the run; None: a new one, named after the recipe or the data and the time."""
+    resume: Path | None = None
+    """Resume the run in this folder. Its settings stay the same, except how long it trains and where."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, StartingPoint(settings_cls)
+
+
+class TrainArguments(TrainingArguments, RunConfig):  # type: ignore[misc]
+    """`hmmlm train`."""
+
+    recipe: str | None = None
+    """A recipe of the package: the settings that the other options change."""
+    config: Path | None = None
+    """The same, from a TOML file of your own."""
+
+
+class TeacherArguments(TrainingArguments, TeacherConfig):  # type: ignore[misc]
+    """`hmmlm teacher`."""
+
+    convert: Path | None = None
+    """A GGUF file to write as a Hugging Face folder (--out), in float16."""
+
+
+class BaselineArguments(TrainingArguments, BaselineConfig):  # type: ignore[misc]
+    """`hmmlm baseline`."""
+
+
+def run_training(
+    command: str,
+    folder: str,
+    config: TrainingConfig,
+    arguments: TrainingArguments,
+    name: str,
+    train: Callable[[Any, Path, bool, Any], TrainResult],
+) -> TrainResult:
+    """Train in the folder of the arguments, or in a new one: folder/name-TIME; print how it ended."""
+    from hmmlm.runs.progress import terminal_progress
+
+    if arguments.resume is not None:
+        result = train(config, arguments.resume, True, terminal_progress())
+    else:
+        with new_folder(arguments.out, folder, name) as out:
+            result = train(config, out, False, terminal_progress())
+    if result.finished:
+        print(
+            f"finished after {result.steps:,} steps, {result.seconds:,.0f} s; best model, of valid perplexity "
+            f"{result.best_perplexity:.2f}: {result.out / 'best'}"
+        )
+    else:
+        print(f"stopped at step {result.steps:,}, saved; continue with: hmmlm {command} --resume {result.out}")
+    return result
+
+
+def config_of(kind: type[TrainingConfig], arguments: TrainingConfig) -> Any:
+    """Return the configuration part of arguments."""
+    return kind(**{name: getattr(arguments, name) for name in kind.model_fields})
