@@ -7,26 +7,45 @@ if TYPE_CHECKING:
     from hmmlm.hmm import HMM, BlockedHMM, Counts, Filtered
     from hmmlm.hmm.automaton import Automaton
     from hmmlm.hmm.constraints import Guide
-    from hmmlm.lm import LanguageModel, load
-    from hmmlm.steering import Steering
+    from hmmlm.text.lm import LanguageModel, load
+    from hmmlm.text.steering import Steering
 
-__version__ = "0.1.0"
-__all__ = [
-    "HMM", "Automaton", "BlockedHMM", "Counts", "Filtered", "Guide", "InputError", "LanguageModel", "Steering",
-    "__version__", "load",
-]  # fmt: skip
+__version__ = "0.2.0"
 
-_HOMES = {
-    "HMM": "hmmlm.hmm", "BlockedHMM": "hmmlm.hmm", "Counts": "hmmlm.hmm", "Filtered": "hmmlm.hmm",
-    "Automaton": "hmmlm.hmm.automaton", "Guide": "hmmlm.hmm.constraints",
-    "InputError": "hmmlm.errors", "LanguageModel": "hmmlm.lm", "load": "hmmlm.lm",
-    "Steering": "hmmlm.steering",
+_MODULES = {
+    "HMM": "hmmlm.hmm",
+    "Automaton": "hmmlm.hmm.automaton",
+    "BlockedHMM": "hmmlm.hmm",
+    "Counts": "hmmlm.hmm",
+    "Filtered": "hmmlm.hmm",
+    "Guide": "hmmlm.hmm.constraints",
+    "InputError": "hmmlm.errors",
+    "LanguageModel": "hmmlm.text.lm",
+    "Steering": "hmmlm.text.steering",
+    "load": "hmmlm.text.lm",
 }
+__all__ = [
+    "HMM",
+    "Automaton",
+    "BlockedHMM",
+    "Counts",
+    "Filtered",
+    "Guide",
+    "InputError",
+    "LanguageModel",
+    "Steering",
+    "__version__",
+    "load",
+]
 
 
-def __getattr__(name: str) -> Any:  # torch is loaded on first use, so that `hmmlm --help` answers at once
-    if name not in _HOMES:
+def __getattr__(name: str) -> Any:  # torch is imported on first use, so that `hmmlm --help` is fast
+    if name not in _MODULES:
         raise AttributeError(f"module 'hmmlm' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

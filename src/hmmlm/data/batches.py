@@ -1,12 +1,12 @@
-"""Batches of a token file: contiguous streams with carried state, or disjoint shuffled chunks.
+"""Batches of a token file: contiguous streams with a carry, or disjoint shuffled chunks.
 
-Both know every batch of every epoch from (seed, epoch, index) alone, so that a run can resume at any batch.
+Every batch is a function of (seed, epoch, index) alone, so that a run can resume at any batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,22 +17,50 @@ from hmmlm.errors import InputError
 
 
 class Batch(NamedTuple):
-    """`carry`: position 0 continues from the previous batch's final filtered distribution, row by row; where this
-    batch has fewer rows than the previous one, its rows are the first ones."""
+    """Rows of tokens, and how they continue the previous batch."""
 
-    tokens: Tensor  # [B,T] int64; −1 beyond a row's length
-    lengths: Tensor | None  # [B] int64; None when every row is full
-    restart: Tensor | None  # [B,T] bool, True where the chain starts again from π; None when it never does
+    tokens: Tensor  # [B, T] int64; −1 beyond a row's length
+    lengths: Tensor | None  # [B] int64; None: every row is full
+    restart: Tensor | None  # [B, T] bool: the chain restarts from π; None: nowhere
     carry: bool
+    """Whether position 0 continues from the previous batch's carry, row by row; fewer rows are the first ones."""
+    places: Tensor | None = None  # [B, T] int64 position of each token in the token file; −1 beyond a row's length
+    last: bool = False
+    """Whether this is the last batch of its epoch."""
+    labels: Tensor | None = None  # [B, T] int64 the state of each token, to train on P(O, S); −1 beyond a row's length
+
+    def num_tokens(self) -> int:
+        """Return the number of tokens; call it before the batch is moved to a GPU."""
+        return int((self.tokens >= 0).sum())
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device, without its places."""
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        tokens = self.tokens.to(device, non_blocking=True)
+        moved = move(self.lengths), move(self.restart), move(self.labels)
+        return Batch(tokens, *moved[:2], self.carry, None, self.last, moved[2])
+
+
+class Batches(Protocol):
+    """The batches of a token file; every batch is a function of (seed, epoch, index) alone."""
+
+    steps_per_epoch: int
+    tokens_per_epoch: int
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches of one epoch from index `start`, the same as those of a full iteration."""
 
 
 class StreamBatches:
-    """Documents, shuffled every epoch, concatenated, cut into `batch_size` contiguous streams, read in windows.
+    """Windows of `batch_size` contiguous streams over the concatenated documents, in a new order every epoch.
 
-    Stream b covers [b·L, min((b+1)·L, N)) with L = ceil(N / batch_size): every token once an epoch. With `whole` (for
-    evaluation, in order) each cut is moved on to the next end of an example: where the chain restarts there, nothing
-    depends on where the streams are cut, nor on how many there are. Only the last windows are ragged, and streams that
-    end early are the last rows, which are then left out.
+    Stream b covers [b·L, min((b+1)·L, N)) with L = ceil(N / batch_size), so every token occurs once per epoch. With
+    `whole` (for evaluation, in order) each cut is moved to the next end of an example. If the chain restarts there,
+    results do not depend on the cuts or their number. Only the last windows are ragged. Streams that end early are the
+    last rows; the batches after their end leave them out.
     """
 
     def __init__(
@@ -69,22 +97,24 @@ class StreamBatches:
         self.tokens_per_epoch = len(token_file)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch from index `start` on, the same as those of a full iteration."""
+        """Yield the batches of one epoch from index `start`, the same as those of a full iteration."""
         _check_start(start, self.steps_per_epoch)
         order = _Order(self._file, self._seed, epoch) if self._shuffle else None
         return (self._batch(step, order) for step in range(start, self.steps_per_epoch))
 
     def _batch(self, step: int, order: _Order | None) -> Batch:
+        """Return batch `step` of an epoch; `order` None: documents in the order of the file."""
         begin = step * self._length
         lengths = np.clip(self._sizes - begin, 0, self._length)
         rows = int(np.count_nonzero(lengths))
-        # one position before the window as well: a restart depends on the token before
+        # Include the position before the window: a restart depends on the previous token.
         lead = int(self._reset_at_eos and step > 0)
         offsets = np.arange(begin - lead, begin + int(lengths[0]), dtype=np.int64)
         places = self._starts[:rows, None] + offsets
         places = np.minimum(places, len(self._file) - 1)
-        window = self._file.tokens[places if order is None else order.places(places)].astype(np.int64)
-        tokens = window[:, lead:]
+        places = places if order is None else order.places(places)
+        window = self._file.tokens[places].astype(np.int64)
+        tokens, places = window[:, lead:], places[:, lead:]
         beyond = np.arange(tokens.shape[1]) >= lengths[:rows, None]
         tokens[beyond] = -1
         restart = None
@@ -97,48 +127,41 @@ class StreamBatches:
             torch.from_numpy(lengths[:rows]) if beyond.any() else None,
             None if restart is None else torch.from_numpy(restart),
             carry=step > 0,
+            places=torch.from_numpy(np.where(beyond, -1, places)),
+            last=step + 1 == self.steps_per_epoch,
         )
 
 
 class ChunkBatches:
-    """Disjoint chunks of `length` tokens, shuffled every epoch, each starting from π.
+    """Disjoint chunks of `length` tokens, in a new order every epoch; each starts from π.
 
-    What is left over is a shorter chunk, always the last row of the last batch; `drop_last` leaves out both it and
-    a last batch of fewer rows.
+    The remainder is a shorter chunk, always the last row of the last batch.
     """
 
-    def __init__(
-        self, token_file: TokenFile, batch_size: int, length: int, *, shuffle: bool, drop_last: bool, seed: int
-    ) -> None:
+    def __init__(self, token_file: TokenFile, batch_size: int, length: int, *, shuffle: bool, seed: int) -> None:
         _check_sizes(batch_size, length)
-        full, rest = divmod(len(token_file), length)
-        if drop_last:
-            full, rest = full - full % batch_size, 0
-        if not full and drop_last:
-            raise InputError(
-                f"{token_file.name} has {len(token_file)} tokens, fewer than one batch of {batch_size} chunks of "
-                f"{length}: lower batch_size or length, or keep the last batch"
-            )
         self._file, self._batch_size, self._length = token_file, batch_size, length
         self._shuffle, self._seed = shuffle, seed
-        self._chunks = len(token_file) // length  # full ones, from which every epoch draws
-        self._used, self._rest = full, rest
-        self.steps_per_epoch = -(-(full + (rest > 0)) // batch_size)
-        self.tokens_per_epoch = full * length + rest
+        self._full, self._rest = divmod(len(token_file), length)
+        self.steps_per_epoch = -(-(self._full + (self._rest > 0)) // batch_size)
+        self.tokens_per_epoch = len(token_file)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of one epoch from index `start` on, the same as those of a full iteration."""
+        """Yield the batches of one epoch from index `start`, the same as those of a full iteration."""
         _check_start(start, self.steps_per_epoch)
-        chunks = np.arange(self._chunks, dtype=np.int64)
+        chunks = np.arange(self._full, dtype=np.int64)
         if self._shuffle:
-            chunks = _generator(self._seed, epoch).permutation(self._chunks)
-        chunks = chunks[: self._used]
+            chunks = _generator(self._seed, epoch).permutation(self._full)
         if self._rest:
-            chunks = np.append(chunks, self._chunks)
+            chunks = np.append(chunks, self._full)
         size = self._batch_size
-        return (self._batch(chunks[step * size : (step + 1) * size]) for step in range(start, self.steps_per_epoch))
+        steps = range(start, self.steps_per_epoch)
+        return (
+            self._batch(chunks[step * size : (step + 1) * size], step + 1 == self.steps_per_epoch) for step in steps
+        )
 
-    def _batch(self, chunks: np.ndarray) -> Batch:
+    def _batch(self, chunks: np.ndarray, last: bool) -> Batch:
+        """Return the batch of the chunks with these numbers."""
         begins = chunks * self._length
         lengths = np.minimum(len(self._file) - begins, self._length)
         offsets = np.arange(lengths.max(), dtype=np.int64)
@@ -147,17 +170,20 @@ class ChunkBatches:
         beyond = offsets >= lengths[:, None]
         tokens[beyond] = -1
         ragged = torch.from_numpy(lengths) if beyond.any() else None
-        return Batch(torch.from_numpy(tokens), ragged, restart=None, carry=False)
+        places[beyond] = -1
+        return Batch(
+            torch.from_numpy(tokens), ragged, restart=None, carry=False, places=torch.from_numpy(places), last=last
+        )
 
 
 class _Order:
-    """Where the tokens of a shuffled epoch lie in the file: O(documents) memory, never the permuted corpus."""
+    """Positions in the file of the tokens of a shuffled epoch; takes O(documents) memory, not O(tokens)."""
 
     def __init__(self, token_file: TokenFile, seed: int, epoch: int) -> None:
         documents = np.asarray(token_file.documents)
         order = _generator(seed, epoch).permutation(documents.size - 1)
         self._ends = np.cumsum(np.diff(documents)[order])
-        self._shift = documents[order + 1] - self._ends  # from a place in the epoch to one in the file
+        self._shift = documents[order + 1] - self._ends  # from a position in the epoch to one in the file
 
     def places(self, places: np.ndarray) -> np.ndarray:
         return places + self._shift[np.searchsorted(self._ends, places, side="right")]

@@ -1,7 +1,7 @@
 """Corpora as documents of lines, and their token files.
 
-A document is a list of lines, and every line ends with the tokenizer's eos: PTB has one line a document, WikiText-2
-one article, the embedded corpus one paragraph, a text of the user's own one line.
+A document is a list of lines, and every line ends with the tokenizer's eos. A document is one line in PTB and in user
+texts, one article in WikiText-2, and one paragraph in the embedded corpus.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hmmlm.data.embedded import embedded_corpus
 from hmmlm.data.public import PTB, WIKITEXT_2, locate
 from hmmlm.data.text import held_out, read_documents, read_lines
 from hmmlm.data.tokenfile import TokenFile, write_tokens
-from hmmlm.data.tokenizer import Tokenizer
+from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
 
 SPLITS = ("train", "valid", "test")
@@ -26,9 +26,9 @@ Document = list[str]
 
 @dataclass(frozen=True)
 class Documents:
-    """One split, read from its source each time it is iterated over."""
+    """The documents of one split, read from their source at every iteration."""
 
-    source: str  # changes when the content does
+    source: str  # identifies the content: changes when the content changes
     read: Callable[[], Iterable[Document]]
 
     def __iter__(self) -> Iterator[Document]:
@@ -36,11 +36,13 @@ class Documents:
 
 
 def load_text(name_or_path: str, *, folder: Path | None = None, download: bool = False) -> dict[str, Documents]:
-    """Train, valid and test of a corpus.
+    """Return the train, valid and test documents of a corpus.
 
-    A name ("embedded", "ptb", "wikitext-2"; files in `folder`, $HMMLM_DATA or the cache, else downloaded if asked);
-    a folder with train.txt, valid.txt and test.txt (.gz and .xz too); or one text file, of which 5 lines in a
-    hundred are held out as valid and as many as test.
+    Args:
+        name_or_path: a name ("embedded", "ptb" or "wikitext-2"); a folder with train.txt, valid.txt and test.txt (or
+            .gz, .xz); or one text file, whose lines are split into 90% train, 5% valid and 5% test.
+        folder: where to find a named corpus; by default $HMMLM_DATA or the cache.
+        download: whether to download a named corpus that is missing.
     """
     if name_or_path == "embedded":
         return {split: _paragraphs(lines) for split, lines in embedded_corpus().items()}
@@ -52,38 +54,24 @@ def load_text(name_or_path: str, *, folder: Path | None = None, download: bool =
     if path.is_dir():
         return {split: file_documents(_split_file(path, split)) for split in SPLITS}
     if not path.exists():
-        raise InputError(f"no corpus {name_or_path!r}: it is neither a file or folder nor one of {', '.join(NAMES)}")
+        raise InputError(f"no corpus {name_or_path!r}: give a file, a folder, or one of {', '.join(NAMES)}")
     return _held_out_splits(path)
 
 
 def file_documents(path: Path) -> Documents:
-    """A whole text file as one split, one document a line."""
+    """Return a whole text file as one split, with one document per line."""
     return Documents(_file_source(path), partial(_one_a_line, path))
 
 
-def tokenizer_lines(name_or_path: str, *, folder: Path | None = None, download: bool = False) -> Iterator[str]:
-    """The lines of the training split, to train a tokenizer on."""
-    train = load_text(name_or_path, folder=folder, download=download)["train"]
-    return (line for document in train for line in document)
-
-
-def prepare(
-    name_or_path: str, tokenizer: Tokenizer, out: Path, *, folder: Path | None = None, download: bool = False
-) -> dict[str, TokenFile]:
-    """Token files of every split under `out`; those of the same text and tokenizer are used again."""
-    splits = load_text(name_or_path, folder=folder, download=download)
-    return {split: encode_documents(documents, tokenizer, out / split) for split, documents in splits.items()}
-
-
 def encode_documents(documents: Documents, tokenizer: Tokenizer, path: Path) -> TokenFile:
-    """The token file `path` of `documents`: every line's tokens, then eos."""
+    """Return the token file `path` of `documents`, with eos after every line; write it unless it is up to date."""
     fingerprint = tokenizer.fingerprint()
     try:
         existing = TokenFile.open(path, fingerprint)
         if existing.source == documents.source:
             return existing
     except InputError:
-        pass  # missing, damaged or another tokenizer's: made anew below
+        pass  # missing, damaged or of another tokenizer: written below
     encoded = ([i for line in document for i in (*tokenizer.encode(line), tokenizer.eos_id)] for document in documents)
     return write_tokens(path, encoded, tokenizer.vocab_size, fingerprint, documents.source)
 
@@ -98,10 +86,10 @@ def _one_a_line(path: Path) -> Iterator[Document]:
 
 
 def _articles(path: Path) -> Iterator[Document]:
-    """WikiText: an article begins with ` = Title = ` between blank lines; blank lines are lines of it."""
+    """Yield the articles of WikiText; one starts with ` = Title = ` between blank lines, and contains blank lines."""
     article: Document = []
     titled = False
-    waiting: str | None = None  # a title is only known as one by the blank line after it
+    waiting: str | None = None  # a possible title: the blank line after it decides
     for line in read_lines(path):
         if waiting is not None:
             if line == "" and titled:
@@ -124,14 +112,16 @@ def _is_title(line: str) -> bool:
 
 
 def _split_file(folder: Path, split: str) -> Path:
+    """Return the text file of a split in a corpus folder."""
     candidates = [folder / f"{split}.txt{suffix}" for suffix in ("", ".gz", ".xz")]
     found = next((path for path in candidates if path.is_file()), None)
     if found is None:
-        raise InputError(f"no {split}.txt (or .gz, .xz) in {folder}: a corpus folder holds train, valid and test")
+        raise InputError(f"no {split}.txt (or .gz, .xz) in {folder}: a corpus folder needs train, valid and test")
     return found
 
 
 def _file_source(path: Path) -> str:
+    """Return a text that changes when the file does: its path, size and modification time."""
     if not path.exists():
         raise InputError(f"no file {path}: check the name")
     status = path.stat()
@@ -139,7 +129,7 @@ def _file_source(path: Path) -> str:
 
 
 def _held_out_splits(path: Path) -> dict[str, Documents]:
-    """By the hash of a line, so that no line is in two splits; by its position where that leaves a split empty."""
+    """Split a file by the hash of a line, so that no line is in two splits; by position if a split would be empty."""
     seen: set[str] = set()
     count = 0
     for count, line in enumerate(read_documents(path), 1):  # noqa: B007
@@ -150,7 +140,7 @@ def _held_out_splits(path: Path) -> dict[str, Documents]:
     else:
         if count < len(SPLITS):
             lines = "1 line" if count == 1 else f"{count} lines"
-            raise InputError(f"{path} has {lines}, too few for train, valid and test: one example a line")
+            raise InputError(f"{path} has {lines}, too few for train, valid and test: write one example per line")
         assign = partial(_by_position, min(count, 20))
 
     def read(split: str) -> Iterator[Document]:

@@ -1,7 +1,7 @@
-"""The default corpus: English that every CPython carries.
+"""The default corpus: the English documentation that CPython includes.
 
-The language reference in `pydoc_data.topics` and the docstrings of the standard library, which are read with `ast`,
-never imported. Paragraphs are documents; code, doctests, grammars, tables and headings are left out.
+It consists of the language reference in `pydoc_data.topics` and the docstrings of the standard library, which is parsed
+with `ast`, never imported. Paragraphs are documents. Code, doctests, grammars, tables and headings are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pydoc_data import topics
 
 from hmmlm.data.text import held_out
 from hmmlm.errors import InputError
-from hmmlm.garbage import collector_paused
 
 _SKIPPED = frozenset(
     ["test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "turtledemo", "__pycache__", "_bundled"]
@@ -36,7 +35,7 @@ _MARKUP = [
     (re.compile(r":[a-zA-Z:]+:`~?([^`]*)`"), r"\1"),  # :class:`Foo`
     (re.compile(r"`+_?([^`\s][^`]*?)[`']+_?"), r"\1"),
     (re.compile(r"(?<!\w)(\*{1,2})(\w[^*]*)\1(?!\w)"), r"\2"),  # *emphasis*, **PEP 8**
-    (re.compile(r'"([\w.()]+)"'), r"\1"),  # the reference quotes what is code
+    (re.compile(r'"([\w.()]+)"'), r"\1"),  # the language reference quotes code
     (re.compile(r"\s*\[\d+\]"), ""),  # footnotes
     (re.compile(r"::$"), ":"),
 ]
@@ -47,23 +46,22 @@ _PROSE_SHARE = 0.8
 
 @cache
 def embedded_corpus() -> dict[str, list[str]]:
-    """Paragraphs of train, valid and test: 90, 5 and 5 in a hundred, by the hash of the paragraph."""
+    """Return the paragraphs of train (90%), valid (5%) and test (5%), split by the hash of a paragraph."""
     splits: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
     seen: set[str] = set()
-    # Syntax trees are millions of objects without cycles: looking for some among them doubles the time.
-    with collector_paused():
-        for text in _texts():
-            for paragraph in _paragraphs(text):
-                key = paragraph.lower()
-                if key not in seen:
-                    seen.add(key)
-                    splits[held_out(key)].append(paragraph)
+    for text in _texts():
+        for paragraph in _paragraphs(text):
+            key = paragraph.lower()
+            if key not in seen:
+                seen.add(key)
+                splits[held_out(key)].append(paragraph)
     if not all(splits.values()):
-        raise InputError("this Python has no documentation to learn from: use --data with a text of your own")
+        raise InputError("this Python has no documentation to train on: give a text with --data")
     return splits
 
 
 def _texts() -> Iterator[str]:
+    """Yield the topics of the language reference, then the docstrings of the standard library."""
     yield from (text for _, text in sorted(topics.topics.items()))
     for folder, inner, files in os.walk(sysconfig.get_path("stdlib")):
         inner[:] = sorted(set(inner) - _SKIPPED)
@@ -73,9 +71,10 @@ def _texts() -> Iterator[str]:
 
 
 def _docstrings(path: Path) -> Iterator[str]:
+    """Yield the docstrings of a module; none if it cannot be parsed."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old escapes in the library are not the user's concern
+            warnings.simplefilter("ignore")  # invalid escapes in the standard library do not concern the user
             module = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):
         return
@@ -86,7 +85,7 @@ def _docstrings(path: Path) -> Iterator[str]:
             text = ast.get_docstring(node, clean=False)
             if text:
                 yield text
-        # statements only: expressions hold no docstrings, and are most of the tree
+        # Only statements: expressions have no docstrings and are most of the tree.
         waiting.extend(child for name in ("body", "orelse", "handlers") for child in _list(node, name))
 
 
@@ -96,6 +95,7 @@ def _list(node: ast.AST, name: str) -> list[ast.AST]:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
+    """Yield the paragraphs of prose in a docstring or topic."""
     for lines in _blocks(inspect.cleandoc(text).splitlines()):
         paragraph = _clean(" ".join(lines))
         if _is_prose(paragraph):
@@ -103,13 +103,13 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _blocks(lines: Iterable[str]) -> Iterator[list[str]]:
-    """Runs of prose lines: a blank line, a bullet, a rule or a line of code ends one."""
+    """Yield runs of prose lines; a blank line, a bullet, a rule or a line of code ends a run."""
     block: list[str] = []
     for line in [*lines, ""]:
         stripped = line.strip()
         bullet = _BULLET.match(stripped)
         if _RULE.match(stripped) and block:
-            block.pop()  # the heading it underlines
+            block.pop()  # the heading that the rule underlines
         if not stripped or bullet or _RULE.match(stripped) or _CODE.match(stripped):
             if block:
                 yield block
@@ -119,6 +119,7 @@ def _blocks(lines: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _clean(text: str) -> str:
+    """Normalize white space and remove markup."""
     text = " ".join(text.split())
     for pattern, replacement in _MARKUP:
         text = pattern.sub(replacement, text)
@@ -126,7 +127,7 @@ def _clean(text: str) -> str:
 
 
 def _is_prose(text: str) -> bool:
-    """A sentence or more: begins like one, ends like one, and nearly all of it is plain words."""
+    """Return whether a text starts and ends like a sentence and consists mostly of plain words."""
     words = text.split()
     if len(words) < _FEWEST_WORDS or text[-1] not in ".!?:)" or not text.lstrip("\"'(“")[:1].isupper():
         return False

@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all."""
+"""Atomic writes of files, and reads whose errors name the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hmmlm.errors import InputError
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[list[Path]]:
-    """Temporary paths beside `paths`, moved over them, in order, when the block ends well; removed when it does not."""
+    """Yield temporary paths beside `paths`; move them to `paths`, in order, if the block succeeds, else remove them."""
     temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths]
     try:
         for path in paths:
@@ -25,26 +25,28 @@ def replacing(*paths: Path) -> Iterator[list[Path]]:
         for source, target in zip(temporary, paths, strict=True):
             os.replace(source, target)
     except OSError as error:
-        names = dict(zip(map(str, temporary), paths, strict=True))  # no user knows the temporary ones
+        names = dict(zip(map(str, temporary), paths, strict=True))  # report the user's path, not the temporary one
         where = names.get(str(error.filename), error.filename or paths[0])
         raise InputError(
-            f"cannot write {where}: {error.strerror or error}; {_advice(error)} (what was there before is kept)"
+            f"cannot write {where}: {error.strerror or error}; {_advice(error)} (existing files are kept)"
         ) from error
     finally:
         for source in temporary:
-            with suppress(OSError):  # what was wrong above is wrong here, and said already
+            with suppress(OSError):  # already moved, or the error above is being raised
                 source.unlink()
 
 
 def _advice(error: OSError) -> str:
+    """Return what the user can do about an error of writing."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "make room"
+        return "free some disk space"
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return "there is a file where a folder should be: choose another place"
-    return "choose a folder that can be written to, or make this one so"
+        return "a file is in the place of a folder: choose another folder"
+    return "choose a writable folder, or change the permissions of this one"
 
 
 def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically."""
     with replacing(path) as (temporary,), temporary.open("wb") as file:
         file.write(content)
         file.flush()
@@ -52,14 +54,14 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_new(path: Path, content: bytes) -> bool:
-    """Write a file that is not there, whole or not at all; False if it is: of several processes, one writes it."""
+    """Write a new file atomically; return False if it exists. If several processes try, exactly one writes it."""
     own = path.with_name(f".{path.name}.{os.getpid()}.new")
     write_bytes(own, content)
     try:
-        os.link(own, path)  # unlike a rename, never over another file
+        os.link(own, path)  # unlike a rename, a link never replaces a file
     except FileExistsError:
         return False
-    except OSError:  # a disk without hard links
+    except OSError:  # a file system without hard links
         if path.exists():
             return False
         os.rename(own, path)
@@ -69,6 +71,7 @@ def write_new(path: Path, content: bytes) -> bool:
 
 
 def read_bytes(path: Path) -> bytes:
+    """Read a file; raise an InputError that names the file if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -76,7 +79,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or an InputError that names the file."""
+    """Read a JSON object; raise an InputError that names the file if it is missing or damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -84,12 +87,12 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InputError(f"{path} is truncated or not JSON ({error}): save or copy it again") from None
     if not isinstance(content, dict):
-        raise InputError(f"{path} is not a JSON object: it may be of another program")
+        raise InputError(f"{path} is not a JSON object: it may belong to another program")
     return content
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """The files of a folder in another one: the same ones on one disk, copies elsewhere."""
+    """Put the files of folder `source` into folder `target`: as hard links on the same disk, else as copies."""
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         with replacing(target / file.name) as (temporary,):

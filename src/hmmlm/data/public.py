@@ -1,4 +1,4 @@
-"""Public corpora by name: found in a local folder, or fetched from their public addresses and checked."""
+"""Public corpora by name: found in a local folder, or downloaded and verified by checksum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hmmlm.errors import InputError
 
 @dataclass(frozen=True)
 class PublicCorpus:
-    """Files of a corpus, by split. An address is a template of `{file}`, or a zip that holds `member` of it."""
+    """The files of a corpus by split. An address is a template of `{file}`, or a zip archive that contains `member`."""
 
     name: str
     files: Mapping[str, str]
@@ -53,7 +53,7 @@ WIKITEXT_2 = PublicCorpus(
         "test": "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
     },
     (
-        "https://wikitext.smerity.com/wikitext-2-v1.zip",  # its author's mirror; the first home below no longer answers
+        "https://wikitext.smerity.com/wikitext-2-v1.zip",  # its author's mirror; the original below no longer responds
         "https://s3.amazonaws.com/research.metamind.io/wikitext/wikitext-2-v1.zip",
     ),
     member="wikitext-2/{file}",
@@ -61,7 +61,7 @@ WIKITEXT_2 = PublicCorpus(
 
 
 def data_folder(folder: Path | None = None) -> Path:
-    """Where public corpora lie: the given folder, else $HMMLM_DATA, else the user's cache."""
+    """Return the folder of public corpora: the given one, else $HMMLM_DATA, else the user's cache."""
     if folder is not None:
         return folder
     if os.environ.get("HMMLM_DATA"):
@@ -70,7 +70,7 @@ def data_folder(folder: Path | None = None) -> Path:
 
 
 def locate(corpus: PublicCorpus, folder: Path | None, download: bool) -> dict[str, tuple[Path, str]]:
-    """Path and sha256 of every split's file."""
+    """Return path and sha256 of the file of every split; download missing files if `download` is set."""
     root = data_folder(folder)
     for place in (root / corpus.name, root):
         paths = {split: place / file for split, file in corpus.files.items()}
@@ -79,19 +79,22 @@ def locate(corpus: PublicCorpus, folder: Path | None, download: bool) -> dict[st
     else:
         if not download:
             files = ", ".join(corpus.files.values())
-            raise InputError(f"no {corpus.name} in {root} ({files}): name its folder, set HMMLM_DATA, or download it")
+            raise InputError(f"no {corpus.name} in {root} ({files}): give its folder, set HMMLM_DATA, or download it")
         paths = fetch(corpus, root / corpus.name)
     located = {split: (path, _sha256(path)) for split, path in paths.items()}
     for split, (path, checksum) in located.items():
         if checksum != corpus.sha256[split]:
             logging.getLogger("hmmlm").warning(
-                "%s is not the usual %s of %s (another checksum): results will not compare", path, split, corpus.name
+                "%s does not have the checksum of the %s split of %s: results are not comparable",
+                path,
+                split,
+                corpus.name,
             )
     return located
 
 
 def fetch(corpus: PublicCorpus, folder: Path) -> dict[str, Path]:
-    """Download into `folder`; files appear together, and only when all of them have the right checksum."""
+    """Download a corpus into `folder`; its files appear together, after all checksums are verified."""
     paths = {split: folder / file for split, file in corpus.files.items()}
     with replacing(*paths.values()) as temporary:
         parts = dict(zip(corpus.files, temporary, strict=True))
@@ -106,6 +109,7 @@ def fetch(corpus: PublicCorpus, folder: Path) -> dict[str, Path]:
 
 
 def _fetch_from(address: str, corpus: PublicCorpus, parts: Mapping[str, Path]) -> None:
+    """Download the file of every split from one address to `parts`, and verify the checksums."""
     if corpus.member:
         with tempfile.TemporaryFile() as archive:
             _download(address, cast(BinaryIO, archive))
@@ -121,11 +125,12 @@ def _fetch_from(address: str, corpus: PublicCorpus, parts: Mapping[str, Path]) -
                 _download(address.format(file=corpus.files[split]), out)
     for split, part in parts.items():
         if _sha256(part) != corpus.sha256[split]:
-            raise InputError(f"{corpus.files[split]} from {address} has another checksum than expected")
+            raise InputError(f"{corpus.files[split]} from {address} has an unexpected checksum")
 
 
 def _download(address: str, out: BinaryIO) -> None:
-    # some hosts turn away urllib's own name
+    """Download an address to an open file, with a progress bar."""
+    # Some hosts reject urllib's default user agent.
     request = urllib.request.Request(address, headers={"User-Agent": "Mozilla/5.0 (hmmlm)"})
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     try:
@@ -139,7 +144,7 @@ def _download(address: str, out: BinaryIO) -> None:
                 out.write(block)
                 progress.update(task, advance=len(block))
     except (urllib.error.URLError, TimeoutError, ConnectionError, HTTPException) as error:
-        raise InputError(f"{address} does not answer ({getattr(error, 'reason', None) or error})") from None
+        raise InputError(f"{address} does not respond ({getattr(error, 'reason', None) or error})") from None
 
 
 def _sha256(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Plain text read line by line, compressed or not."""
+"""Read plain text line by line, compressed or not."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hmmlm.errors import InputError
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 text, .gz or .xz, stripped, blank ones included; never the whole file in memory."""
+    """Yield the stripped lines of a UTF-8 text (plain, .gz or .xz), blank lines included, without loading the file."""
     if not path.exists():
         raise InputError(f"no file {path}: check the name")
     if path.is_dir():
-        raise InputError(f"{path} is a folder: a text file is needed")
+        raise InputError(f"{path} is a folder: give a text file")
     offset = 0  # in bytes of the text, after decompression
     try:
         with _open(path) as file:
@@ -26,7 +26,7 @@ def read_lines(path: Path) -> Iterator[str]:
                 yield _decode(raw, path, offset)
                 offset += len(raw)
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
-        raise InputError(f"{path} is damaged after {offset} bytes of text ({error}): get the file again") from None
+        raise InputError(f"{path} is damaged after {offset} bytes of text ({error}): copy the file again") from None
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     if not offset:
@@ -34,7 +34,7 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def read_documents(path: Path) -> Iterator[str]:
-    """One document a line, blank lines left out."""
+    """Yield one document per line, without blank lines."""
     empty = True
     for line in read_lines(path):
         if line:
@@ -45,7 +45,7 @@ def read_documents(path: Path) -> Iterator[str]:
 
 
 def held_out(text: str) -> str:
-    """The split a text always falls into: "valid" and "test" for 5 in a hundred each, else "train"."""
+    """Return the split of a text, by its hash: "valid" and "test" for 5% each, else "train"."""
     place = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 20
     return {0: "valid", 1: "test"}.get(place, "train")
 
@@ -59,11 +59,14 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _decode(raw: bytes, path: Path, offset: int) -> str:
+    """Return a line as stripped text; raise an InputError that names the offset of a byte that is not UTF-8."""
     if b"\0" in raw:
-        raise InputError(f"{path} is not text: a NUL at byte {offset + raw.index(0)}")
+        raise InputError(f"{path} is not text: it has a NUL at byte {offset + raw.index(0)}")
     try:
         line = raw.decode("utf-8-sig" if offset == 0 else "utf-8")
     except UnicodeDecodeError as error:
         at = offset + error.start
-        raise InputError(f"{path} is not UTF-8 text: byte {raw[error.start]:#04x} at byte {at}; convert it") from None
+        raise InputError(
+            f"{path} is not UTF-8 text: {raw[error.start]:#04x} at byte {at}; convert it to UTF-8"
+        ) from None
     return line.strip()

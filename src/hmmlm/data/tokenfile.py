@@ -1,7 +1,7 @@
-"""Token files: raw little-endian ids that are memory-mapped, a JSON header, and where documents begin.
+"""Token files: memory-mapped little-endian ids, the offsets of documents, and a JSON header.
 
 `<name>.bin` holds the ids (uint16 up to a vocabulary of 65,535, else uint32), `<name>.idx` the document offsets
-(int64 [D+1]), `<name>.json` the header that binds the two to each other and to a tokenizer.
+(int64 [D+1]), `<name>.json` the header, which identifies the other two and the tokenizer.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ FORMAT = "hmmlm tokens"
 VERSION = 1
 _OFFSET = np.dtype("<i8")
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_EDGE = 1 << 16  # bytes at either end of a file that its digest reads
+_EDGE = 1 << 16  # bytes at each end of a file that its digest reads
 
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """`tokens` [N] of `documents.size - 1` documents; document d is tokens[documents[d]:documents[d + 1]]."""
+    """Tokens [N] of `documents.size - 1` documents; document d is tokens[documents[d]:documents[d + 1]]."""
 
     tokens: np.ndarray
     documents: np.ndarray
     vocab_size: int
     fingerprint: str
-    source: str = ""  # what it was made from, so that it can be reused
+    source: str = ""  # identifies the text, so that the file can be reused
     path: Path | None = None
 
     def __len__(self) -> int:
@@ -44,21 +44,24 @@ class TokenFile:
 
     @classmethod
     def from_arrays(
-        cls, tokens: Sequence[int] | np.ndarray, documents: Sequence[int] | np.ndarray | None, vocab_size: int,
+        cls,
+        tokens: Sequence[int] | np.ndarray,
+        documents: Sequence[int] | np.ndarray | None,
+        vocab_size: int,
         fingerprint: str = "",
     ) -> TokenFile:
-        """A corpus in memory; `documents` are the offsets [D+1], None for one document."""
+        """Create a corpus in memory; `documents` are the offsets [D+1], None for one document."""
         ids = _checked(tokens, vocab_size, 0, 0)
         if not ids.size:
             raise InputError("the corpus has no tokens")
         offsets = np.asarray([0, ids.size] if documents is None else documents, dtype=_OFFSET)
         if offsets[0] != 0 or offsets[-1] != ids.size or (np.diff(offsets) < 0).any():
-            raise InputError(f"document offsets must rise from 0 to the {ids.size} tokens")
+            raise InputError(f"document offsets must increase from 0 to {ids.size}, the number of tokens")
         return cls(ids.astype(_dtype(vocab_size)), offsets, vocab_size, fingerprint)
 
     @classmethod
     def open(cls, path: Path, fingerprint: str | None = None) -> TokenFile:
-        """Memory-map the token file `path` (with or without .bin); refuse one made by another tokenizer."""
+        """Memory-map the token file `path` (with or without .bin); raise an InputError if another tokenizer made it."""
         data, index, header_path = _paths(path)
         header = _read_header(header_path)
         if fingerprint is not None and header["fingerprint"] != fingerprint:
@@ -68,7 +71,7 @@ class TokenFile:
         for part, key in ((data, "bytes"), (index, "index_bytes")):
             size = part.stat().st_size if part.exists() else 0
             if size != header[key]:
-                raise InputError(f"{part} is truncated or foreign: {size} bytes, not {header[key]}; prepare it again")
+                raise InputError(f"{part} is truncated or replaced: {size} bytes, not {header[key]}; prepare it again")
             if _digest(part) != header[key.replace("bytes", "digest")]:
                 raise InputError(f"{part} does not belong to {header_path}: prepare it again")
         tokens = np.memmap(data, dtype=_DTYPES[header["dtype"]], mode="r")
@@ -79,7 +82,7 @@ class TokenFile:
 def write_tokens(
     path: Path, documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int, fingerprint: str, source: str = ""
 ) -> TokenFile:
-    """Stream `documents` into the token file `path`; what was there before stays until the new one is whole."""
+    """Stream `documents` into the token file `path`; an existing file is kept until the new one is complete."""
     data, index, header_path = _paths(path)
     dtype = _dtype(vocab_size)
     count, number = 0, 0
@@ -112,18 +115,19 @@ def write_tokens(
 
 
 def _paths(path: Path) -> tuple[Path, Path, Path]:
-    """The .bin, .idx and .json of a token file; a name may have dots of its own."""
+    """Return the .bin, .idx and .json paths of a token file, whose name may contain dots."""
     stem = path.name.removesuffix(".bin")
     return path.with_name(stem + ".bin"), path.with_name(stem + ".idx"), path.with_name(stem + ".json")
 
 
 def _dtype(vocab_size: int) -> np.dtype:
     if not 0 < vocab_size <= 1 << 32:
-        raise InputError(f"a vocabulary of {vocab_size} does not fit a token file")
+        raise InputError(f"a vocabulary of {vocab_size} does not fit a token file: use 1 to 2³² tokens")
     return _DTYPES["uint16" if vocab_size <= 65_535 else "uint32"]
 
 
 def _checked(document: Sequence[int] | np.ndarray, vocab_size: int, number: int, before: int) -> np.ndarray:
+    """Return the ids of document `number`, which follows `before` tokens; raise an InputError if they are invalid."""
     ids = np.asarray(document)
     if not ids.size:
         return ids.astype(np.int64).reshape(-1)
@@ -139,27 +143,38 @@ def _checked(document: Sequence[int] | np.ndarray, vocab_size: int, number: int,
 
 
 def _read_header(path: Path) -> dict:
+    """Read the header of a token file; raise an InputError if it is missing, damaged or of another version."""
     if not path.exists():
         raise InputError(f"no token file at {path.with_suffix('.bin')}: its header {path} is missing; prepare it first")
     try:
         header = json.loads(read_bytes(path))
     except (json.JSONDecodeError, UnicodeDecodeError):
-        raise InputError(f"{path} is not a whole token file header: prepare it again") from None
+        raise InputError(f"{path} is not a complete token file header: prepare it again") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise InputError(f"{path} is not the header of a token file: prepare it first")
     if header.get("version") != VERSION:
         raise InputError(f"{path} has version {header.get('version')}; this hmmlm reads {VERSION}: prepare it again")
     missing = {
-        "dtype", "count", "vocab_size", "fingerprint", "documents", "bytes", "digest", "index_bytes", "index_digest",
+        "dtype",
+        "count",
+        "vocab_size",
+        "fingerprint",
+        "documents",
+        "bytes",
+        "digest",
+        "index_bytes",
+        "index_digest",
         "source",
-    } - header.keys()  # fmt: skip
+    } - header.keys()
     if missing or header["dtype"] not in _DTYPES:
-        raise InputError(f"{path} is damaged ({', '.join(sorted(missing)) or 'dtype'}): prepare it again")
+        raise InputError(
+            f"{path} is damaged (missing or invalid: {', '.join(sorted(missing)) or 'dtype'}): prepare it again"
+        )
     return header
 
 
 def _digest(path: Path) -> str:
-    """sha256 of the first and last 64 KiB: cheap at any size, and notices files of two different runs."""
+    """Return the sha256 of the first and last 64 KiB: cheap at any size, and tells files of different runs apart."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         digest.update(file.read(_EDGE))

@@ -1,4 +1,4 @@
-"""A plain word vocabulary: what PTB and WikiText are given in, and enough for raw English."""
+"""A word vocabulary, for text that is already tokenized (PTB, WikiText) and for raw English."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Split = Literal["whitespace", "words"]
 _WORD = re.compile(rf"{UNK}|{EOS}|\d+(?:[.,]\d+)+\b|\w+(?:[.'’-]\w+)*|\.\.\.|[^\w\s]")
 _NO_SPACE_BEFORE = frozenset([*",.;:!?)]}%…’”/", "..."])
 _NO_SPACE_AFTER = frozenset("([{$#@“‘/")
-_PAIRED = frozenset("\"'`")  # the same mark opens and closes
+_PAIRED = frozenset("\"'`")  # the same mark opens and closes a quotation
 
 
 class WordTokenizer:
-    """Words of a fixed vocabulary; every other word is `<unk>`.
+    """A tokenizer with a fixed word vocabulary; every other word is `<unk>`.
 
-    split="whitespace" takes the text as already tokenised; "words" also splits off punctuation.
+    split="whitespace" is for text that is already tokenized; "words" also splits off punctuation.
     """
 
     kind = "word"
@@ -46,7 +46,7 @@ class WordTokenizer:
                 raise InputError(f"the word vocabulary has no {special}")
         if len(self._ids) != len(self.words):
             twice = next(word for word, count in Counter(self.words).items() if count > 1)
-            raise InputError(f"the word vocabulary has {twice!r} twice")
+            raise InputError(f"the word vocabulary contains {twice!r} twice")
         self.unk_id = self._ids[UNK]
         self.eos_id = self._ids[EOS]
 
@@ -60,17 +60,20 @@ class WordTokenizer:
         split: Split = "whitespace",
         lowercase: bool = False,
     ) -> WordTokenizer:
-        """The `max_size` most frequent words (`<unk>` and `<eos>` included) that occur `min_count` times or more.
+        """Create a vocabulary of the `max_size` most frequent words that occur at least `min_count` times.
 
-        None: twice, so that there is something to learn `<unk>` from; once in a text that has `<unk>` itself.
+        The size includes `<unk>` and `<eos>`. A `min_count` of None means 2, so that `<unk>` occurs in training, or 1
+        if the text already has `<unk>`.
         """
         if max_size is not None and max_size < 3:
-            raise InputError(f"a vocabulary of {max_size} has no room for a word beside {UNK} and {EOS}: 3 or more")
+            raise InputError(
+                f"a vocabulary of {max_size} has no room for a word besides {UNK} and {EOS}: use 3 or more"
+            )
         counts: Counter[str] = Counter()
         for line in lines:
             counts.update(_split(line, split, lowercase))
         if not counts:
-            raise InputError("the text to take a vocabulary from has no words")
+            raise InputError("the text to create a vocabulary from has no words")
         if min_count is None:
             min_count = 1 if UNK in counts else 2
         ranked = sorted((-n, word) for word, n in counts.items() if n >= min_count and word not in (UNK, EOS))
@@ -102,6 +105,7 @@ class WordTokenizer:
 
     @classmethod
     def from_json(cls, content: dict, where: Path) -> WordTokenizer:
+        """Return the tokenizer in the JSON content of the file `where`."""
         if content.get("version") != VERSION:
             raise InputError(f"{where} has version {content.get('version')}; this hmmlm reads {VERSION}: update hmmlm")
         words = content.get("words")
@@ -114,18 +118,19 @@ class WordTokenizer:
 
 
 def fingerprint_of(*content: object) -> str:
-    """sha256, first 16 hex, of anything JSON can write."""
+    """Return the first 16 hex digits of the sha256 of any JSON content."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def check_id(id: int, vocab_size: int) -> int:
+    """Return a token id as an int; raise an InputError if it is outside the vocabulary."""
     if not 0 <= id < vocab_size:
         raise InputError(f"token {id} is outside the vocabulary of {vocab_size}")
     return int(id)
 
 
 def split_at(ids: Sequence[int], eos_id: int) -> list[list[int]]:
-    """Lines of ids without their eos; text after the last eos is a line of its own, an empty one included."""
+    """Split ids into lines without their eos; the ids after the last eos, possibly none, are the last line."""
     lines: list[list[int]] = [[]]
     for id in ids:
         if id == eos_id:
@@ -142,7 +147,7 @@ def _split(text: str, split: Split, lowercase: bool) -> list[str]:
 
 
 def _detokenise(words: Sequence[str]) -> str:
-    """English spacing: none before a comma or after a bracket; paired quotes hug what they enclose."""
+    """Join words with English spacing: none before a comma, after an opening bracket or inside quotation marks."""
     out: list[str] = []
     glue = True  # whether the next word follows without a space
     open_marks: set[str] = set()

@@ -1,4 +1,4 @@
-"""Tokenizers behind one protocol: plain words, Hugging Face tokenizers, sentencepiece files."""
+"""Tokenizers with one protocol: word vocabularies, Hugging Face tokenizers, sentencepiece files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EOS_NAMES = ("</s>", EOS, "<|endoftext|>", "<|end_of_text|>")
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back. `encode` adds no eos; `decode` writes each eos as a line break."""
+    """A tokenizer. `encode` adds no eos; `decode` writes each eos as a line break."""
 
     @property
     def kind(self) -> str: ...  # "word" | "huggingface" | "sentencepiece"
@@ -35,38 +35,38 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def token(self, id: int) -> str:
-        """How one token is shown; a leading space as ▁."""
+        """Return one token for display, with a leading space as ▁."""
 
     def fingerprint(self) -> str:
-        """sha256 over the vocabulary, first 16 hex: token files and checkpoints carry it."""
+        """Return the first 16 hex digits of the vocabulary's sha256, which token files and checkpoints store."""
 
     def save(self, folder: Path) -> None:
-        """Into `folder`, for `load_tokenizer`."""
+        """Write the tokenizer into `folder`, for `load_tokenizer`."""
 
 
 class HuggingFaceTokenizer:
-    """Any `tokenizer.json`. Its end-of-text token is the eos; where it has none, `<eos>` is added."""
+    """A Hugging Face `tokenizer.json`. Its end-of-text token is the eos; if it has none, `<eos>` is added."""
 
     kind = "huggingface"
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        tokenizer.no_truncation()  # a tokenizer.json may ask for both; a corpus wants neither
+        tokenizer.no_truncation()  # a tokenizer.json may enable both, which would damage a corpus
         tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True  # "</s>" in a text is text, not the end of it
+        tokenizer.encode_special_tokens = True  # "</s>" in a text is encoded as text, not as eos
         if not any(tokenizer.token_to_id(name) is not None for name in _EOS_NAMES):
             tokenizer.add_special_tokens([EOS])
         self._vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.eos_id = next(self._vocabulary[name] for name in _EOS_NAMES if name in self._vocabulary)
         self.unk_id = self._vocabulary.get(getattr(tokenizer.model, "unk_token", None) or "")
-        self.vocab_size = max(self._vocabulary.values()) + 1  # not the count: a vocabulary may have holes
+        self.vocab_size = max(self._vocabulary.values()) + 1  # not the count: ids may have gaps
 
     @classmethod
     def train(cls, lines: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
-        """Byte-level BPE: every text can be written, there is no `<unk>`."""
+        """Train a byte-level BPE, which encodes every text without `<unk>`."""
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         if vocab_size <= len(alphabet):
-            raise InputError(f"a byte-level vocabulary of {vocab_size} is too small: {len(alphabet) + 1} or more")
+            raise InputError(f"a byte-level vocabulary of {vocab_size} is too small: use {len(alphabet) + 1} or more")
         tokenizer = tokenizers.Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -86,10 +86,10 @@ class HuggingFaceTokenizer:
     def token(self, id: int) -> str:
         piece = self._tokenizer.id_to_token(check_id(id, self.vocab_size))
         if piece is None:
-            return f"<{id}>"  # a hole in the vocabulary
+            return f"<{id}>"  # an id without a token
         if isinstance(self._tokenizer.decoder, decoders.ByteLevel):
             text = self._tokenizer.decode([id], skip_special_tokens=False)
-            if text and "\ufffd" not in text:  # part of a character stays in its byte form
+            if text and "\ufffd" not in text:  # an incomplete character stays in its byte form
                 return "▁" + text[1:] if text.startswith(" ") else text
         return piece
 
@@ -113,7 +113,7 @@ class SentencePieceTokenizer:
                 raise RuntimeError("empty file")
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         except RuntimeError:
-            raise InputError(f"{path} is not a whole sentencepiece model: get the file again") from None
+            raise InputError(f"{path} is not a complete sentencepiece model: copy the file again") from None
         self.eos_id: int = self._processor.eos_id()
         self.unk_id: int | None = self._processor.unk_id()
         self.vocab_size: int = self._processor.vocab_size()
@@ -135,23 +135,24 @@ class SentencePieceTokenizer:
 
     def save(self, folder: Path) -> None:
         if (folder / "tokenizer.json").exists():
-            raise InputError(f"{folder} already holds another tokenizer (tokenizer.json): choose another folder")
+            raise InputError(f"{folder} already contains another tokenizer (tokenizer.json): choose another folder")
         write_bytes(folder / "tokenizer.model", self._processor.serialized_model_proto())
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in `folder` (tokenizer.json, else tokenizer.model), or in the file `folder` names."""
+    """Return the tokenizer in `folder` (tokenizer.json, else tokenizer.model), which may also be such a file."""
     path = folder
     if folder.is_dir():
         path = next((p for p in (folder / "tokenizer.json", folder / "tokenizer.model") if p.exists()), folder)
     if path.is_dir():
-        raise InputError(f"no tokenizer in {folder}: it should hold tokenizer.json or tokenizer.model")
+        raise InputError(f"no tokenizer in {folder}: it should contain tokenizer.json or tokenizer.model")
     if not path.exists():
         raise InputError(f"no tokenizer at {path}: give a folder, a tokenizer.json or a sentencepiece .model file")
     return SentencePieceTokenizer(path) if path.suffix == ".model" else _load_json(path)
 
 
 def _load_json(path: Path) -> Tokenizer:
+    """Return the word vocabulary or Hugging Face tokenizer in a JSON file."""
     try:
         text = read_bytes(path).decode()
         content = json.loads(text)
@@ -159,7 +160,7 @@ def _load_json(path: Path) -> Tokenizer:
         if isinstance(error, InputError):
             raise
         reason = str(error).splitlines()[0]
-        raise InputError(f"{path} is not whole JSON ({reason}): save the tokenizer again") from None
+        raise InputError(f"{path} is truncated or not JSON ({reason}): save the tokenizer again") from None
     if isinstance(content, dict) and content.get("format") == FORMAT:
         return WordTokenizer.from_json(content, path)
     if not isinstance(content, dict) or "model" not in content:
@@ -168,5 +169,5 @@ def _load_json(path: Path) -> Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # tokenizers raises bare Exception
         reason = str(error).splitlines()[0]
-        raise InputError(f"{path} is not a Hugging Face tokenizer this version reads ({reason})") from None
+        raise InputError(f"{path} is not a Hugging Face tokenizer that this version reads ({reason})") from None
     return HuggingFaceTokenizer(tokenizer)

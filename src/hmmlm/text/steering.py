@@ -1,4 +1,4 @@
-"""Another language model kept to a constraint by an HMM: a processor of its scores."""
+"""A logits processor that makes another language model satisfy a constraint, with an HMM."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from hmmlm.hmm.constraints import Guide, Position
 
 
 class Steering:
-    """Adds to the scores of every next token the log of the HMM's chance that all will be accepted after it.
+    """A logits processor that adds the HMM's log-probability of acceptance after each token to the token's score.
 
-    What comes out is the product of the other model and that chance: its own text given the constraint, as far as the
-    HMM resembles it, and always accepted. For `model.generate(…, logits_processor=[Steering(*lm.guide(…))])` of
-    transformers, or a loop of your own. Both models read the same tokens; the guide's position is that after the
-    prompt, which is the same for all rows, be they samples or beams. One object serves one call of `generate`, with as
-    many new tokens as the guide has: with fewer, a text may end before it is accepted.
+    The result is the product of the other model and this probability. Its text is always accepted, and follows the
+    other model given the constraint as closely as the HMM approximates that model. Use it in transformers,
+    `model.generate(…, logits_processor=[Steering(*lm.guide(…))])`, or in a loop of your own. Both models need the same
+    tokens. The guide's position is the one after the prompt, which all rows (samples or beams) share. One object serves
+    one call of `generate`, with as many new tokens as the guide has: with fewer, a text may end before it is accepted.
     """
 
     def __init__(self, guide: Guide, position: Position) -> None:
         self.guide = guide
         self._settled = guide.automaton.settled()
-        self._prompt: int | None = None  # how many tokens it has
-        self._positions: dict[tuple[int, ...], Position] = {(): position}  # after what has been said
+        self._prompt: int | None = None  # number of tokens
+        self._positions: dict[tuple[int, ...], Position] = {(): position}  # by generated tokens
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids [B, T], those of the prompt and what was said, and scores [B, V] of what is next; returns [B, V].
+        """Return steered scores [B, V] for prompt and generated tokens [B, T], and scores [B, V] of the next token.
 
-        V may be larger than the HMM's vocabulary: what it does not know is not said until all is accepted anyway.
+        V may exceed the HMM's vocabulary: tokens outside it are forbidden until every continuation is accepted.
         """
         words = self.guide.automaton.vocab_size
         if scores.shape[1] < words:
             raise InputError(
-                f"there are scores for {scores.shape[1]:,} tokens, and the guide is for {words:,}: both models need "
+                f"the scores are for {scores.shape[1]:,} tokens, but the guide is for {words:,}: both models need "
                 "the same tokenizer"
             )
         self._prompt = input_ids.shape[1] if self._prompt is None else self._prompt
@@ -50,11 +50,13 @@ class Steering:
         return steered
 
     def _after(self, tokens: tuple[int, ...]) -> Position:
-        """Where these leave it; once nothing can go wrong any more, the rest is not read."""
+        """Return the position after `tokens`; once every continuation is accepted, further tokens are not read."""
         known = self._positions.get(tokens)
         if known is not None:
             return known
         if not tokens:
-            raise InputError("this text does not go on from the last one: make a Steering for every call of generate")
+            raise InputError(
+                "the text does not continue the previous one: create a new Steering for every call of generate"
+            )
         before = self._after(tokens[:-1])
         return before if self._settled[before.automaton] else self.guide.advance(before, tokens[-1])

@@ -1,0 +1,139 @@
+"""Model folders, for every kind of model: safetensors, a JSON header and the tokenizer's file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hmmlm.data.files import read_json
+from hmmlm.data.tokenizers import Tokenizer, load_tokenizer
+from hmmlm.errors import InputError
+
+MODEL, CONFIG = "model.safetensors", "config.json"
+VERSION = 1
+COMMANDS = {"hmmlm language model": "hmmlm train", "hmmlm teacher": "hmmlm teacher", "hmmlm baseline": "hmmlm baseline"}
+"""The formats of model folders, and the commands that write them."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+
+
+class ModelFolder(NamedTuple):
+    """The content of a model's folder."""
+
+    path: Path
+    header: dict[str, Any]
+    tensors: dict[str, Tensor]
+    tokenizer: Tokenizer
+
+
+def save_model(
+    folder: Path, kind: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: Tokenizer
+) -> None:
+    """Write a model in the format `kind`, such as "hmmlm teacher". A failure leaves an existing model unchanged."""
+    fingerprint = tokenizer.fingerprint()
+    content = {"format": kind, "version": VERSION, **header, "tokenizer": fingerprint}
+    write_folder(folder, tensors, content, {"format": kind, "tokenizer": fingerprint}, tokenizer)
+
+
+def load_model(path: Path, kind: str, weights: bool = True) -> ModelFolder:
+    """Read the model in the folder `path`, or the best model of the training run there.
+
+    Without `weights` no tensors are read: they need not exist, and `path` is the model's own folder.
+    """
+    folder = find_model(path) if weights else path
+    header = read_json(folder / CONFIG)
+    found = header.get("format")
+    if found in COMMANDS and found != kind:
+        raise InputError(f"{path} is a model of `{COMMANDS[found]}`, not of `{COMMANDS[kind]}`")
+    if found != kind:
+        raise InputError(f"{folder / CONFIG} does not belong to a model of `{COMMANDS[kind]}`")
+    if header.get("version") != VERSION:
+        raise InputError(f"{folder / CONFIG} has version {header.get('version')!r}; this hmmlm reads {VERSION}")
+    tensors, metadata = read_tensors(folder / MODEL) if weights else ({}, {})
+    tokenizer = load_tokenizer(folder)
+    fingerprint = tokenizer.fingerprint()
+    trained_with = header.get("tokenizer", header.get("fingerprint"))
+    if fingerprint != trained_with or fingerprint != metadata.get("tokenizer", trained_with):
+        raise InputError(
+            f"{folder}: the tokenizer's vocabulary ({tokenizer.vocab_size} tokens, {fingerprint}) is not the one the "
+            f"model was trained with ({trained_with}): restore that tokenizer's file"
+        )
+    return ModelFolder(folder, header, tensors, tokenizer)
+
+
+def find_model(path: Path) -> Path:
+    """Return `path` itself if it contains a model, or its best model if it is a training run."""
+    if not path.exists():
+        raise InputError(f"no model at {path}: the folder does not exist")
+    if not path.is_dir():
+        raise InputError(f"{path} is a file, but a model is a folder with {MODEL} and {CONFIG}: give the folder")
+    for folder in (path, path / "best"):
+        if (folder / MODEL).exists():
+            return folder
+    if (path / "history.jsonl").exists():
+        raise InputError(f"the training run {path} has no model yet: its first validation check writes one")
+    raise InputError(f"no model in {path}: it should contain {MODEL} and {CONFIG}, or be the folder of a training run")
+
+
+def write_folder(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    header: Mapping[str, Any],
+    metadata: dict[str, str],
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Write the files of a model to a temporary folder, then move them: a full disk leaves existing files unchanged."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
+            fresh = Path(temporary)
+            if tokenizer is not None:
+                tokenizer.save(fresh)
+            (fresh / CONFIG).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
+            contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(contiguous, fresh / MODEL, metadata=metadata)
+            for file in fresh.iterdir():
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
+            stale = [name for name in _TOKENIZER_FILES if tokenizer is not None and not (fresh / name).exists()]
+            for file in sorted(fresh.iterdir()):
+                os.replace(file, folder / file.name)
+            for name in stale:
+                (folder / name).unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"cannot save to {folder}: {reason}; existing files are kept") from error
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read all tensors and the metadata of a safetensors file."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise InputError(f"{path} is missing, truncated or not safetensors ({reason}): save it again") from None
+
+
+def require_tensors(path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int | None]]) -> None:
+    """Raise an InputError unless tensors with these names and shapes exist; None matches any size."""
+    for name, shape in shapes.items():
+        if name not in tensors:
+            raise InputError(f"{path} has no {name}: it belongs to another kind of model")
+        found = list(tensors[name].shape)
+        if len(found) != len(shape) or any(want not in (None, have) for want, have in zip(shape, found, strict=True)):
+            wanted = ["?" if size is None else size for size in shape]
+            raise InputError(f"{path}: {name} has shape {found}, {CONFIG} has {wanted}: files of two models are mixed")
+
+
+def load_weights(network: nn.Module, path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Load the tensors of the file `path` into a network."""
+    require_tensors(path, tensors, {name: weight.shape for name, weight in network.state_dict().items()})
+    network.load_state_dict(tensors)

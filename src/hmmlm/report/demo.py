@@ -1,0 +1,72 @@
+"""Run the demonstration: train on the corpus that comes with Python, then print and write a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hmmlm.config.run import RunConfig
+from hmmlm.learning.train import TrainResult, train
+from hmmlm.report.explain import explain_states
+from hmmlm.report.page import next_commands, write_report
+from hmmlm.report.results import RunResults, bits_per_token, evaluate_run
+from hmmlm.report.tables import path_table, states_table
+from hmmlm.runs.progress import Progress, perplexity_text
+
+SENTENCE = "The function returns a list of the names in the module."
+
+
+def run_demo(config: RunConfig, out: Path, progress: Progress, console: Console) -> TrainResult:
+    """Train in the folder `out`, write the report there and print a summary on `console`."""
+    console.print("Training a hidden Markov language model on the documentation that comes with Python.")
+    result = train(config, out, progress=progress)
+    if result.finished:
+        with console.status("evaluating and plotting"):
+            results = evaluate_run(out)
+            report = write_report(results, SENTENCE)
+        print_summary(results, report, console)
+    return result
+
+
+def print_summary(results: RunResults, report: Path, console: Console) -> None:
+    """Print perplexities, samples, states, the states of a sentence, and the files of a run."""
+    lm, run = results.lm, results.run
+    summary = explain_states(lm, 8)
+    console.rule("[bold]Test perplexity", align="left")
+    console.print(_comparison(results))
+    console.rule("[bold]Samples", align="left")
+    for seed in range(4):
+        console.print(Text("• " + lm.generate(max_new_tokens=40, seed=seed)))
+    console.rule("[bold]Most used states and their most telling words", align="left")
+    console.print(states_table(lm, summary, 10))
+    console.rule("[bold]States of a sentence", align="left")
+    console.print(SENTENCE)
+    console.print(path_table(lm, summary, SENTENCE))
+    console.rule("[bold]Files", align="left")
+    files = {
+        "report with plots": report,
+        "model": run / "best",
+        "last checkpoint": run / "last",
+        "history": run / "history.jsonl",
+    }
+    for name, path in files.items():
+        console.print(Text(f"{name:18}{path}"), soft_wrap=True)
+    console.rule("[bold]Next commands", align="left")
+    for command in (*next_commands(results), "hmmlm train --data my.txt"):
+        console.print(Text(command), soft_wrap=True)
+
+
+def _comparison(results: RunResults) -> Table:
+    """Return a table of the test perplexities of the HMM and its baselines, best last."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("model")
+    for name in ("perplexity", "bits per token"):
+        table.add_column(name, justify="right")
+    rows = {name: (scores["test"], "") for name, scores in results.baselines.items()}
+    rows[f"HMM, {results.lm.hmm.states:,} states"] = (results.perplexity["test"], "bold")
+    for name, (perplexity, style) in sorted(rows.items(), key=lambda row: -row[1][0]):
+        table.add_row(name, perplexity_text(perplexity), f"{bits_per_token(perplexity):.2f}", style=style)
+    return table

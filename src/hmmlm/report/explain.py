@@ -1,0 +1,116 @@
+"""Explain a model to a reader: the mass and the words of its states, their similarity, the states of a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hmmlm.errors import InputError
+from hmmlm.text.lm import LanguageModel, padded
+
+MAX_STATES = 8_192  # the transition and emission matrices are held dense, in float64
+
+
+@dataclass(frozen=True)
+class StateSummary:
+    """The states of a model: transitions, stationary mass and most telling words."""
+
+    transition: Tensor  # [Z, Z] float64, p(next state | state); restarts after <eos> are included
+    mass: Tensor  # [Z] stationary distribution: the long-run share of tokens that each state emits
+    words: Tensor  # [Z, K] token ids, the most telling first; padded with −1
+    order: Tensor  # [Z] states in the order in which they are shown; by decreasing mass
+
+
+@dataclass(frozen=True)
+class TextExplanation:
+    """The states of a text: the Viterbi path, the posterior and the likelihood."""
+
+    tokens: list[int]  # [T]
+    states: list[int]  # [T] Viterbi path
+    posterior: Tensor  # [T, Z] p(state | text)
+    log_prob: float  # natural log-likelihood of the text
+
+
+@torch.no_grad()
+def explain_states(lm: LanguageModel, words: int = 10) -> StateSummary:
+    """Compute the stationary mass and the `words` most telling words of every state.
+
+    Words are ranked by their contribution to the mutual information of state and word, p(w|z) log p(w|z)/p(w). This
+    ranks down both frequent words that every state emits and rare words that only one state emits.
+
+    Raises:
+        InputError: if the model has more than MAX_STATES states.
+    """
+    if lm.hmm.states > MAX_STATES:
+        raise InputError(f"{lm.hmm.states:,} states are too many to explain: the limit is {MAX_STATES:,}")
+    hmm = lm.hmm.dense().to("cpu", torch.float64)
+    start, transition, emission = (log_probs.exp() for log_probs in hmm.parameters)
+    if lm.restarts:  # the start distribution follows <eos>, whatever the transition matrix holds
+        ends = emission[:, lm.tokenizer.eos_id, None]
+        transition = ends * start + (1 - ends) * transition
+    mass = stationary(start, transition)
+    log_word = (mass @ emission).log()
+    contribution = torch.where(emission > 0, emission * (hmm.log_emission - log_word), torch.zeros_like(emission))
+    top = contribution.topk(min(words, emission.shape[1]), dim=1)
+    # Contributions below 1/200 of the largest are noise.
+    telling = top.indices.masked_fill(top.values < top.values[:, :1] / 200, -1)
+    telling[:, 0] = top.indices[:, 0]
+    return StateSummary(transition, mass, telling, mass.argsort(descending=True))
+
+
+def stationary(start: Tensor, transition: Tensor) -> Tensor:
+    """Return the stationary distribution [Z] (float64) that the chain reaches from `start` [Z].
+
+    Iterates x ← x · ε (1 − (1 − ε) A)⁻¹, the distribution after a geometric number of steps with mean 1/ε = 10⁶.
+    Periodic chains converge, and where A has several stationary distributions the result is the one that `start` leads
+    to. A chain that needs more than about 10⁸ steps to mix yields its distribution after that many.
+    """
+    start, transition = start.double(), transition.double()
+    transition = transition / transition.sum(1, keepdim=True)  # a row sum of 1 + 10⁻⁷ would grow over 10⁶ steps
+    factors = torch.linalg.lu_factor(torch.eye(len(start), dtype=start.dtype) - (1 - 1e-6) * transition.T)
+    mass = start / start.sum()
+    for _ in range(100):
+        updated = torch.linalg.lu_solve(*factors, mass[:, None])[:, 0].clamp_min(0)
+        updated = updated / updated.sum()
+        converged = bool((updated - mass).abs().sum() < 1e-9)
+        mass = updated
+        if converged:
+            break
+    return mass
+
+
+@torch.no_grad()
+def explain_text(lm: LanguageModel, text: str) -> TextExplanation:
+    """Compute Viterbi states and posteriors of a text, split into sequences as `lm.perplexity` splits it.
+
+    Raises:
+        InputError: if the text has no words, or has probability zero.
+    """
+    tokens = lm.encode(text)
+    if set(tokens) == {lm.tokenizer.eos_id}:
+        raise InputError("a text to explain needs at least one word")
+    sequences = lm.sequences(tokens)
+    batch = padded(sequences)
+    paths, posteriors = lm.hmm.viterbi(*batch)[0].tolist(), lm.hmm.posterior(*batch).cpu()
+    states = [state for path, sequence in zip(paths, sequences, strict=True) for state in path[: len(sequence)]]
+    posterior = torch.cat([p[: len(sequence)] for p, sequence in zip(posteriors, sequences, strict=True)])
+    return TextExplanation(tokens, states, posterior, float(lm.hmm.log_likelihood(*batch).double().sum()))
+
+
+def similar_order(summary: StateSummary, chosen: Tensor) -> Tensor:
+    """Reorder the states `chosen` [N] so that states with similar predecessors and successors are adjacent.
+
+    Spectral seriation: sorts by the Fiedler vector of the graph of cosine similarities.
+    """
+    if len(chosen) < 3:
+        return chosen
+    flow = summary.mass[:, None] * summary.transition
+    after = summary.transition[chosen]
+    before = (flow / flow.sum(0, keepdim=True).clamp_min(1e-300)).T[chosen]
+    profile = torch.cat([after.sqrt(), before.sqrt()], dim=1)  # √p: the cosine is then the Bhattacharyya coefficient
+    similarity = profile @ profile.T
+    scale = similarity.sum(1).rsqrt()
+    _, vectors = torch.linalg.eigh(scale[:, None] * similarity * scale)
+    return chosen[(vectors[:, -2] * scale).argsort()]

@@ -1,0 +1,254 @@
+"""Write the report of a run: one self-contained HTML page, and its plots as PNG files."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import shlex
+import statistics
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure
+
+from hmmlm import __version__
+from hmmlm.config.run import RunConfig
+from hmmlm.data.files import write_bytes
+from hmmlm.errors import InputError
+from hmmlm.report import plots
+from hmmlm.report.explain import (
+    MAX_STATES,
+    StateSummary,
+    TextExplanation,
+    explain_states,
+    explain_text,
+    similar_order,
+)
+from hmmlm.report.labels import state_followers, state_label, state_words, token_label
+from hmmlm.report.results import BASELINE_TOKENS, RunResults, bits_per_token, typical_sentence, unknown_fraction
+from hmmlm.runs.folders import flat_settings
+from hmmlm.runs.progress import perplexity_text
+from hmmlm.section import Section
+
+STATES_SHOWN, HEATMAP_STATES, POSTERIOR_STATES = 24, 32, 24
+SAMPLES, SAMPLE_TOKENS = 6, 40
+PIXEL_RATIO = 2  # pixels of a plot per CSS pixel: sharp on phones and high-resolution screens
+TEMPLATES = Environment(
+    loader=PackageLoader("hmmlm.report", "."),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+Rows = list[tuple[str, ...]]
+
+
+class Plot(NamedTuple):
+    """A plot as the page embeds it."""
+
+    png: bytes
+    width: int  # CSS pixels
+
+    @property
+    def base64(self) -> str:
+        return base64.b64encode(self.png).decode()
+
+
+def write_report(results: RunResults, sentence: str | None = None) -> Path:
+    """Write report.html and plots/*.png into the folder of a run; return the path of the page.
+
+    Args:
+        sentence: the text whose states are shown; by default a line of the test split.
+    """
+    sentence = sentence or typical_sentence(results.data)
+    summary, problem = None, ""
+    figures = _training_figures(results)
+    if results.lm.hmm.states <= MAX_STATES:
+        summary = explain_states(results.lm)
+        figures["transitions"] = _transition_figure(results, summary)
+        try:
+            figures["posterior"] = _posterior_figure(results, summary, explain_text(results.lm, sentence))
+        except InputError as error:  # a sentence of probability zero must not cost the whole report
+            problem = str(error)
+    drawn = {name: _draw(figure) for name, figure in figures.items()}
+    for name, plot in drawn.items():
+        write_bytes(results.run / "plots" / f"{name}.png", plot.png)
+    report = results.run / "report.html"
+    write_bytes(report, _render(results, summary, sentence, problem, drawn).encode())
+    return report
+
+
+def next_commands(results: RunResults) -> dict[str, str]:
+    """Return commands to try on a run, each with what it does."""
+    run = shlex.quote(str(results.run))
+    commands = {
+        f"hmmlm eval {run}": "compute perplexity on the test split, or on another text with --data",
+        f"hmmlm sample {run}": "generate text; --prompt sets how it starts",
+    }
+    if results.lm.hmm.states <= MAX_STATES:
+        commands[f"hmmlm inspect {run} --contexts"] = "list the states with occurrences in the validation text"
+    return commands
+
+
+def _training_figures(results: RunResults) -> dict[str, Figure]:
+    """Plot the learning curve and the learning rate."""
+    curves: dict[str, list[tuple[float, float]]] = {"train": [], "valid": []}
+    for record in results.history:
+        marginal = record.get("objective") != "joint"  # exp of the loss of P(O, S) is not a perplexity of the text
+        if record.get("loss") is not None and record["event"] in curves and marginal:
+            curves[record["event"]].append((record["tokens"], math.exp(min(record["loss"], 700))))
+    rates = [(r["tokens"], r["rate"]) for r in results.history if r["event"] == "train"]
+    baselines = {name: scores["valid"] for name, scores in results.baselines.items()}
+    return {
+        "learning-curve": plots.learning_curve(curves["train"], curves["valid"], baselines),
+        "learning-rate": plots.learning_rate(rates),
+    }
+
+
+def _transition_figure(results: RunResults, summary: StateSummary) -> Figure:
+    """Plot the transitions among the HEATMAP_STATES most used states."""
+    shown = similar_order(summary, summary.order[:HEATMAP_STATES])
+    labels = [state_label(summary, int(state), results.lm.tokenizer) for state in shown]
+    return plots.transitions(summary.transition[shown][:, shown].numpy(), labels)
+
+
+def _posterior_figure(results: RunResults, summary: StateSummary, explanation: TextExplanation) -> Figure:
+    """Plot the posterior of the states on the Viterbi path, then of others that are likely somewhere."""
+    tokenizer = results.lm.tokenizer
+    visited = list(dict.fromkeys(explanation.states))
+    peak = explanation.posterior.amax(0)
+    likely = [s for s in peak.argsort(descending=True).tolist() if peak[s] > 0.1 and s not in visited]
+    shown = visited + likely[: max(0, POSTERIOR_STATES - len(visited))]
+    return plots.posterior(
+        explanation.posterior[:, shown].double().numpy(),
+        [token_label(tokenizer, token) for token in explanation.tokens],
+        [state_label(summary, state, tokenizer) for state in shown],
+        [shown.index(state) for state in explanation.states],
+    )
+
+
+def _draw(figure: Figure) -> Plot:
+    """Render a figure as PNG."""
+    content = io.BytesIO()
+    with warnings.catch_warnings():
+        # Scripts that the font lacks are drawn as boxes; the number of the state still identifies it.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(content, format="png", dpi=PIXEL_RATIO * figure.dpi)
+    return Plot(content.getvalue(), round(figure.get_figwidth() * figure.dpi))
+
+
+def _render(
+    results: RunResults, summary: StateSummary | None, sentence: str, problem: str, drawn: Mapping[str, Plot]
+) -> str:
+    """Render the page from its template."""
+    train_tokens = len(results.data.tokens["train"])
+    changed, defaults = _settings(results)
+    return TEMPLATES.get_template("report.html.j2").render(
+        title=f"HMM with {results.lm.hmm.states:,} states, trained on {results.config.data}",
+        version=__version__,
+        run=str(results.run),
+        tiles=_tiles(results),
+        facts=training_facts(results.history),
+        baseline_tokens=f"the first {plots.short(BASELINE_TOKENS)}" if train_tokens > BASELINE_TOKENS else "all",
+        results=_result_rows(results),
+        splits=_split_rows(results),
+        states=None if summary is None else _state_rows(results, summary),
+        heatmap_states=min(HEATMAP_STATES, results.lm.hmm.states),
+        sentence=sentence,
+        problem=problem,
+        samples=[results.lm.generate(max_new_tokens=SAMPLE_TOKENS, seed=seed) for seed in range(SAMPLES)],
+        commands=next_commands(results),
+        changed=changed,
+        defaults=defaults,
+        plots=drawn,
+    )
+
+
+def training_facts(history: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return device, number of parameters, speed and time of a run by label, where its history has them."""
+    last = {name: value for record in history for name, value in record.items() if value is not None}
+    speeds = [record["tokens_per_second"] for record in history if record.get("tokens_per_second") is not None]
+    facts = {}
+    if "device" in last:
+        facts["device"] = str(last["device"])
+    if "parameters" in last:
+        facts["parameters"] = f"{last['parameters']:,}"
+    if speeds:  # the first record includes compilation and warm-up
+        facts["training speed"] = f"{statistics.median(speeds[1:] or speeds):,.0f} tokens/s"
+    if "seconds" in last:
+        facts["training time"] = _duration(last["seconds"])
+    if "tokens" in last:
+        facts["training tokens"] = f"{last['tokens']:,}"
+    facts["validation checks"] = str(sum(record["event"] == "valid" for record in history))
+    return facts
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _tiles(results: RunResults) -> dict[str, str]:
+    """Return test perplexity by label, the model's own first."""
+    own = {"test perplexity": results.perplexity["test"]}
+    return {
+        name: perplexity_text(value)
+        for name, value in (own | {name: scores["test"] for name, scores in results.baselines.items()}).items()
+    }
+
+
+def _result_rows(results: RunResults) -> Rows:
+    scores = {f"HMM, {results.lm.hmm.states:,} states": results.perplexity}
+    scores |= {f"Kneser-Ney {name}": by_split for name, by_split in results.baselines.items()}
+    return [
+        (
+            name,
+            perplexity_text(by_split["valid"]),
+            perplexity_text(by_split["test"]),
+            f"{bits_per_token(by_split['test']):.2f}",
+        )
+        for name, by_split in scores.items()
+    ]
+
+
+def _split_rows(results: RunResults) -> Rows:
+    tokenizer = results.data.tokenizer
+    return [
+        (split, f"{len(tokens):,}", f"{unknown_fraction(tokens, tokenizer.unk_id, tokenizer.eos_id):.1%}")
+        for split, tokens in results.data.tokens.items()
+    ]
+
+
+def _state_rows(results: RunResults, summary: StateSummary) -> Rows:
+    tokenizer = results.lm.tokenizer
+    return [
+        (
+            str(state),
+            f"{float(summary.mass[state]):.1%}",
+            state_words(summary, state, tokenizer),
+            state_followers(summary, state, tokenizer),
+        )
+        for state in summary.order[:STATES_SHOWN].tolist()
+    ]
+
+
+def _settings(results: RunResults) -> tuple[Rows, Rows]:
+    """Return (name, value) of the settings that differ from their defaults, and of the others."""
+    config = results.config
+    defaults = RunConfig.model_construct().model_dump(mode="json")
+    for name, section in config:
+        if isinstance(section, Section):
+            kind = {field: defaults[name][field] for field in ("kind",) if field in defaults[name]}
+            defaults[name] = type(section).model_construct().model_dump(mode="json") | kind
+    if config.optimizer.kind == "adamw":
+        defaults["optimizer"] |= config.model.optimizer_defaults
+    settings, usual = flat_settings(config.dump()), flat_settings(defaults)
+    changed = {name for name, value in settings.items() if name not in usual or usual[name] != value}
+    rows = [(name, str(value)) for name, value in settings.items()]
+    return [row for row in rows if row[0] in changed], [row for row in rows if row[0] not in changed]
