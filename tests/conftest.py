@@ -1,8 +1,11 @@
-"""Says at the end of a test run what it did not cover."""
+"""Settings of all tests, and a report of what a test run did not cover."""
 
+import os
 from importlib.util import find_spec
 
 import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: tests need no network
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

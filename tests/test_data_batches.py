@@ -1,4 +1,4 @@
-"""Batches against a plain reading of their definition."""
+"""Batches against their definition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hmmlm.data.batches import Batch, ChunkBatches, StreamBatches
+from hmmlm.data.batches import Batch, Batches, ChunkBatches, StreamBatches
 from hmmlm.data.tokenfile import TokenFile, write_tokens
 from hmmlm.errors import InputError
 
@@ -28,7 +28,7 @@ def corpora(draw: st.DrawFn) -> TokenFile:
 
 
 def numbered(sizes: list[int]) -> TokenFile:
-    """Documents whose tokens are all different: what is read shows where it lies."""
+    """Return documents whose tokens are their positions."""
     return TokenFile.from_arrays(np.arange(sum(sizes)), np.cumsum([0, *sizes]), vocab_size=70_000)
 
 
@@ -36,7 +36,9 @@ def equal(a: Batch, b: Batch) -> bool:
     def same(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
         return x is y if x is None or y is None else torch.equal(x, y)
 
-    return same(a.tokens, b.tokens) and same(a.lengths, b.lengths) and same(a.restart, b.restart) and a.carry == b.carry
+    tensors = ("tokens", "lengths", "restart", "places", "labels")
+    flags = (a.carry, a.last) == (b.carry, b.last)
+    return flags and all(same(getattr(a, name), getattr(b, name)) for name in tensors)
 
 
 def rows_of(batch: Batch) -> list[list[int]]:
@@ -46,7 +48,19 @@ def rows_of(batch: Batch) -> list[list[int]]:
     padding = [x for row, n in zip(batch.tokens.tolist(), lengths, strict=True) for x in row[n:]]
     assert set(padding) <= {-1}
     assert (batch.lengths is None) == (not padding)
+    assert batch.num_tokens() == sum(map(len, rows))
     return rows
+
+
+def check_places(batches: Batches, corpus: TokenFile, epoch: int = 0) -> None:
+    """Check that places are the positions of the tokens, and that the last batch is marked."""
+    read = list(batches.epoch(epoch))
+    assert [batch.last for batch in read] == [False] * (len(read) - 1) + [True]
+    for batch in read:
+        assert batch.places is not None and batch.places.shape == batch.tokens.shape
+        inside = batch.tokens >= 0
+        assert torch.equal(batch.places >= 0, inside)
+        assert corpus.tokens[batch.places[inside].numpy()].tolist() == batch.tokens[inside].tolist()
 
 
 @settings(max_examples=150, deadline=None)
@@ -96,15 +110,13 @@ def test_whole_streams_begin_with_an_example_and_hold_every_token_once(
     tokens = corpus.tokens.tolist()
     begins = [0] + [i + 1 for i, token in enumerate(tokens) if token == EOS]
     size = math.ceil(len(corpus) / batch_size)
-    starts = [0] + [
-        min((i for i in begins if i >= b * size), default=len(tokens)) for b in range(1, batch_size)
-    ]
+    starts = [0] + [min((i for i in begins if i >= b * size), default=len(tokens)) for b in range(1, batch_size)]
     expected = [tokens[a:b] for a, b in itertools.pairwise([*starts, len(tokens)])]
     assert sorted(streams) == sorted(expected)
     assert [len(stream) for stream in streams] == sorted(map(len, expected), reverse=True)
 
 
-def test_shuffled_streams_are_the_documents_whole_in_another_order_every_epoch() -> None:
+def test_shuffled_streams_have_whole_documents_in_another_order_every_epoch() -> None:
     sizes = [3, 0, 5, 1, 4, 2, 6, 7]
     corpus = numbered(sizes)
     batches = StreamBatches(corpus, 3, 4, shuffle=True, reset_at_eos=False, eos_id=EOS, seed=7)
@@ -132,35 +144,44 @@ def test_shuffled_streams_are_the_documents_whole_in_another_order_every_epoch()
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("total", [24, 29, 33, 7])
-def test_chunks_cover_the_corpus_once(shuffle: bool, drop_last: bool, total: int) -> None:
+def test_chunks_cover_the_corpus_once(shuffle: bool, total: int) -> None:
     length, batch_size = 4, 3
-    if drop_last and total < length * batch_size:
-        with pytest.raises(InputError, match="has 7 tokens, fewer than one batch of 3 chunks of 4"):
-            ChunkBatches(numbered([total]), batch_size, length, shuffle=shuffle, drop_last=drop_last, seed=1)
-        return
-    batches = ChunkBatches(numbered([total]), batch_size, length, shuffle=shuffle, drop_last=drop_last, seed=1)
+    batches = ChunkBatches(numbered([total]), batch_size, length, shuffle=shuffle, seed=1)
     seen: list[list[int]] = []
     steps = 0
     for steps, batch in enumerate(batches.epoch(3), 1):
         assert not batch.carry and batch.restart is None
-        assert len(batch.tokens) == batch_size or (steps == batches.steps_per_epoch and not drop_last)
+        assert len(batch.tokens) == batch_size or steps == batches.steps_per_epoch
         seen += rows_of(batch)
     assert steps == batches.steps_per_epoch
     assert sum(map(len, seen)) == batches.tokens_per_epoch
     chunks = [list(range(a, min(a + length, total))) for a in range(0, total, length)]
-    if drop_last:
-        assert len(seen) == total // length // batch_size * batch_size
-        assert all(chunk in chunks and len(chunk) == length for chunk in seen)
-        assert len({chunk[0] for chunk in seen}) == len(seen)
-    else:
-        assert sorted(seen) == chunks
-    assert shuffle or seen == chunks[: len(seen)]
+    assert sorted(seen) == chunks
+    assert shuffle or seen == chunks
+    assert seen[-1] == chunks[-1] or total % length == 0  # the remainder is the last row
+
+
+@settings(max_examples=40, deadline=None)
+@given(corpora(), st.booleans(), st.booleans())
+def test_places_are_the_positions_of_tokens_in_the_file(corpus: TokenFile, shuffle: bool, reset: bool) -> None:
+    size = min(3, len(corpus))
+    stream = StreamBatches(corpus, size, 2, shuffle=shuffle, reset_at_eos=reset, eos_id=EOS, seed=5)
+    for batches in (stream, ChunkBatches(corpus, size, 2, shuffle=shuffle, seed=5)):
+        check_places(batches, corpus, epoch=1)
+
+
+def test_a_batch_is_moved_without_its_places() -> None:
+    batch = next(ChunkBatches(numbered([7]), 2, 4, shuffle=False, seed=0).epoch(0))
+    labelled = batch._replace(labels=torch.zeros_like(batch.tokens))
+    moved = labelled.to(torch.device("meta"))
+    assert moved.lengths is not None and moved.labels is not None
+    assert {tensor.device.type for tensor in (moved.tokens, moved.lengths, moved.labels)} == {"meta"}
+    assert moved.places is None and moved.restart is None and moved.last and not moved.carry
 
 
 def test_chunks_are_shuffled_differently_every_epoch() -> None:
-    batches = ChunkBatches(numbered([400]), 5, 4, shuffle=True, drop_last=False, seed=1)
+    batches = ChunkBatches(numbered([400]), 5, 4, shuffle=True, seed=1)
     first, second = ([row for batch in batches.epoch(e) for row in rows_of(batch)] for e in (0, 1))
     assert first != second and sorted(first) == sorted(second)
     assert first != sorted(first)
@@ -172,7 +193,7 @@ def test_resuming_gives_the_same_batches(corpus: TokenFile, shuffle: bool, epoch
     batch_size = min(3, len(corpus))
     for batches in (
         StreamBatches(corpus, batch_size, 2, shuffle=shuffle, reset_at_eos=True, eos_id=EOS, seed=5),
-        ChunkBatches(corpus, batch_size, 2, shuffle=shuffle, drop_last=False, seed=5),
+        ChunkBatches(corpus, batch_size, 2, shuffle=shuffle, seed=5),
     ):
         full = list(batches.epoch(epoch))
         start = data.draw(st.integers(0, len(full)))
@@ -192,7 +213,7 @@ def test_batches_of_a_file_are_those_of_the_same_corpus_in_memory(tmp_path: Path
         assert equal(*corpus_batches)
 
 
-def test_sizes_that_cannot_work_are_named() -> None:
+def test_invalid_sizes_are_named() -> None:
     corpus = numbered([5])
     options = {"shuffle": False, "reset_at_eos": False, "eos_id": 0, "seed": 0}
     with pytest.raises(InputError, match="has 5 tokens, too few for 6 streams"):
@@ -200,7 +221,7 @@ def test_sizes_that_cannot_work_are_named() -> None:
     with pytest.raises(InputError, match="batch_size is 0"):
         StreamBatches(corpus, 0, 2, **options)
     with pytest.raises(InputError, match="length is 0"):
-        ChunkBatches(corpus, 1, 0, shuffle=False, drop_last=False, seed=0)
+        ChunkBatches(corpus, 1, 0, shuffle=False, seed=0)
     with pytest.raises(InputError, match="eos_id 70000 is outside the vocabulary of 70000"):
         StreamBatches(corpus, 1, 2, **{**options, "eos_id": 70_000})
     with pytest.raises(InputError, match="an epoch has 3 batches: it cannot start at batch 4"):
@@ -215,7 +236,7 @@ def test_a_corpus_is_never_held_in_memory(tmp_path: Path) -> None:
         file = write_tokens(tmp_path / "train", documents, 1000, "f")
         for batches in (
             StreamBatches(file, 16, 32, shuffle=True, reset_at_eos=True, eos_id=0, seed=0),
-            ChunkBatches(file, 16, 256, shuffle=True, drop_last=False, seed=0),
+            ChunkBatches(file, 16, 256, shuffle=True, seed=0),
         ):
             last = batches.steps_per_epoch - 1
             read = itertools.chain(batches.epoch(0, last), itertools.islice(batches.epoch(0), 3))

@@ -13,15 +13,17 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hmmlm.data import corpora, public
-from hmmlm.data.corpora import encode_documents, file_documents, load_text, prepare, tokenizer_lines
+from hmmlm.data.corpora import encode_documents, file_documents, load_text
 from hmmlm.data.embedded import _paragraphs, embedded_corpus
 from hmmlm.data.public import PublicCorpus, fetch
 from hmmlm.data.text import held_out, read_documents, read_lines
-from hmmlm.data.tokenizer import WordTokenizer
+from hmmlm.data.tokenfile import TokenFile
+from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.errors import InputError
 
 OPENERS: dict[str, Callable] = {"": open, ".gz": gzip.open, ".xz": lzma.open}
@@ -32,6 +34,17 @@ def write(path: Path, content: bytes) -> Path:
     with OPENERS[path.suffix if path.suffix in OPENERS else ""](path, "wb") as file:
         file.write(content)
     return path
+
+
+def encode(
+    name: str, out: Path, folder: Path | None = None, **options: Any
+) -> tuple[WordTokenizer, dict[str, TokenFile]]:
+    """Return a word vocabulary of a corpus, trained with these options, and the token files of its splits."""
+    splits = load_text(name, folder=folder)
+    tokenizer = WordTokenizer.train((line for document in splits["train"] for line in document), **options)
+    return tokenizer, {
+        split: encode_documents(documents, tokenizer, out / split) for split, documents in splits.items()
+    }
 
 
 @pytest.mark.parametrize("suffix", OPENERS)
@@ -47,8 +60,8 @@ def test_bad_text_is_named_with_the_place(tmp_path: Path, suffix: str) -> None:
     for content, message in [
         (b"", r"my\.txt.* is empty"),
         (b"\n \n", r"my\.txt.* has only blank lines"),
-        (b"fine\nab\0c\n", r"my\.txt.* is not text: a NUL at byte 7"),
-        (b"fine\nab\xffc\n", r"my\.txt.* is not UTF-8 text: byte 0xff at byte 7"),
+        (b"fine\nab\0c\n", r"my\.txt.* is not text: it has a NUL at byte 7"),
+        (b"fine\nab\xffc\n", r"my\.txt.* is not UTF-8 text: 0xff at byte 7"),
     ]:
         with pytest.raises(InputError, match=message):
             list(read_documents(write(path, content)))
@@ -93,7 +106,7 @@ def test_prose_is_kept_and_code_is_not() -> None:
     ]
 
 
-def test_the_embedded_corpus_is_english_split_for_good() -> None:
+def test_the_embedded_corpus_is_english_and_its_split_is_fixed() -> None:
     splits = embedded_corpus()
     assert list(splits) == ["train", "valid", "test"]
     everything = [paragraph.lower() for paragraphs in splits.values() for paragraph in paragraphs]
@@ -154,11 +167,11 @@ def test_wikitext_documents_are_articles_and_no_line_is_lost(tmp_path: Path) -> 
     assert list(train) == articles, "a split can be read again"
 
 
-def test_ptb_has_a_document_a_line_and_every_line_ends_with_eos(tmp_path: Path) -> None:
+def test_ptb_has_one_document_per_line_and_every_line_ends_with_eos(tmp_path: Path) -> None:
     named_corpus(tmp_path, public.PTB, " a <unk> b \n b \n")
     assert [list(split) for split in load_text("ptb", folder=tmp_path).values()] == [[["a <unk> b"], ["b"]]] * 3
-    tokenizer = WordTokenizer.train(tokenizer_lines("ptb", folder=tmp_path))
-    train = prepare("ptb", tokenizer, tmp_path / "out", folder=tmp_path)["train"]
+    tokenizer, files = encode("ptb", tmp_path / "out", tmp_path)
+    train = files["train"]
     assert tokenizer.words == ["<unk>", "<eos>", "b", "a"]
     assert train.tokens.tolist() == [3, 0, 2, 1, 2, 1]
     assert train.documents.tolist() == [0, 4, 6]
@@ -166,8 +179,8 @@ def test_ptb_has_a_document_a_line_and_every_line_ends_with_eos(tmp_path: Path) 
 
 def test_blank_lines_of_an_article_are_eos(tmp_path: Path) -> None:
     named_corpus(tmp_path, public.WIKITEXT_2, WIKI)
-    tokenizer = WordTokenizer.train(tokenizer_lines("wikitext-2", folder=tmp_path))
-    train = prepare("wikitext-2", tokenizer, tmp_path / "out", folder=tmp_path)["train"]
+    tokenizer, files = encode("wikitext-2", tmp_path / "out", tmp_path)
+    train = files["train"]
     assert len(train) == len(WIKI.split()) + WIKI.count("\n")
     assert train.tokens[0] == tokenizer.eos_id
 
@@ -179,14 +192,14 @@ def test_a_local_file_with_another_checksum_is_used_with_a_warning(
     monkeypatch.setenv("HMMLM_DATA", str(tmp_path))
     with caplog.at_level(logging.WARNING):
         assert list(load_text("ptb")["test"]) == [["a"]]
-        assert "ptb.train.txt is not the usual train of ptb" in caplog.text
+        assert "ptb.train.txt does not have the checksum of the train split of ptb" in caplog.text
         caplog.clear()
         monkeypatch.setattr(corpora, "PTB", usual)
         load_text("ptb")
         assert not caplog.records
 
 
-def test_a_named_corpus_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_corpus_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no ptb in .*ptb\.train\.txt.*set HMMLM_DATA, or download it"):
         load_text("ptb", folder=tmp_path)
     with pytest.raises(InputError, match=r"no corpus 'pbt'.* one of embedded, ptb, wikitext-2"):
@@ -227,15 +240,15 @@ def test_download_of_a_zip(tmp_path: Path) -> None:
 
 def test_a_download_with_another_checksum_leaves_nothing(tmp_path: Path, remote: PublicCorpus) -> None:
     wrong = replace(remote, sha256={**remote.sha256, "test": "0" * 64})
-    with pytest.raises(InputError, match=r"cannot download ptb: ptb\.test\.txt from .* has another checksum"):
+    with pytest.raises(InputError, match=r"cannot download ptb: ptb\.test\.txt from .* has an unexpected checksum"):
         fetch(wrong, tmp_path / "data")
     assert not os.listdir(tmp_path / "data")
-    with pytest.raises(InputError, match=r"cannot download ptb: file:.* does not answer"):
+    with pytest.raises(InputError, match=r"cannot download ptb: file:.* does not respond"):
         fetch(replace(remote, addresses=((tmp_path / "nothing").as_uri(),)), tmp_path / "data")
     assert not os.listdir(tmp_path / "data")
 
 
-def test_a_text_of_ones_own_is_held_out_by_line(tmp_path: Path) -> None:
+def test_a_text_file_is_split_by_line(tmp_path: Path) -> None:
     lines = [f"this is line number {i}" for i in range(2000)]
     path = write(tmp_path / "my.txt", "\n".join(lines + lines[:100]).encode())
     splits = {split: [line for [line] in documents] for split, documents in load_text(str(path)).items()}
@@ -247,7 +260,7 @@ def test_a_text_of_ones_own_is_held_out_by_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(3, [1, 1, 1]), (10, [8, 1, 1]), (200, [180, 10, 10])])
-def test_a_text_too_plain_to_hash_is_held_out_by_position(tmp_path: Path, count: int, sizes: list[int]) -> None:
+def test_a_text_of_equal_lines_is_split_by_position(tmp_path: Path, count: int, sizes: list[int]) -> None:
     path = write(tmp_path / "my.txt", b"the same line\n" * count)
     assert [len(list(documents)) for documents in load_text(str(path)).values()] == sizes
 
@@ -286,9 +299,8 @@ def test_token_files_are_reused_only_for_the_same_text_and_tokenizer(tmp_path: P
     assert made(first)[0] == [3, 2, 1]
 
 
-def test_the_embedded_corpus_is_prepared(tmp_path: Path) -> None:
-    tokenizer = WordTokenizer.train(tokenizer_lines("embedded"), 1000, split="words", lowercase=True)
-    files = prepare("embedded", tokenizer, tmp_path)
+def test_the_embedded_corpus_is_encoded_with_an_eos_after_every_paragraph(tmp_path: Path) -> None:
+    tokenizer, files = encode("embedded", tmp_path, max_size=1000, split="words", lowercase=True)
     assert [file.documents.size - 1 for file in files.values()] == [len(split) for split in embedded_corpus().values()]
     for file in files.values():
         assert (file.tokens[file.documents[1:] - 1] == tokenizer.eos_id).all()

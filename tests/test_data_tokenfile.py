@@ -1,4 +1,4 @@
-"""Token files: what is written is what is read, and nothing half written or foreign is taken for one."""
+"""Token files: round trips, failures while writing, and files that are damaged or foreign."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_token_outside_the_vocabulary_is_named_and_the_old_file_survives(tmp_p
     assert sorted(os.listdir(tmp_path)) == ["train.bin", "train.idx", "train.json"]
 
 
-def test_a_failure_while_reading_the_text_loses_nothing(tmp_path: Path) -> None:
+def test_a_failure_while_reading_the_text_keeps_the_old_file(tmp_path: Path) -> None:
     def broken() -> Iterator[list[int]]:
         yield [7] * 1000
         raise RuntimeError("the text ended badly")
@@ -56,19 +56,19 @@ def test_a_failure_while_reading_the_text_loses_nothing(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["train.bin", "train.idx", "train.json"]
 
 
-def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokens(tmp_path / "train", [[1, 2, 3]], 100, "abc")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(InputError, match=r"No space left on device; make room \(what was there before is kept\)"):
+    with pytest.raises(InputError, match=r"No space left on device; free some disk space \(existing files are kept\)"):
         write_tokens(tmp_path / "train", [[4]], 100, "abc")
     assert TokenFile.open(tmp_path / "train").tokens.tolist() == [1, 2, 3]
 
 
-def test_nothing_to_write(tmp_path: Path) -> None:
+def test_a_text_without_tokens_is_refused(tmp_path: Path) -> None:
     for documents in ([], [[], []]):
         with pytest.raises(InputError, match=r"nothing to write to .*train\.bin: the text has no tokens"):
             write_tokens(tmp_path / "train", documents, 100, "abc")
@@ -80,7 +80,7 @@ def test_float_tokens_are_refused(tmp_path: Path) -> None:
         write_tokens(tmp_path / "train", [np.array([1.0])], 100, "abc")
 
 
-def test_another_tokenizers_file(tmp_path: Path) -> None:
+def test_a_file_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     write_tokens(tmp_path / "train", [[1]], 100, "abc")
     with pytest.raises(InputError, match=r"made with another tokenizer \(abc, not xyz\)"):
         TokenFile.open(tmp_path / "train", "xyz")
@@ -98,13 +98,13 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         return json.dumps({**header, **changes}).encode()
 
     cases = [
-        ("train.bin", saved["train.bin"][:-1], r"train\.bin is truncated or foreign: 5 bytes, not 6"),
-        ("train.idx", b"", r"train\.idx is truncated or foreign: 0 bytes, not 24"),
+        ("train.bin", saved["train.bin"][:-1], r"train\.bin is truncated or replaced: 5 bytes, not 6"),
+        ("train.idx", b"", r"train\.idx is truncated or replaced: 0 bytes, not 24"),
         ("train.bin", b"\0" * 6, r"train\.bin does not belong to .*train\.json"),
-        ("train.json", saved["train.json"][:20], "not a whole token file header"),
+        ("train.json", saved["train.json"][:20], "not a complete token file header"),
         ("train.json", b"{}", "not the header of a token file"),
         ("train.json", with_header(version=9), "has version 9"),
-        ("train.json", with_header(dtype="int3"), r"is damaged \(dtype\)"),
+        ("train.json", with_header(dtype="int3"), r"is damaged \(missing or invalid: dtype\)"),
     ]
     for part, content, message in cases:
         (tmp_path / part).write_bytes(content)
@@ -116,7 +116,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         TokenFile.open(path)
 
 
-def test_from_arrays_checks_what_it_is_given() -> None:
+def test_from_arrays_checks_tokens_and_documents() -> None:
     corpus = TokenFile.from_arrays([3, 1, 2], None, 4)
     assert corpus.documents.tolist() == [0, 3]
     with pytest.raises(InputError, match="token 4 at position 1"):
@@ -124,5 +124,5 @@ def test_from_arrays_checks_what_it_is_given() -> None:
     with pytest.raises(InputError, match="no tokens"):
         TokenFile.from_arrays([], None, 4)
     for documents in ([0, 2], [1, 3], [0, 2, 1, 3]):
-        with pytest.raises(InputError, match="offsets must rise from 0 to the 3 tokens"):
+        with pytest.raises(InputError, match="offsets must increase from 0 to 3, the number of tokens"):
             TokenFile.from_arrays([3, 1, 2], documents, 4)

@@ -1,4 +1,4 @@
-"""A run that is killed at any moment and resumed ends as the run that was left alone: bit for bit."""
+"""A run that is killed at any moment and resumed equals the uninterrupted run: bit for bit on the CPU."""
 
 from __future__ import annotations
 
@@ -15,60 +15,68 @@ from typing import Any
 
 import pytest
 import torch
-from learning_runs import tiny_config, write_text
+from helpers.network_runs import write_pairs
+from helpers.runs import Interrupting, assert_same_run, tiny_config, write_text
 
-import hmmlm
-from hmmlm.data import files
+from hmmlm.config.networks import BaselineConfig, TeacherConfig
+from hmmlm.config.run import RunConfig
+from hmmlm.config.training import read_config
+from hmmlm.data import files, modelfolder
 from hmmlm.errors import InputError
-from hmmlm.learning import checkpoint, updaters
-from hmmlm.learning.checkpoint import read_state
-from hmmlm.learning.config import RunConfig, config_from_dict, config_to_dict
-from hmmlm.learning.history import History, read_history
-from hmmlm.learning.progress import Phase, Progress
-from hmmlm.learning.trainer import saved_config, train
+from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner
+from hmmlm.learning.train import train, train_baseline, train_teacher
+from hmmlm.runs import checkpoint
+from hmmlm.runs.checkpoint import read_state
+from hmmlm.runs.folders import saved_config
+from hmmlm.runs.history import History
 
-TIMES = ("seconds", "tokens_per_second")
-BAUM_WELCH = {
-    "kind": "baum-welch",
-    "baum_welch": {"full_batch": False, "accumulate": 2, "pseudocount": 0.1, "momentum": 0.5, "step": 0.5},
+MINI_BATCH = {"kind": "baum-welch", "full_batch": False, "pseudocount": 0.1, "momentum": 0.5, "step": 0.5}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "baum-welch": {"optimizer": MINI_BATCH},
+    "full batch": {"optimizer": {"kind": "baum-welch", "pseudocount": 0.1, "momentum": 0.5}},
+    "neural": {"model": {"kind": "neural", "blocks": 2, "hidden": 8, "dropout": 0.5, "network_dropout": 0.1}},
+    "blocked scalar": {"model": {"blocks": 2, "dropout": 0.5}},
+    "plateau": {"schedule": {"kind": "plateau", "warmup": 20, "patience": 1}, "optimizer": {"rate": 3.0}},
+    "chunks": {"batches": {"kind": "chunks"}, "train": {"precision": "bf16-mixed"}},
 }
 
 
-@pytest.fixture(scope="module", params=[{}, BAUM_WELCH], ids=["adamw", "baum-welch"])
-def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
-    """A configuration, and a run of it that nobody disturbed."""
-    folder = tmp_path_factory.mktemp("straight")
-    config = tiny_config(write_text(folder), optimizer=request.param)
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, kind: str) -> tuple[RunConfig, Path]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    config = tiny_config(write_text(folder), **SETTINGS[kind])
     assert train(config, folder / "run").finished
     return config, folder / "run"
 
 
-def assert_same_run(run: Path, other: Path) -> None:
-    (tensors, state), (expected, expected_state) = read_state(run / "last"), read_state(other / "last")
-    assert tensors.keys() == expected.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, expected[name]), name
-    for position in (state["position"], expected_state["position"]):
-        del position["seconds"]
-    assert state == expected_state
-    assert without_times(run) == without_times(other)
-    for model in ("best", "final"):
-        ours, theirs = (hmmlm.load(folder / model).hmm.parameters for folder in (run, other))
-        assert all(map(torch.equal, ours, theirs))
+@pytest.fixture(scope="module", params=["adamw", "baum-welch"])
+def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    """Return a configuration and a run of it that was not interrupted."""
+    return undisturbed(tmp_path_factory, request.param)
 
 
-def without_times(run: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if k not in TIMES} for r in read_history(run / "history.jsonl")]
+@pytest.fixture(scope="module", params=SETTINGS)
+def any_straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    """Return the same for every kind of training."""
+    return undisturbed(tmp_path_factory, request.param)
 
 
 @contextmanager
 def at_every_event(happen: Callable[[], None]) -> Iterator[None]:
     """Call `happen` before every step, every record, and every call that changes a file."""
     places: list[tuple[Any, str]] = [
-        (updaters.AdamW, "step"), (updaters.BaumWelch, "step"), (History, "write"), (files.os, "replace"),
-        (checkpoint.os, "rename"), (checkpoint, "save_file"), (checkpoint, "_fsync"), (checkpoint.shutil, "rmtree"),
-        (Path, "symlink_to"), (Path, "write_text"),
-    ]  # fmt: skip
+        (AdamWLearner, "step"),
+        (BaumWelchLearner, "step"),
+        (History, "write"),
+        (files.os, "replace"),
+        (checkpoint.os, "rename"),
+        (checkpoint, "save_file"),
+        (modelfolder, "save_file"),
+        (checkpoint, "_fsync"),
+        (checkpoint.shutil, "rmtree"),
+        (Path, "symlink_to"),
+        (Path, "write_text"),
+    ]
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in places:
             original = getattr(owner, name)
@@ -82,7 +90,7 @@ def at_every_event(happen: Callable[[], None]) -> Iterator[None]:
 
 
 def train_until_killed(config: dict[str, Any], out: Path, kill_at: int) -> None:
-    """In a child process: start or resume, and die at an event."""
+    """Start or resume in a child process, and kill it at an event."""
     events = 0
 
     def happen() -> None:
@@ -92,20 +100,20 @@ def train_until_killed(config: dict[str, Any], out: Path, kill_at: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with at_every_event(happen):
-        train(config_from_dict(config), out, resume=(out / "config.json").exists())
+        train(read_config(RunConfig, config), out, resume=(out / "config.json").exists())
 
 
 def in_child(config: RunConfig, out: Path, kill_at: int) -> int | None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "hmmlm.learning.trainer"])
-    child = context.Process(target=train_until_killed, args=(config_to_dict(config), out, kill_at))
+    context.set_forkserver_preload(["pytest", "hmmlm.learning.train"])
+    child = context.Process(target=train_until_killed, args=(config.dump(), out, kill_at))
     child.start()
     child.join()
     return child.exitcode
 
 
-def test_killed_again_and_again_then_resumed(straight: tuple[RunConfig, Path], tmp_path: Path) -> None:
-    """Every process is killed some events after its start: while preparing, stepping, saving, swapping, deleting."""
+def test_killed_repeatedly_and_resumed(straight: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    """Kill every process some events after its start: while preparing, stepping, saving, swapping, deleting."""
     config, expected = straight
     kills = 0
     for kill_at in (1, 8, 15, 30, 31, 33, 34, 35, 37, 38, 40, 58, 75):
@@ -117,41 +125,56 @@ def test_killed_again_and_again_then_resumed(straight: tuple[RunConfig, Path], t
     assert_same_run(tmp_path, expected)
 
 
-class Interrupting(Progress):
-    """Sends a signal to this process from inside a phase."""
-
-    def __init__(self, name: str, after: int, number: signal.Signals) -> None:
-        self.name, self.left, self.number = name, after, number
-
-    @contextmanager
-    def phase(self, name: str, total: int | None = None, unit: str = "tokens", done: int = 0) -> Iterator[Phase]:
-        interrupting, phase = self, Phase()
-
-        class Sender(Phase):
-            def advance(self, amount: int, **figures: str) -> None:
-                interrupting.left -= amount > 0
-                if interrupting.left == 0 and amount:
-                    os.kill(os.getpid(), interrupting.number)
-
-        yield Sender() if name == self.name else phase
+@pytest.mark.parametrize("after", [1, 7, 13])
+def test_interrupted_at_a_step_and_resumed(any_straight: tuple[RunConfig, Path], tmp_path: Path, after: int) -> None:
+    config, expected = any_straight
+    result = train(config, tmp_path, progress=Interrupting("train", after))
+    assert not result.finished and result.steps == after
+    assert not (tmp_path / "final").exists()
+    assert train(saved_config(RunConfig, tmp_path), tmp_path, resume=True).finished
+    assert_same_run(tmp_path, expected)
 
 
 @pytest.mark.parametrize(
     ("phase", "after", "number"), [("train", 7, signal.SIGINT), ("valid", 2, signal.SIGTERM)], ids=["step", "check"]
 )
-def test_interrupted_saves_and_says_how_to_resume(
+def test_a_signal_saves_and_restores_the_handlers(
     straight: tuple[RunConfig, Path], tmp_path: Path, phase: str, after: int, number: signal.Signals
 ) -> None:
     config, expected = straight
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    result = train(config, tmp_path, progress=Interrupting(phase, after, number))
-    assert not result.finished
-    assert f"hmmlm train --resume {tmp_path}" in result.message
-    assert result.steps == 7 or phase == "valid"
-    assert not (tmp_path / "final").exists()
+    assert not train(config, tmp_path, progress=Interrupting(phase, after, number)).finished
     assert handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
-    assert train(saved_config(tmp_path), tmp_path, resume=True).finished
+    assert train(saved_config(RunConfig, tmp_path), tmp_path, resume=True).finished
     assert_same_run(tmp_path, expected)
+
+
+NETWORKS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "teacher": (TeacherConfig, train_teacher, {"hidden": 8, "layers": 1, "heads": 2}),
+    "lstm": (BaselineConfig, train_baseline, {"kind": "lstm", "hidden": 8, "dropout": 0.3}),
+    "feedforward": (BaselineConfig, train_baseline, {"kind": "feedforward", "hidden": 8, "dropout": 0.3}),
+}
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_networks_are_resumed(kind: str, tmp_path: Path) -> None:
+    config_kind, train_network, model = NETWORKS[kind]
+    values = {
+        "data": str(write_pairs(tmp_path)),
+        "model": model,
+        "batches": {"batch_size": 4, "length": 16},
+        "train": {"epochs": 2, "device": "cpu", "tensorboard": False, "log_every": 5},
+    }
+    config = read_config(config_kind, values)
+    straight = train_network(config, tmp_path / "straight")
+    for after in (3, 11):
+        resume = (tmp_path / "run").exists()
+        result = train_network(config, tmp_path / "run", resume, Interrupting("train", after))
+        assert not result.finished and not (tmp_path / "run" / "perplexity.json").exists()
+    result = train_network(saved_config(config_kind, tmp_path / "run"), tmp_path / "run", True)
+    assert result.finished and result.best_perplexity == straight.best_perplexity
+    assert_same_run(tmp_path / "run", tmp_path / "straight")
+    assert (tmp_path / "run" / "perplexity.json").exists() == (config_kind is BaselineConfig)
 
 
 def test_a_full_disk_while_saving_loses_nothing(
@@ -183,15 +206,17 @@ def test_a_full_disk_while_writing_the_history(
     def full(self: History) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    train(straight[0], tmp_path, progress=Interrupting("train", 4, signal.SIGINT))
+    train(straight[0], tmp_path, progress=Interrupting("train", 4))
     monkeypatch.setattr(History, "sync", full)
-    with pytest.raises(InputError, match=r"cannot write in .*No space left on device; the last checkpoint, .*whole"):
+    with pytest.raises(
+        InputError, match=r"cannot write in .*No space left on device; the last checkpoint, .*intact: .*--resume"
+    ):
         train(straight[0], tmp_path, resume=True)
 
 
-def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
+def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
     text = write_text(tmp_path)
-    steady: dict[str, Any] = {"schedule": {"kind": "constant", "warmup_fraction": 0}}
+    steady: dict[str, Any] = {"schedule": {"kind": "constant", "warmup": 0}}
     short, long = (tiny_config(text, **steady, train={"epochs": epochs}) for epochs in (1, 2))
     train(long, tmp_path / "straight")
     train(short, tmp_path / "run")
@@ -202,24 +227,33 @@ def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> tuple[RunConfig, Path]:
-    """A run stopped in the middle of an epoch."""
+    """Return a run that was stopped in the middle of an epoch, and its configuration."""
     config = tiny_config(write_text(tmp_path))
-    train(config, tmp_path / "run", progress=Interrupting("train", 7, signal.SIGINT))
+    train(config, tmp_path / "run", progress=Interrupting("train", 7))
     return config, tmp_path / "run"
 
 
 def test_a_changed_configuration_is_refused_by_its_field(stopped: tuple[RunConfig, Path]) -> None:
     config, run = stopped
-    changed = config_to_dict(config)
-    changed["optimizer"]["baum_welch"]["step"] = 0.25
-    with pytest.raises(InputError, match=r"optimizer\.baum_welch\.step is 0\.25, but the run in .* has 1\.0"):
-        train(config_from_dict(changed), run, resume=True)
-    assert saved_config(run) == config
+    changed = config.dump()
+    changed["optimizer"]["clip"] = 0.25
+    with pytest.raises(InputError, match=r"optimizer\.clip is 0\.25, but the run in .* has 1\.0"):
+        train(read_config(RunConfig, changed), run, resume=True)
+    assert saved_config(RunConfig, run) == config
 
 
-def test_a_run_is_not_overwritten_and_nothing_is_not_resumed(stopped: tuple[RunConfig, Path], tmp_path: Path) -> None:
+def test_a_changed_kind_is_refused(stopped: tuple[RunConfig, Path]) -> None:
     config, run = stopped
-    with pytest.raises(InputError, match="already holds a run: continue it with --resume"):
+    changed = config.dump() | {"optimizer": {"kind": "baum-welch"}}
+    with pytest.raises(InputError, match=r"optimizer\.kind is 'baum-welch', but the run in .* has 'adamw'"):
+        train(read_config(RunConfig, changed), run, resume=True)
+
+
+def test_a_run_is_not_overwritten_and_a_missing_one_is_not_resumed(
+    stopped: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
+    config, run = stopped
+    with pytest.raises(InputError, match="already contains a run: continue it with --resume"):
         train(config, run)
     with pytest.raises(InputError, match="no run to resume"):
         train(config, tmp_path / "nothing", resume=True)
@@ -249,7 +283,7 @@ def test_damaged_checkpoints_are_refused_by_name(stopped: tuple[RunConfig, Path]
             train(config, run, resume=True)
     (run / "last" / "state.json").write_text(json.dumps(state))
     other = tiny_config(config.data, model={"states": 5})
-    train(other, tmp_path / "other", progress=Interrupting("train", 7, signal.SIGINT))
+    train(other, tmp_path / "other", progress=Interrupting("train", 7))
     shutil.copy(tmp_path / "other" / "last" / "state.safetensors", run / "last" / "state.safetensors")
     with pytest.raises(InputError, match=r"state\.safetensors: .* this run needs torch\.float32 \[4"):
         train(config, run, resume=True)

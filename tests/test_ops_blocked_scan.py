@@ -1,309 +1,289 @@
-"""blocked_scan: the specification against all paths of the dense HMM, every implementation against the specification.
+"""blocked_scan: the specification against enumeration of all paths, every implementation against the specification.
 
-The triton kernels run here in Triton's interpreter (tests/interpreter.py), in float32 only, since it has no bfloat16
-products; benchmarks/gpu_blocked_ops.py checks both on a GPU.
+The Triton kernels run here in Triton's interpreter (tests/helpers/interpreter.py), in float32 only, since it has no
+bfloat16 products; tests/gpu runs both on a GPU.
 """
 
-import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from helpers.blocked_scan import KERNEL_CASES, Case, assert_agrees, make_case, solve, weights
+from helpers.interpreter import INTERPRETING, implementations, needs_triton, run_in_interpreter, starts_interpreter
+from helpers.oracle import Enumeration
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreter import IMPLEMENTATIONS, INTERPRETING, STARTS, run_in_the_interpreter
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.ops.blocked_scan import BlockedScan, Initial, blocked_scan
-from hmmlm.ops.blocked_scan import torch as portable
+from hmmlm.hmm import HMM, BlockedHMM
+from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan, scaled
+from hmmlm.ops.blocked_scan.problem import lay_out
 
-
-class Case(NamedTuple):
-    tokens: Tensor
-    block_of_word: Tensor
-    parameters: list[Tensor]  # u, w, log_normalizer, log_start, log_emission
-    carried: list[Tensor]  # filtered, u, log_normalizer of `Initial`; empty without one
-    lengths: Tensor | None = None
-    restart: Tensor | None = None
-
-
-def make_case(
-    blocks: int, kept: int, h: int, words: int, batch: int, time: int, then: int = 0, ragged: bool = False,
-    restarts: bool = False, together: bool = False, seed: int = 0,
-) -> Case:  # fmt: skip
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    def integers(high: int, *shape: int) -> Tensor:
-        return torch.randint(high, shape, generator=generator)
-
-    u, w = normal(blocks * kept, h), normal(blocks * kept, h)
-    parameters = [u, w, (u @ w.T).logsumexp(1), normal(blocks * kept).log_softmax(0), normal(words, kept) - 2]
-    carried = []
-    if then:
-        u_then = normal(1 if together else batch, then, h)  # together: all stood on the same states
-        carried = [normal(batch, then).softmax(1), u_then, (u_then @ w.T).logsumexp(2)]
-    lengths = integers(time + 1, batch) if ragged else None
-    restart = integers(3, batch, time) == 0 if restarts else None
-    block_of_word = torch.cat([torch.arange(blocks), integers(blocks, words - blocks)])
-    return Case(integers(words, batch, time), block_of_word, parameters, carried, lengths, restart)
-
-
-def run(impl: str, case: Case, **options: object) -> tuple[BlockedScan, list[Tensor]]:
-    """Result and gradients (zero where there is none), in float64; the triton kernels compute in float32."""
-    dtype = torch.float32 if impl == "triton" else case.parameters[0].dtype
-    leaves = [x.to(dtype, copy=True).requires_grad_() for x in (*case.parameters, *case.carried)]
-    initial = Initial(*leaves[5:]) if case.carried else None
-    result = blocked_scan(
-        case.tokens, case.block_of_word, *leaves[:5], initial=initial, lengths=case.lengths, restart=case.restart,
-        impl=impl, **options,
-    )  # fmt: skip
-    weight = torch.linspace(-1, 2, len(result.log_likelihood), dtype=result.log_likelihood.dtype)
-    loss = torch.where(result.log_likelihood > -torch.inf, weight * result.log_likelihood, result.log_likelihood).sum()
-    if loss.requires_grad:  # not if every sequence is empty
-        loss.backward()
-    assert not result.suspect.any() and not result.final.requires_grad
-    return result, [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-
-
-def assert_agrees(impl: str, case: Case, tolerance: float = 1e-10) -> None:
-    tolerance = 3e-5 if impl == "triton" else tolerance
-    (result, gradients), (expected, exact) = run(impl, case), run("naive", case)
-    for got, want in zip([*result[:2], *gradients], [*expected[:2], *exact], strict=True):
-        torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance)
-
-
-def over_all_paths(case: Case, b: int) -> tuple[Tensor, Tensor]:
-    """log p(x) and p(z_last | x) over all states of the equivalent dense HMM, by enumeration."""
-    u, w, log_normalizer, log_start, log_emission = case.parameters
-    states, kept = u.shape[0], log_emission.shape[1]
-    log_transition = u @ w.T - log_normalizer[:, None]
-    log_emissions = torch.full((states, len(case.block_of_word)), -torch.inf, dtype=u.dtype)
-    for word, block in enumerate(case.block_of_word.tolist()):
-        log_emissions[block * kept : (block + 1) * kept, word] = log_emission[word]
-    first = log_start
-    if case.carried and not (case.restart is not None and case.restart[b, 0]):
-        filtered, u_then, normalizer_then = (x[b if len(x) > 1 else 0] for x in case.carried)
-        first = (filtered[:, None] * (u_then @ w.T - normalizer_then[:, None]).exp()).sum(0).log()
-    words = case.tokens[b, : case.tokens.shape[1] if case.lengths is None else int(case.lengths[b])].tolist()
-    paths = torch.tensor(list(itertools.product(range(states), repeat=len(words))))
-    score = first[paths[:, 0]] + log_emissions[paths[:, 0], words[0]]
-    for t in range(1, len(words)):
-        again = case.restart is not None and bool(case.restart[b, t])
-        score = score + (log_start[paths[:, t]] if again else log_transition[paths[:, t - 1], paths[:, t]])
-        score = score + log_emissions[paths[:, t], words[t]]
-    ends = torch.stack([score[paths[:, -1] == z].logsumexp(0) for z in range(states)])
-    last = int(case.block_of_word[words[-1]])
-    return score.logsumexp(0), (ends - score.logsumexp(0)).exp()[last * kept : (last + 1) * kept]
+IMPLEMENTATIONS = implementations("scaled")
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("size", "ragged", "restarts"), [
-    ((3, 4, 5, 9, 3, 4, 0), False, False), ((2, 5, 3, 6, 3, 3, 7), True, True), ((2, 3, 17, 6, 2, 3, 2), False, True),
-    ((1, 1, 1, 2, 2, 3, 1), False, False), ((2, 2, 2, 4, 2, 3, 0), True, True),
-])  # fmt: skip
-def test_agrees_with_the_specification(impl: str, size: tuple[int, ...], ragged: bool, restarts: bool) -> None:
-    assert_agrees(impl, make_case(*size, ragged, restarts, seed=3))
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_steps_between_the_same_blocks_share_a_tile(impl: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, make = [], portable._make
-
-    def recorded(*given: Any) -> Any:
-        made.append(make(*given))
-        return made[-1]
-
-    monkeypatch.setattr(portable, "_WORTH_SHARING", 0)
-    monkeypatch.setattr(portable, "_make", recorded)
-    for then, ragged, together in ((0, False, False), (4, True, True), (2, True, False), (3, False, True)):
-        case = make_case(blocks, 3, 4, 6, 4, 9, then, ragged, ragged, together, seed=7)
-        assert_agrees(impl, case)
-        groups = blocks + (len(case.carried[1]) if then else 0)
-        assert all(len(tiles.values) <= blocks * groups < case.tokens.numel() for tiles in made)
-        made.clear()
-
-
-def test_shared_tiles_are_summed_where_single_terms_are_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portable, "_WORTH_SHARING", 0)
-    u, w = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0], [-69.0]])  # the second state is hardly ever reached
-    log_emission = torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]])  # and the second word is said by no other
-    given = [u, w, (u @ w.T).logsumexp(1), torch.tensor([0.5, 0.5]).log(), log_emission]
-    tokens = torch.tensor([0, 1] * 64).expand(8, -1)
-    gradients = []
-    for impl in ("torch", "naive"):
-        leaves = [x.clone().requires_grad_() for x in given]
-        result = blocked_scan(tokens, torch.zeros(2, dtype=torch.long), *leaves, impl=impl)  # type: ignore[arg-type]
-        (1e7 * result.log_likelihood).sum().backward()
-        gradients.append([x.grad for x in leaves])
-    for got, want in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-2)
+@pytest.mark.parametrize(("size", "options"), KERNEL_CASES)
+def test_agrees_with_the_specification(impl: str, size: tuple[int, ...], options: dict[str, Any]) -> None:
+    assert_agrees(make_case(*size, **options, seed=3), impl)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_tiles_of_a_few_steps_at_a_time(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make_case(2, 3, 4, 5, 2, 5, 4, ragged=True, restarts=True, seed=11)
-    module = portable
+    module = scaled
     if impl == "triton":
         from hmmlm.ops.blocked_scan import triton as module
 
-        monkeypatch.setattr(module, "_PIECE", 2)  # segments of three positions and more are then in pieces
-        monkeypatch.setattr(module, "_TILE_AT_ONCE", 0)  # and tiles are read two rows at a time
+        monkeypatch.setattr(module, "_PIECE", 2)  # segments of three positions and more are split
+        monkeypatch.setattr(module, "_TILE_AT_ONCE", 0)  # tiles are read two rows at a time
         monkeypatch.setattr(module, "_IN_CHUNKS", {"chunk": 8, "warps": 4, "stages": 2})
     monkeypatch.setattr(module, "_TILE_BUDGET", 2 * 4 * 3 * 3)
-    assert_agrees(impl, case)
+    assert_agrees(make_case(2, 3, 4, 5, 2, 5, carried_states=4, ragged=True, restarts=True, seed=11), impl)
 
 
 @pytest.mark.parametrize("impl", ["naive", *IMPLEMENTATIONS])
 def test_impossible_sequences_have_no_gradient(impl: str) -> None:
-    case = make_case(2, 3, 2, 5, 3, 4, 3, seed=5)
-    case.parameters[4][4] = -torch.inf  # nobody says word 4
-    case.parameters[4][3, 1:] = -torch.inf
+    case = make_case(2, 3, 2, 5, 3, 4, carried_states=3, seed=5)
+    case.factors.log_emission[4] = -torch.inf  # no state emits word 4
+    case.factors.log_emission[3, 1:] = -torch.inf
     case.tokens[:] = torch.tensor([[0, 1, 4, 2], [3, 2, 3, 1], [4, 0, 1, 4]])
-    result, gradients = run(impl, case)
-    assert result.log_likelihood.isinf().tolist() == [True, False, True]
-    assert (result.final[[0, 2]] == 0).all()
-    alone = case._replace(tokens=case.tokens[1:2], carried=[x[1:2] for x in case.carried])
-    leaves = [x.clone().requires_grad_() for x in (*alone.parameters, *alone.carried)]
-    only = blocked_scan(alone.tokens, alone.block_of_word, *leaves[:5], initial=Initial(*leaves[5:]), impl="naive")
-    (0.5 * only.log_likelihood).sum().backward()  # the weight of the second of three in `run`
-    for k, (got, leaf) in enumerate(zip(gradients, leaves, strict=True)):
-        want = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        torch.testing.assert_close((got[1:2] if k >= 5 else got).double(), want, rtol=3e-5, atol=3e-5)
-        assert k < 5 or (got[[0, 2]] == 0).all()
+    result = solve(case, impl)
+    assert result.scan.log_likelihood.isinf().tolist() == [True, False, True]
+    assert (result.scan.carry.probs[[0, 2]] == 0).all()
+    assert case.carried is not None
+    alone = case._replace(tokens=case.tokens[1:2], carried=CarriedRows(*(x[1:2] for x in case.carried)))
+    leaves = alone.to("cpu", torch.float64)
+    only = blocked_scan(leaves.factors, leaves.tokens, carried=leaves.carried, impl="naive").log_likelihood
+    inputs = leaves.inputs()
+    expected = torch.autograd.grad(weights(3)[1] * only.sum(), list(inputs.values()), materialize_grads=True)
+    for (name, got), want in zip(result.gradients.items(), expected, strict=True):
+        if name.startswith("carried."):
+            assert (got[[0, 2]] == 0).all()
+            got = got[1:2]
+        torch.testing.assert_close(got.double(), want, rtol=3e-5, atol=3e-5)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_mass_that_vanishes_is_found_again_in_log_space(impl: str) -> None:
-    """The second and third word of the first sequence can only follow by transitions of probability e^−200."""
+def test_sequences_whose_mass_underflows_are_recomputed(impl: str) -> None:
+    """The second and third word of the first sequence follow only by transitions of probability e^−200."""
     case = make_case(2, 2, 2, 4, 2, 4, seed=6)
-    case.parameters[2][:2] += 200
-    case = case._replace(
-        parameters=[x.float() for x in case.parameters], block_of_word=torch.tensor([0, 0, 1, 1]),
-        tokens=torch.tensor([[0, 1, 2, 3], [2, 3, 3, 1]]),
-    )  # fmt: skip
-    from hmmlm.ops.blocked_scan.problem import lay_out
-
-    module = portable
+    case.factors.log_normalizer[:2] += 200
+    factors = case.factors.to(torch.float32)._replace(block_of_word=torch.tensor([0, 0, 1, 1]))
+    case = case._replace(factors=factors, tokens=torch.tensor([[0, 1, 2, 3], [2, 3, 3, 1]]))
+    module = scaled
     if impl == "triton":
         from hmmlm.ops.blocked_scan import triton as module
-    problem = lay_out(case.tokens, case.block_of_word, *case.parameters, None, None, None, torch.float32)
+    problem = lay_out(case.factors, case.tokens, None, None, None, torch.float32)
     assert module.forward(problem).suspect.tolist() == [True, False]
-    assert run(impl, case)[0].log_likelihood[0] < -400
-    assert_agrees(impl, case, tolerance=3e-5)
+    assert solve(case, impl).scan.log_likelihood[0] < -400
+    assert_agrees(case, impl, tolerance=3e-5)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_what_follows_may_reverse_what_came_before(impl: str) -> None:
-    """Backward probabilities here grow by e^60 a step: the ratio form must not overflow."""
-    case = make_case(1, 2, 1, 2, 1, 4)
-    log_stay = torch.tensor([[0.0, -60.0], [-60.0, 0.0]], dtype=torch.float64)
-    u, w = torch.eye(2, dtype=torch.float64), log_stay.T.contiguous()
-    emission = torch.tensor([[0.0, -30.0], [-25.0, 0.0]], dtype=torch.float64)
-    start = torch.tensor([0.0, -40.0], dtype=torch.float64)
-    case = case._replace(
-        parameters=[u, w, torch.zeros(2, dtype=torch.float64), start, emission], tokens=torch.tensor([[0, 0, 1, 1]]),
+def test_later_words_may_reverse_the_evidence_of_earlier_ones(impl: str) -> None:
+    """Backward probabilities grow by e^60 per step here: the ratio of probabilities must not overflow."""
+    double = {"dtype": torch.float64}
+    factors = Factors(
         block_of_word=torch.zeros(2, dtype=torch.long),
-    )  # fmt: skip
-    assert_agrees(impl, case)
+        u=torch.eye(2, **double),
+        w=torch.tensor([[0.0, -60.0], [-60.0, 0.0]], **double),
+        log_normalizer=torch.zeros(2, **double),
+        log_start=torch.tensor([0.0, -40.0], **double),
+        log_emission=torch.tensor([[0.0, -30.0], [-25.0, 0.0]], **double),
+    )
+    assert_agrees(Case(torch.tensor([[0, 0, 1, 1]]), factors), impl)
 
 
 if not INTERPRETING:
 
-    @pytest.mark.parametrize(("then", "restarts"), [(0, False), (3, False), (0, True), (2, True)])
-    def test_specification_is_the_sum_over_all_paths(then: int, restarts: bool) -> None:
-        case = make_case(3, 2, 3, 5, 2, 4, then, restarts=restarts, seed=then)
-        case = case._replace(lengths=torch.tensor([4, 2]))
-        result, gradients = run("naive", case)
-        leaves = [x.clone().requires_grad_() for x in (*case.parameters, *case.carried)]
-        alike = case._replace(parameters=leaves[:5], carried=leaves[5:])
-        expected = [over_all_paths(alike, b) for b in range(2)]
-        torch.testing.assert_close(result.log_likelihood, torch.stack([x for x, _ in expected]))
-        torch.testing.assert_close(result.final, torch.stack([x for _, x in expected]))
-        (-expected[0][0] + 2 * expected[1][0]).backward()  # the weights in `run`
-        for got, leaf in zip(gradients, leaves, strict=True):
-            torch.testing.assert_close(got, torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
-
-    @settings(max_examples=25, deadline=None)
-    @given(st.data())
-    def test_any_size(data: st.DataObject) -> None:
-        blocks, kept, h, batch, time = (data.draw(st.integers(1, 4)) for _ in range(5))
-        flags = [data.draw(st.booleans()) for _ in range(2)]
-        then, seed = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 999))
-        assert_agrees("torch", make_case(blocks, kept, h, blocks + 2, batch, time, then, *flags, seed=seed))
-
-    def test_two_windows_are_one() -> None:
-        case = make_case(3, 4, 2, 7, 3, 6, seed=8)
-        u, _, log_normalizer, *_ = case.parameters
-        whole = blocked_scan(case.tokens, case.block_of_word, *case.parameters)
-        one = blocked_scan(case.tokens[:, :4], case.block_of_word, *case.parameters)
-        rows = case.block_of_word[case.tokens[:, 3]][:, None] * 4 + torch.arange(4)
-        carried = Initial(one.final, u[rows], log_normalizer[rows])
-        two = blocked_scan(case.tokens[:, 4:], case.block_of_word, *case.parameters, initial=carried)
-        torch.testing.assert_close(one.log_likelihood + two.log_likelihood, whole.log_likelihood)
-        torch.testing.assert_close(two.final, whole.final)
-
-    def test_expected_counts_add_up() -> None:
-        """Every word is emitted once, every step leaves once, and the start happens once."""
-        case = make_case(3, 4, 2, 7, 1, 6, seed=9)._replace(tokens=torch.tensor([[0, 3, 3, 1, 0, 3]]))
-        leaves = [x.clone().requires_grad_() for x in case.parameters]
-        blocked_scan(case.tokens, case.block_of_word, *leaves).log_likelihood.sum().backward()
-        counts = torch.bincount(case.tokens[0], minlength=7).double()
-        torch.testing.assert_close(leaves[4].grad.sum(1), counts)
-        torch.testing.assert_close(leaves[3].grad.sum(), torch.tensor(1.0, dtype=torch.float64))
-        torch.testing.assert_close(leaves[2].grad.sum(), torch.tensor(-5.0, dtype=torch.float64))
-
-    def test_narrow_products_round_the_operands_and_nothing_else() -> None:
-        case = make_case(3, 4, 8, 7, 3, 6, 3, seed=10)
-        case = case._replace(parameters=[x.float() for x in case.parameters], carried=[x.float() for x in case.carried])
-        rounded = case._replace(parameters=[*(x.bfloat16().float() for x in case.parameters[:2]), *case.parameters[2:]])
-        rounded.carried[1] = rounded.carried[1].bfloat16().float()
-        narrow, gradients = run("torch", case, product_dtype=torch.bfloat16)
-        exact, expected = run("naive", rounded)
-        torch.testing.assert_close(narrow.log_likelihood, exact.log_likelihood, rtol=1e-5, atol=1e-5)
-        for got, want in zip(gradients, expected, strict=True):
-            assert (got - want).norm() <= 1e-2 * want.norm()
-
-    def bad(**changes: object) -> dict[str, object]:
-        case = make_case(2, 3, 2, 5, 2, 4, seed=1)
-        names = ("u", "w", "log_normalizer", "log_start", "log_emission")
-        arguments = {"tokens": case.tokens, "block_of_word": case.block_of_word}
-        return {**arguments, **dict(zip(names, case.parameters, strict=True)), **changes}
-
+    @pytest.mark.parametrize("blocks", [1, 2])
     @pytest.mark.parametrize(
-        ("changes", "message"),
+        "options",
         [
-            ({"log_emission": torch.zeros(5, 4)}, "6 states are not blocks of 4"),
-            ({"w": torch.zeros(5, 2)}, r"w is \[5, 2\], should be \[6, 2\]"),
-            ({"block_of_word": torch.zeros(4).long()}, r"block_of_word is \[4\], should be \[5\]"),
-            ({"restart": torch.zeros(4).bool()}, r"restart is \[4\], should be \[2, 4\]"),
-            ({"initial": Initial(*map(torch.ones, [(2, 3), (2, 3, 1), (2, 3)]))}, r"initial.u is \[2, 3, 1\]"),
-            ({"tokens": torch.tensor([[0, 1], [2, -1]])}, r"token -1 at \[1, 1\] is not one of the 5 words"),
-            ({"tokens": torch.zeros(2, 0).long()}, r"tokens \[2, 0\] must be \[B, T\] with at least one"),
-            ({"tokens": torch.tensor([[0, 5]])}, r"token 5 at \[0, 1\]"),
-            ({"lengths": torch.tensor([4, 5])}, r"lengths \[4, 5\] are not all within 0 and 4"),
-            ({"impl": "cuda"}, "impl 'cuda' is unknown"),
-            ({"impl": "triton"}, "no float64"),
+            {},
+            {"carried_states": 4, "ragged": True, "restarts": True, "shared": True},
+            {"carried_states": 2, "ragged": True, "restarts": True},
+            {"carried_states": 3, "shared": True},
         ],
     )
-    def test_bad_input_is_named(changes: dict[str, object], message: str) -> None:
-        with pytest.raises(InputError, match=message):
-            blocked_scan(**bad(**changes))
+    def test_steps_between_the_same_blocks_share_a_tile(
+        blocks: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made, make = [], scaled._make
 
-    def test_words_beyond_the_length_are_not_looked_at() -> None:
+        def recorded(*given: Any) -> Any:
+            made.append(make(*given))
+            return made[-1]
+
+        monkeypatch.setattr(scaled, "_WORTH_SHARING", 0)
+        monkeypatch.setattr(scaled, "_make", recorded)
+        case = make_case(blocks, 3, 4, 6, 4, 9, **options, seed=7)
+        assert_agrees(case, "scaled")
+        groups = blocks + (0 if case.carried is None else len(case.carried.u))
+        assert made and all(len(tiles.values) <= blocks * groups < case.tokens.numel() for tiles in made)
+
+    def test_shared_tiles_are_summed_where_single_terms_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(scaled, "_WORTH_SHARING", 0)
+        u, w = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0], [-69.0]])  # the second state is hardly ever reached
+        log_emission = torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]])  # and alone emits the second word
+        start, block_of_word = torch.tensor([0.5, 0.5]).log(), torch.zeros(2, dtype=torch.long)
+        factors = Factors(block_of_word, u, w, (u @ w.T).logsumexp(1), start, log_emission)
+        case = Case(torch.tensor([0, 1] * 64).expand(8, -1), factors)
+        gradients = []
+        for impl in ("scaled", "naive"):
+            leaves = case.to("cpu", torch.float32)
+            result = blocked_scan(leaves.factors, leaves.tokens, impl=impl)  # type: ignore[arg-type]
+            total = (1e7 * result.log_likelihood).sum()
+            gradients.append(torch.autograd.grad(total, list(leaves.inputs().values())))
+        for got, want in zip(*gradients, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-2)
+
+    def dense(factors: Factors) -> HMM:
+        """Return the equivalent dense HMM; emissions need not sum to one here."""
+        return BlockedHMM(*factors).dense()
+
+    @pytest.mark.parametrize(("carried_states", "restarts"), [(0, False), (3, False), (0, True), (2, True)])
+    def test_the_specification_agrees_with_enumeration(carried_states: int, restarts: bool) -> None:
+        case = make_case(3, 2, 3, 5, 2, 4, carried_states=carried_states, restarts=restarts, seed=carried_states)
+        case = case._replace(lengths=torch.tensor([4, 2]))
+        result = solve(case, "naive")
+        hmm = dense(case.factors)
+        for row, size in enumerate((4, 2)):
+            tokens = case.tokens[row, :size].tolist()
+            starts = [False] * size if case.restart is None else case.restart[row, :size].tolist()
+            reference = hmm
+            if case.carried is not None and not starts[0]:  # the distribution that the first word is emitted from
+                filtered, u, normalizer = (x[row] for x in case.carried)
+                entered = (filtered.log()[:, None] + u @ case.factors.w.T - normalizer[:, None]).logsumexp(0)
+                if not any(starts):
+                    reference = HMM(entered, hmm.log_transition, hmm.log_emission)
+                else:  # restarts use the start distribution: enumerate the stretch before the first of them alone
+                    first = starts.index(True)
+                    before = Enumeration(HMM(entered, hmm.log_transition, hmm.log_emission), tokens[:first])
+                    after = Enumeration(hmm, tokens[first:], restart=starts[first:])
+                    expected = before.log_likelihood() + after.log_likelihood()
+                    torch.testing.assert_close(result.scan.log_likelihood[row], expected)
+                    assert_carry(case, result.scan.carry.probs[row], tokens[-1], after)
+                    continue
+            oracle = Enumeration(reference, tokens, restart=starts)
+            torch.testing.assert_close(result.scan.log_likelihood[row], oracle.log_likelihood())
+            assert_carry(case, result.scan.carry.probs[row], tokens[-1], oracle)
+
+    def assert_carry(case: Case, probs: Tensor, word: int, oracle: Enumeration) -> None:
+        """The carry is the posterior of the last state, over the block of the last word."""
+        kept = case.factors.log_emission.shape[1]
+        block = int(case.factors.block_of_word[word])
+        torch.testing.assert_close(probs, oracle.posterior()[-1, block * kept : (block + 1) * kept])
+
+    def test_gradients_of_the_specification_agree_with_finite_differences() -> None:
+        case = make_case(2, 2, 2, 4, 2, 3, carried_states=2, restarts=True, seed=4).to("cpu", torch.float64)
+        names = list(case.inputs())
+
+        def log_likelihood(*values: Tensor) -> Tensor:
+            given = case.with_inputs(dict(zip(names, values, strict=True)))
+            return blocked_scan(
+                given.factors, given.tokens, carried=given.carried, restart=given.restart, impl="naive"
+            ).log_likelihood
+
+        assert torch.autograd.gradcheck(log_likelihood, tuple(case.inputs().values()))
+
+    @settings(max_examples=25, deadline=None)
+    @given(
+        size=st.tuples(*[st.integers(1, 4)] * 5),
+        carried_states=st.integers(0, 5),
+        ragged=st.booleans(),
+        restarts=st.booleans(),
+        shared=st.booleans(),
+        seed=st.integers(0, 999),
+    )
+    def test_any_size(size: tuple[int, int, int, int, int], **options: Any) -> None:
+        blocks, kept, hidden, batch, steps = size
+        assert_agrees(make_case(blocks, kept, hidden, blocks + 2, batch, steps, **options), "scaled")
+
+    @pytest.mark.parametrize("impl", ["naive", "scaled"])
+    def test_two_windows_are_one(impl: Any) -> None:
+        case = make_case(3, 4, 2, 7, 3, 6, seed=8)
+        factors, tokens = case.factors, case.tokens
+        whole = blocked_scan(factors, tokens, impl=impl)
+        one = blocked_scan(factors, tokens[:, :4], impl=impl)
+        rows = factors.block_of_word[tokens[:, 3]][:, None] * 4 + torch.arange(4)
+        carried = CarriedRows(one.carry.probs, factors.u[rows], factors.log_normalizer[rows])
+        two = blocked_scan(factors, tokens[:, 4:], carried=carried, impl=impl)
+        torch.testing.assert_close(one.log_likelihood + two.log_likelihood, whole.log_likelihood)
+        torch.testing.assert_close(two.carry.probs, whole.carry.probs)
+
+    def test_expected_counts_add_up() -> None:
+        """Every word is emitted once, every step leaves once, and there is one start."""
+        case = make_case(3, 4, 2, 7, 1, 6, seed=9)._replace(tokens=torch.tensor([[0, 3, 3, 1, 0, 3]]))
+        leaves = case.to("cpu", torch.float64)
+        total = blocked_scan(leaves.factors, leaves.tokens).log_likelihood.sum()
+        inputs = leaves.inputs()
+        counts = dict(zip(inputs, torch.autograd.grad(total, list(inputs.values())), strict=True))
+        words = torch.bincount(case.tokens[0], minlength=7).double()
+        torch.testing.assert_close(counts["log_emission"].sum(1), words)
+        assert counts["log_start"].sum().item() == pytest.approx(1)
+        assert counts["log_normalizer"].sum().item() == pytest.approx(-5)
+
+    def test_narrow_products_round_the_operands_only() -> None:
+        case = make_case(3, 4, 8, 7, 3, 6, carried_states=3, seed=10)
+        assert case.carried is not None
+        case = case._replace(
+            factors=case.factors.to(torch.float32), carried=CarriedRows(*(x.float() for x in case.carried))
+        )
+        assert case.carried is not None
+
+        def rounded(x: Tensor) -> Tensor:
+            return x.bfloat16().float()
+
+        factors = case.factors._replace(u=rounded(case.factors.u), w=rounded(case.factors.w))
+        exact = case._replace(factors=factors, carried=case.carried._replace(u=rounded(case.carried.u)))
+        narrow, expected = solve(case, "scaled", product_dtype=torch.bfloat16), solve(exact, "naive")
+        torch.testing.assert_close(narrow.scan.log_likelihood, expected.scan.log_likelihood, rtol=1e-5, atol=1e-5)
+        for name, want in expected.gradients.items():
+            assert (narrow.gradients[name] - want).norm() <= 1e-2 * want.norm()
+
+    def test_words_beyond_the_length_are_ignored() -> None:
         case = make_case(2, 3, 2, 5, 2, 4, seed=2)
         padded = torch.cat([case.tokens, torch.full((2, 2), -1)], 1)
-        lengths = torch.tensor([4, 4])
-        one = blocked_scan(padded, case.block_of_word, *case.parameters, lengths=lengths)
-        two = blocked_scan(case.tokens, case.block_of_word, *case.parameters)
-        torch.testing.assert_close(one[:2], two[:2])
+        one = blocked_scan(case.factors, padded, lengths=torch.tensor([4, 4]))
+        two = blocked_scan(case.factors, case.tokens)
+        torch.testing.assert_close(one.log_likelihood, two.log_likelihood)
+        torch.testing.assert_close(one.carry.probs, two.carry.probs)
+
+    @pytest.mark.parametrize(
+        ("factors", "arguments", "message"),
+        [
+            ({"log_emission": torch.zeros(5, 4)}, {}, "6 states are not blocks of 4"),
+            ({"w": torch.zeros(5, 2)}, {}, r"w is \[5, 2\], should be \[6, 2\]"),
+            ({"log_start": torch.zeros(5)}, {}, r"log_start is \[5\], should be \[6\]"),
+            ({"block_of_word": torch.zeros(4).long()}, {}, r"block_of_word is \[4\], should be \[5\]"),
+            ({}, {"restart": torch.zeros(4).bool()}, r"restart is \[4\], should be \[2, 4\]"),
+            (
+                {},
+                {"carried": CarriedRows(*map(torch.ones, [(2, 3), (2, 3, 1), (2, 3)]))},
+                r"carried\.u is \[2, 3, 1\], should be \[2, 3, 2\]",
+            ),
+            ({}, {"tokens": torch.tensor([[0, 1], [2, -1]])}, r"token -1 at \[1, 1\] is not one of the 5 words"),
+            ({}, {"tokens": torch.zeros(2, 0).long()}, r"tokens \[2, 0\] must be \[B, T\] with at least one"),
+            ({}, {"tokens": torch.tensor([[0, 5]])}, r"token 5 at \[0, 1\]"),
+            ({}, {"lengths": torch.tensor([4, 5])}, r"lengths \[4, 5\] are not all within 0 and 4"),
+            ({}, {"impl": "cuda"}, "blocked_scan: unknown impl 'cuda': use auto, naive, scaled or triton"),
+            ({}, {"product_dtype": torch.float16}, "float16 cannot represent probabilities: use bfloat16 or wider"),
+        ],
+    )
+    def test_bad_input_is_named(factors: dict[str, Tensor], arguments: dict[str, Any], message: str) -> None:
+        case = make_case(2, 3, 2, 5, 2, 4, seed=1)
+        with pytest.raises(InputError, match=message):
+            blocked_scan(case.factors._replace(**factors), **({"tokens": case.tokens} | arguments))
+
+    @needs_triton
+    def test_float64_is_not_for_the_kernels() -> None:
+        case = make_case(2, 3, 2, 5, 2, 4)
+        with pytest.raises(InputError, match="do not support float64: use impl='scaled'"):
+            blocked_scan(case.factors, case.tokens, impl="triton")
 
 
-if STARTS:
-
-    def test_triton_kernels_in_the_interpreter() -> None:
-        run_in_the_interpreter(__file__)
+@starts_interpreter
+def test_triton_kernels_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)

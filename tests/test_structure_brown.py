@@ -15,7 +15,7 @@ from hmmlm.structure.bigrams import (
     mutual_information,
     xlogx,
 )
-from hmmlm.structure.brown import BrownClustering, Window, brown_clusters
+from hmmlm.structure.brown import BrownClustering, ClusterWindow, brown_clusters
 from hmmlm.structure.exchange import exchange
 from hmmlm.structure.paths import read_paths, write_paths
 
@@ -66,7 +66,7 @@ def test_every_loss_of_the_window_is_the_recomputed_one_at_every_step(text, size
     first, second = bigrams.marginals()
     np.testing.assert_array_equal(first, counts.sum(1))
     np.testing.assert_array_equal(second, counts.sum(0))
-    window, slot_of, free = Window(size), np.full(vocab_size, -1), 0
+    window, slot_of, free = ClusterWindow(size), np.full(vocab_size, -1), 0
     running = 0.0
 
     def check() -> list[list[int]]:
@@ -231,9 +231,9 @@ def test_the_same_text_gives_the_same_clusters():
 
 
 def test_bad_texts_are_named():
-    with pytest.raises(InputError, match="token 5 is not in a vocabulary of 5 words"):
+    with pytest.raises(InputError, match="token 5 is outside the vocabulary of 5 words"):
         brown_clusters(np.array([0, 5]), 5, 2)
-    with pytest.raises(InputError, match="token -2 is not in a vocabulary of 3 words"):
+    with pytest.raises(InputError, match="token -2 is outside the vocabulary of 3 words"):
         average_mutual_information(np.array([0, -2]), np.array([0, 0, 1]))
     with pytest.raises(InputError, match="clusters = 0"):
         brown_clusters(np.array([0, 1]), 5, 0)
@@ -274,14 +274,14 @@ def test_clusters_read_are_numbered_by_path_whatever_the_order_of_lines(tmp_path
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("0\tthe\t9\n1\ta\t2\n10\tthe\t9\n", "line 3: word 'the' is there twice"),
+        ("0\tthe\t9\n1\ta\t2\n10\tthe\t9\n", "line 3: word 'the' occurs twice"),
         ("0\tthe\t9\n1 a 2\n", r"line 2: expected 'bits<TAB>word<TAB>count', found '1 a 2'"),
         ("0\tthe\t9\n012\ta\t2\n", "line 2: expected"),
         ("0\tthe\tmany\n", "line 1: expected"),
         ("0\tthe\t9\n\n0\ta\t2\n", "line 2: expected"),
-        ("0\tder\t9\n1\tthe\t3\n1\tdie\t2\n", r"another vocabulary: 2 of its 3 words .* \('der', 'die'\)"),
-        ("0\ta\t9\n" + "".join(f"1\tw{i}\t1\n" for i in range(7)), r"7 of its 8 .*'w0', 'w1', 'w2', 'w3', 'w4', …\)"),
-        ("", "no clusters in this file"),
+        ("0\tder\t9\n1\tthe\t3\n1\tdie\t2\n", r"2 of 3 words are not in the vocabulary of 5 words \('der', 'die'\)"),
+        ("0\ta\t9\n" + "".join(f"1\tw{i}\t1\n" for i in range(7)), r"7 of 8 .*'w0', 'w1', 'w2', 'w3', 'w4', …\)"),
+        ("", "the file has no clusters"),
     ],
 )
 def test_bad_paths_files_are_named_with_their_line(tmp_path, content, message):
@@ -300,5 +300,5 @@ def test_unreadable_paths_files_and_unwritable_words_are_named(tmp_path):
     ours = brown_clusters(np.array([0, 1, 0]), 2, 2)
     with pytest.raises(InputError, match="2 words are clustered, the vocabulary has 5"):
         write_paths(tmp_path / "p", ours, WORDS)
-    with pytest.raises(InputError, match=r"word 1 \('a\\tb'\) cannot stand in a paths file"):
+    with pytest.raises(InputError, match=r"word 1 \('a\\tb'\) cannot be in a paths file"):
         write_paths(tmp_path / "p", ours, ["the", "a\tb"])

@@ -1,0 +1,253 @@
+"""The Triton kernels on a GPU against the specifications, which run on the CPU in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import blocked_scan, dense_scan, layers
+from helpers.oracle import NEG_INF
+from torch import Tensor
+
+from hmmlm.hmm import HMM
+from hmmlm.ops.blocked_emission import blocked_emission, make_tiles
+from hmmlm.ops.blocked_scan import CarriedRows
+from hmmlm.ops.common import choose_kernels
+from hmmlm.ops.linear_logsumexp import linear_logsumexp
+from hmmlm.ops.scan import Evidence, Parameters, scan
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    return float((got - want).norm() / want.norm())
+
+
+def test_the_kernels_are_chosen_for_cuda_tensors(device: torch.device) -> None:
+    reference = torch.zeros(1, device=device)
+    assert choose_kernels("scan", "auto", reference, "scaled").__name__ == "hmmlm.ops.scan.triton"
+    assert choose_kernels("scan", "auto", reference, "scaled", "float64").__name__ == "hmmlm.ops.scan.scaled"
+
+
+# --- dense scan ---
+
+
+@pytest.mark.parametrize("products", ["kernel", "library"])
+@pytest.mark.parametrize(("size", "options"), dense_scan.KERNEL_CASES[::3])
+def test_dense_scan_agrees_with_log_space(
+    size: tuple[int, int, int, int],
+    options: dict[str, Any],
+    products: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Take steps as with few states, all in one kernel, and as with many, whose products are the library's."""
+    from hmmlm.ops.scan import triton as kernels
+
+    monkeypatch.setattr(kernels, "_LIBRARY_STATES", 1 if products == "library" else 2**20)
+    dense_scan.assert_agrees(*dense_scan.make_problem(*size, **options), "triton", device=device)
+
+
+@pytest.mark.parametrize("size", [(512, 1000, 64, 12), (2080, 300, 32, 6)])
+def test_dense_scan_of_training_size_agrees_with_float64(size: tuple[int, int, int, int], device: torch.device) -> None:
+    problem = dense_scan.make_problem(*size, carried=True, restarts=True)
+    got = dense_scan.solve(*problem, "triton", torch.float32, device)
+    want = dense_scan.solve(*problem, "scaled", torch.float64, device)
+    assert got.scan.suspect is not None and not got.scan.suspect.any()
+    assert relative_error(got.scan.log_likelihood, want.scan.log_likelihood) < 1e-5
+    assert relative_error(got.scan.carry.probs, want.scan.carry.probs) < 1e-4
+    for name, expected in want.gradients.items():
+        assert relative_error(got.gradients[name], expected) < 1e-4, name
+
+
+@pytest.mark.parametrize("log_leak", [-50.0, NEG_INF])
+def test_dense_sequences_whose_mass_underflows_are_recomputed(log_leak: float, device: torch.device) -> None:
+    tokens = torch.tensor([[0] * 3 + [1] * 5, [0, 1] * 4, [0] * 8, [-1] * 8])
+    close = {"device": device, "rtol": 1e-3, "atol": 1e-3}
+    dense_scan.assert_agrees(dense_scan.sticky(log_leak, -30.0), Evidence(tokens), "triton", **close)
+    excluded = Evidence(dense_scan.EXCLUDED_FUTURE)
+    dense_scan.assert_agrees(dense_scan.only_first(log_leak), excluded, "triton", **close)
+
+
+def test_dense_scan_with_bfloat16_products(device: torch.device) -> None:
+    problem = dense_scan.make_problem(128, 200, 16, 8, carried=True, restarts=True, seed=5)
+    want = dense_scan.solve(*problem, "naive")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        got = dense_scan.solve(*problem, "triton", torch.float32, device)
+    assert relative_error(got.scan.log_likelihood, want.scan.log_likelihood) < 3e-3
+    for name, expected in want.gradients.items():
+        assert relative_error(got.gradients[name], expected) < 0.03, name
+    single = dense_scan.solve(*problem, "triton", torch.float32, device)
+    assert not torch.equal(single.scan.log_likelihood, got.scan.log_likelihood)  # it was bfloat16
+
+
+def test_dense_scan_repeats_bit_by_bit(device: torch.device) -> None:
+    problem = dense_scan.make_problem(128, 200, 16, 8, carried=True, restarts=True, seed=5)
+    first, second = (dense_scan.solve(*problem, "triton", torch.float32, device) for _ in range(2))
+    assert torch.equal(first.scan.log_likelihood, second.scan.log_likelihood)
+    for name, gradient in first.gradients.items():
+        assert torch.equal(gradient, second.gradients[name]), name
+
+
+def test_dense_scan_inside_a_graph_reports_suspect_sequences(device: torch.device) -> None:
+    """The second sequence is impossible; the first has the likelihood and gradient that it has alone."""
+    tokens = torch.tensor([[0] * 6, [0, 0, 0, 1, 1, 1]], device=device)
+    inputs = Parameters(*(p.float().to(device).requires_grad_() for p in dense_scan.sticky(NEG_INF, NEG_INF)))
+
+    def run() -> tuple[Tensor, ...]:
+        result = scan(inputs, Evidence(tokens), "triton")
+        assert result.suspect is not None
+        kept = torch.where(result.suspect, 0.0, result.log_likelihood)
+        return result.suspect, kept.detach(), result.carry.probs, *torch.autograd.grad(kept.sum(), inputs)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        suspect, kept, probs, *gradients = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert suspect.tolist() == [False, True]
+    torch.testing.assert_close(probs.cpu(), torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
+    alone = dense_scan.solve(dense_scan.sticky(NEG_INF, NEG_INF), Evidence(tokens[:1].cpu()), "naive", torch.float32)
+    torch.testing.assert_close(kept[:1].cpu(), alone.scan.log_likelihood.detach())
+    # `solve` weights a single sequence by −1.
+    for got, want in zip(gradients, alone.gradients.values(), strict=True):
+        torch.testing.assert_close(got.double().cpu(), -want)
+
+
+# --- blocked scan ---
+
+
+@pytest.mark.parametrize(("size", "options"), blocked_scan.KERNEL_CASES[::2])
+def test_blocked_scan_agrees_with_the_specification(
+    size: tuple[int, ...], options: dict[str, Any], device: torch.device
+) -> None:
+    blocked_scan.assert_agrees(blocked_scan.make_case(*size, **options, seed=3), "triton", device)
+
+
+def test_blocked_scan_in_pieces_agrees_with_the_specification(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hmmlm.ops.blocked_scan import triton as kernels
+
+    monkeypatch.setattr(kernels, "_PIECE", 2)
+    monkeypatch.setattr(kernels, "_TILE_AT_ONCE", 0)
+    monkeypatch.setattr(kernels, "_IN_CHUNKS", {"chunk": 8, "warps": 4, "stages": 2})
+    monkeypatch.setattr(kernels, "_TILE_BUDGET", 2 * 4 * 3 * 3)
+    case = blocked_scan.make_case(2, 3, 4, 5, 2, 5, carried_states=4, ragged=True, restarts=True, seed=11)
+    blocked_scan.assert_agrees(case, "triton", device)
+
+
+@pytest.mark.parametrize("product_dtype", [torch.float32, torch.bfloat16])
+def test_blocked_scan_of_training_size_agrees_with_float64(product_dtype: torch.dtype, device: torch.device) -> None:
+    """Operands are rounded first, so that the error is that of the kernels."""
+    case = blocked_scan.make_case(8, 64, 64, 200, 16, 12, carried_states=64, restarts=True, seed=4)
+    assert case.carried is not None
+
+    def rounded(x: Tensor) -> Tensor:
+        return (x / 4).to(product_dtype).double()
+
+    u, w, carried = rounded(case.factors.u), rounded(case.factors.w), rounded(case.carried.u)
+    factors = case.factors._replace(u=u, w=w, log_normalizer=(u @ w.T).logsumexp(1))
+    rows = CarriedRows(case.carried.filtered, carried, (carried @ w.T).logsumexp(2))
+    case = case._replace(factors=factors, carried=rows)
+    want = blocked_scan.solve(case, "scaled", device).values()
+    got = blocked_scan.solve(case, "triton", device, product_dtype=product_dtype).values()
+    tolerance = 1e-4 if product_dtype == torch.float32 else 2e-2
+    assert relative_error(got["log_likelihood"], want["log_likelihood"]) < (1e-5 if tolerance == 1e-4 else 1e-3)
+    for name, expected in want.items():
+        assert relative_error(got[name], expected) < tolerance, name
+
+
+def test_blocked_scan_repeats_bit_by_bit(device: torch.device) -> None:
+    case = blocked_scan.make_case(8, 64, 64, 200, 16, 12, carried_states=64, restarts=True, seed=4)
+    first, second = (blocked_scan.solve(case, "triton", device).values() for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_blocked_sequences_whose_mass_underflows_are_recomputed(device: torch.device) -> None:
+    case = blocked_scan.make_case(2, 2, 2, 4, 2, 4, seed=6)
+    case.factors.log_normalizer[:2] += 200
+    factors = case.factors._replace(block_of_word=torch.tensor([0, 0, 1, 1]))
+    case = case._replace(factors=factors, tokens=torch.tensor([[0, 1, 2, 3], [2, 3, 3, 1]]))
+    assert blocked_scan.solve(case, "triton", device).scan.log_likelihood[0] < -400
+    blocked_scan.assert_agrees(case, "triton", device, tolerance=1e-4)
+
+
+# --- layers ---
+
+
+@pytest.mark.parametrize(("n", "m", "h", "with_bias"), layers.LINEAR_CASES[1:])
+def test_linear_logsumexp_agrees_with_the_specification(
+    n: int, m: int, h: int, with_bias: bool, device: torch.device
+) -> None:
+    layers.assert_linear_agrees("triton", layers.linear_inputs(n, m, h, with_bias, seed=n), device)
+
+
+def test_linear_logsumexp_with_bfloat16_products(device: torch.device) -> None:
+    u, w = (x / 4 for x in layers.linear_inputs(300, 500, 64, False, seed=9))
+    given = [x.bfloat16().double() for x in (u, w)]
+    want = layers.solve_linear("naive", given)
+    got = layers.solve_linear("triton", given, device=device, product_dtype=torch.bfloat16)
+    assert relative_error(got[0], want[0]) < 1e-5
+    for gradient, expected in zip(got[1:], want[1:], strict=True):
+        assert relative_error(gradient, expected) < 1e-2
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        by_autocast = linear_logsumexp(*(x.float().to(device) for x in given))
+    assert relative_error(by_autocast, want[0]) < 1e-5
+
+
+@pytest.mark.parametrize(("size", "with_bias"), layers.EMISSION_CASES[1:])
+def test_blocked_emission_agrees_with_the_masked_matrix(
+    size: tuple[int, int, int, int], with_bias: bool, device: torch.device
+) -> None:
+    layers.assert_emission_agrees("triton", *layers.emission_inputs(*size, with_bias, seed=1), device)
+
+
+def test_blocked_emission_with_bfloat16_products(device: torch.device) -> None:
+    block_of_word, given = layers.emission_inputs(3, 64, 100, 64, True, seed=5)
+    given = [(x / 4).bfloat16().double() for x in given]
+    want = layers.solve_emission("naive", block_of_word, given)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        got = layers.solve_emission("triton", block_of_word, given, device)
+    assert relative_error(got[0], want[0]) < 1e-5
+    for gradient, expected in zip(got[1:], want[1:], strict=True):
+        assert relative_error(gradient, expected) < 3e-2
+    tiles = make_tiles(block_of_word, 3).to(device)
+    out = blocked_emission(*(x.float().to(device) for x in given), tiles)
+    totals = torch.zeros(3, 64, device=device).index_add_(0, block_of_word.to(device), out.exp())
+    torch.testing.assert_close(totals, torch.ones_like(totals), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "h"), layers.RESIDUAL_CASES[1::2])
+def test_residual_norm_agrees_with_the_specification(n: int, h: int, device: torch.device) -> None:
+    layers.assert_residual_agrees("triton", layers.residual_inputs(n, h, seed=h), device)
+
+
+def test_residual_norm_under_autocast_is_as_exact_as_the_composition(device: torch.device) -> None:
+    given = layers.residual_inputs(70, 48, seed=3)
+    exact = layers.solve_residual("naive", given)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        mine = layers.solve_residual("triton", given, device)
+        theirs = layers.solve_residual("naive", [x.float() for x in given], device)
+    for got, other, expected in zip(mine, theirs, exact, strict=True):
+        assert relative_error(got, expected) < max(1.1 * relative_error(other, expected), 0.02)
+
+
+def test_an_hmm_on_the_gpu_uses_the_kernels_or_the_portable_scan(device: torch.device) -> None:
+    """Ragged batches, float64 and single tokens are for the portable implementation."""
+    parameters, evidence = dense_scan.make_problem(17, 11, 5, 4)
+    exact = HMM(*parameters, impl="naive")
+    hmm = HMM(*(p.float().to(device) for p in parameters))
+    lengths = torch.tensor([4, 2, 1, 3, 4])
+    for model, rtol in ((hmm, 1e-4), (exact.to(device), 1e-9)):
+        model.impl = "auto"
+        for given, sizes in ((evidence.tokens, None), (evidence.tokens, lengths), (evidence.tokens[:, :1], None)):
+            got, want = model.log_likelihood(given, sizes), exact.log_likelihood(given, sizes)
+            torch.testing.assert_close(got.double().cpu(), want, rtol=rtol, atol=rtol)

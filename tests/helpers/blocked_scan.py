@@ -1,0 +1,140 @@
+"""Problems for the blocked scan, and their solution by any implementation on any device."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
+from hmmlm.ops.common import Scan
+
+KERNEL_CASES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    ((3, 4, 5, 9, 3, 4), {}),
+    ((2, 5, 3, 6, 3, 3), {"carried_states": 7, "ragged": True, "restarts": True}),
+    ((2, 3, 17, 6, 2, 3), {"carried_states": 2, "restarts": True}),
+    ((1, 1, 1, 2, 2, 3), {"carried_states": 1}),
+    ((2, 2, 2, 4, 2, 3), {"ragged": True, "restarts": True}),
+    ((1, 3, 4, 6, 3, 4), {"carried_states": 2, "shared": True}),
+    ((2, 3, 4, 6, 3, 4), {"carried_states": 4, "ragged": True, "restarts": True, "shared": True}),
+]
+"""Sizes (blocks, states per block, hidden, words, batch, steps) and options of problems for the Triton kernels."""
+
+
+class Case(NamedTuple):
+    tokens: Tensor
+    factors: Factors
+    carried: CarriedRows | None = None
+    lengths: Tensor | None = None
+    restart: Tensor | None = None
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Return what the result is differentiable in."""
+        found = {name: value for name, value in self.factors._asdict().items() if name != "block_of_word"}
+        if self.carried is not None:
+            found |= {f"carried.{name}": value for name, value in self.carried._asdict().items()}
+        return found
+
+    def with_inputs(self, inputs: dict[str, Tensor]) -> "Case":
+        own = {name: value for name, value in inputs.items() if not name.startswith("carried.")}
+        rest = [value for name, value in inputs.items() if name.startswith("carried.")]
+        return self._replace(
+            factors=self.factors._replace(**own), carried=CarriedRows(*rest) if self.carried is not None else None
+        )
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> "Case":
+        """Return a copy whose inputs are leaves."""
+        moved = {name: x.detach().to(device, dtype, copy=True).requires_grad_() for name, x in self.inputs().items()}
+        case = self.with_inputs(moved)
+        factors = case.factors._replace(block_of_word=case.factors.block_of_word.to(device))
+        rest = (None if x is None else x.to(device) for x in (self.lengths, self.restart))
+        return Case(self.tokens.to(device), factors, case.carried, *rest)
+
+
+def make_case(
+    blocks: int,
+    states_per_block: int,
+    hidden: int,
+    words: int,
+    batch: int,
+    steps: int,
+    *,
+    carried_states: int = 0,
+    shared: bool = False,
+    ragged: bool = False,
+    restarts: bool = False,
+    seed: int = 0,
+) -> Case:
+    """Return a case in float64; `shared`: all sequences carry the same states."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def integers(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=generator)
+
+    states = blocks * states_per_block
+    u, w = normal(states, hidden), normal(states, hidden)
+    log_normalizer, log_start = (u @ w.T).logsumexp(1), normal(states).log_softmax(0)
+    log_emission = normal(words, states_per_block) - 2
+    carried = None
+    if carried_states:
+        rows = normal(1 if shared else batch, carried_states, hidden)
+        carried = CarriedRows(normal(batch, carried_states).softmax(1), rows, (rows @ w.T).logsumexp(2))
+    lengths = integers(steps + 1, batch) if ragged else None
+    restart = integers(3, batch, steps) == 0 if restarts else None
+    block_of_word = torch.cat([torch.arange(blocks), integers(blocks, words - blocks)])
+    factors = Factors(block_of_word, u, w, log_normalizer, log_start, log_emission)
+    return Case(integers(words, batch, steps), factors, carried, lengths, restart)
+
+
+class Solution(NamedTuple):
+    scan: Scan
+    gradients: dict[str, Tensor]  # of a weighted sum of log-likelihoods; zero for inputs that do not matter
+
+    def values(self) -> dict[str, Tensor]:
+        """Return everything by name, in float64, on the CPU."""
+        found = {"log_likelihood": self.scan.log_likelihood, "carry": self.scan.carry.probs, **self.gradients}
+        return {name: value.detach().double().cpu() for name, value in found.items()}
+
+
+def weights(batch: int) -> Tensor:
+    """Return the weight of each log-likelihood in the sum that `solve` differentiates."""
+    return torch.linspace(-1, 2, batch, dtype=torch.float64)
+
+
+def solve(case: Case, impl: Any, device: torch.device | str = "cpu", **options: Any) -> Solution:
+    """Run the scan and its backward pass; the Triton kernels compute in float32, the others in the dtype of the case.
+
+    The −inf of an impossible sequence is a part of the sum: its gradient must be zero.
+    """
+    moved = case.to(device, torch.float32 if impl == "triton" else case.factors.u.dtype)
+    result = blocked_scan(
+        moved.factors,
+        moved.tokens,
+        carried=moved.carried,
+        lengths=moved.lengths,
+        restart=moved.restart,
+        impl=impl,
+        **options,
+    )
+    assert result.suspect is None or not result.suspect.any()  # only inside a CUDA graph
+    assert not result.carry.probs.requires_grad
+    log_likelihood = result.log_likelihood
+    weight = weights(len(log_likelihood)).to(log_likelihood)
+    total = torch.where(log_likelihood > -torch.inf, weight * log_likelihood, log_likelihood).sum()
+    inputs = moved.inputs()
+    gradients = [torch.zeros_like(x) for x in inputs.values()]
+    if total.requires_grad:  # not if every sequence is empty
+        gradients = list(torch.autograd.grad(total, list(inputs.values()), allow_unused=True, materialize_grads=True))
+    return Solution(result, dict(zip(inputs, gradients, strict=True)))
+
+
+def assert_agrees(case: Case, impl: Any, device: torch.device | str = "cpu", tolerance: float | None = None) -> None:
+    """Compare an implementation with the specification: likelihoods, carries and gradients."""
+    tolerance = tolerance or (3e-5 if impl == "triton" else 1e-10)
+    got, want = solve(case, impl, device).values(), solve(case, "naive").values()
+    for name, expected in want.items():
+        torch.testing.assert_close(
+            got[name], expected, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )

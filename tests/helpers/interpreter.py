@@ -1,0 +1,35 @@
+"""Triton kernels without a GPU: in Triton's interpreter, in a process of their own.
+
+The interpreter has to be chosen before Triton is first imported, so a test file runs itself again with it. That process
+runs only the tests that have triton in their name or among their parameters; tests/gpu has the same kernels on a GPU.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether this process is the one with the interpreter."""
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+"""For tests that compile kernels."""
+starts_interpreter = pytest.mark.skipif(
+    INTERPRETING or find_spec("triton") is None, reason="triton is not installed, or this is its interpreter's process"
+)
+"""For the test that calls `run_in_interpreter`."""
+
+
+def implementations(portable: str) -> list[str]:
+    """Return the implementations that this process tests: the kernels in the interpreter, else the portable one."""
+    return ["triton"] if INTERPRETING else [portable]
+
+
+def run_in_interpreter(file: str) -> None:
+    """Run every test of a file that has triton in its name or among its parameters, in Triton's interpreter."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton", file]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,225 @@
+"""Tokenizers: round trips, vocabularies, and files that are not what they should be."""
+
+from __future__ import annotations
+
+import io
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers, processors
+
+from hmmlm.data.tokenizers import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    WordTokenizer,
+    load_tokenizer,
+)
+from hmmlm.errors import InputError
+
+LINES = [
+    "the cat sat on the mat .",
+    "the dog sat on the log .",
+    "a naïve cat , a café , and the dog saw the mat",
+    "where is the cat ? the cat is on the log !",
+]
+
+
+def sentencepiece_model(**options: object) -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(LINES * 5),
+        model_writer=model,
+        vocab_size=60,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **options,
+    )
+    return model.getvalue()
+
+
+@pytest.fixture(scope="module")
+def all_kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    path = tmp_path_factory.mktemp("sentencepiece") / "some.model"
+    path.write_bytes(sentencepiece_model())
+    return {
+        "word": WordTokenizer.train(LINES),
+        "huggingface": HuggingFaceTokenizer.train(LINES, 300),
+        "sentencepiece": SentencePieceTokenizer(path),
+    }
+
+
+@pytest.mark.parametrize("kind", ["word", "huggingface", "sentencepiece"])
+def test_every_kind_follows_the_protocol(all_kinds: dict[str, Tokenizer], kind: str, tmp_path: Path) -> None:
+    tokenizer = all_kinds[kind]
+    assert tokenizer.kind == kind
+    for line in LINES:
+        ids = tokenizer.encode(line)
+        assert tokenizer.decode(ids) == line
+        assert all(0 <= i < tokenizer.vocab_size for i in ids)
+        assert tokenizer.eos_id not in ids
+    both = [*tokenizer.encode(LINES[0]), tokenizer.eos_id, *tokenizer.encode(LINES[1])]
+    assert tokenizer.decode(both) == f"{LINES[0]}\n{LINES[1]}"
+    assert tokenizer.encode("") == [] and tokenizer.decode([]) == ""
+    shown = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
+    assert {"the", "▁the"} & set(shown)
+    for bad in (tokenizer.vocab_size, -1):
+        for call in (tokenizer.token, lambda i: tokenizer.decode([i])):
+            with pytest.raises(InputError, match=f"token {bad} is outside the vocabulary of {tokenizer.vocab_size}"):
+                call(bad)
+    tokenizer.save(tmp_path / "new")
+    again = load_tokenizer(tmp_path / "new")
+    assert again.kind == kind
+    assert again.fingerprint() == tokenizer.fingerprint() and len(again.fingerprint()) == 16
+    assert (again.vocab_size, again.eos_id, again.unk_id) == (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.unk_id)
+    assert [again.encode(line) for line in LINES] == [tokenizer.encode(line) for line in LINES]
+
+
+def test_tokenizers_have_different_fingerprints(all_kinds: dict[str, Tokenizer]) -> None:
+    others = [
+        WordTokenizer.train(LINES[:2]),
+        WordTokenizer.train(LINES, split="words"),
+        WordTokenizer.train(LINES, lowercase=True),
+        HuggingFaceTokenizer.train(LINES, 290),
+    ]
+    prints = [tokenizer.fingerprint() for tokenizer in [*all_kinds.values(), *others]]
+    assert len(set(prints)) == len(prints)
+
+
+def test_words_are_ranked_by_count_then_alphabet_and_the_vocabulary_is_cut() -> None:
+    lines = ["b a c c <unk> <unk> <unk>", "c b a d"]
+    assert WordTokenizer.train(lines).words == ["<unk>", "<eos>", "c", "a", "b", "d"]
+    assert WordTokenizer.train(reversed(lines), 4).words == ["<unk>", "<eos>", "c", "a"]
+    assert WordTokenizer.train(lines, None, 2).words == ["<unk>", "<eos>", "c", "a", "b"]
+
+
+def test_words_seen_once_become_unk_unless_the_text_has_unk() -> None:
+    assert WordTokenizer.train(["b a c", "b a"], None, None).words == ["<unk>", "<eos>", "a", "b"]
+    assert WordTokenizer.train(["b a c", "b a <unk>"], None, None).words == ["<unk>", "<eos>", "a", "b", "c"]
+
+
+def test_unknown_words_and_the_unk_of_the_text_are_the_same() -> None:
+    for split in ("whitespace", "words"):
+        tokenizer = WordTokenizer.train(["a <unk> b"], split=split)
+        assert tokenizer.vocab_size == 4
+        assert tokenizer.encode("a <unk> zebra b") == [2, 0, 0, 3]
+        assert tokenizer.unk_id == 0 and tokenizer.eos_id == 1
+
+
+def test_punctuation_is_split_off_and_put_back() -> None:
+    text = 'He said "go away" (twice), didn\'t he? See os.path [1]: 3.14 or 1,000; read-only… `x`, and/or "y". Fine!'
+    tokenizer = WordTokenizer.train([text], split="words")
+    words = [tokenizer.token(i) for i in tokenizer.encode(text)]
+    for word in ("away", '"', "(", ")", "didn't", "?", "os.path", "3.14", "1,000", "read-only", "Fine", "!"):
+        assert word in words
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet="ab1.,'\"()[]-_/ …<>:!`", max_size=30))
+def test_decoded_text_has_the_same_characters(text: str) -> None:
+    tokenizer = WordTokenizer.train([text, "a"], split="words")
+    decoded = tokenizer.decode(tokenizer.encode(text))
+    assert "".join(decoded.split()) == "".join(text.split())
+
+
+def test_lowercase() -> None:
+    tokenizer = WordTokenizer.train(["The CAT"], lowercase=True)
+    assert tokenizer.words[2:] == ["cat", "the"]
+    assert tokenizer.decode(tokenizer.encode("THE Cat")) == "the cat"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(max_size=30))
+def test_byte_level_bpe_encodes_any_text(text: str) -> None:
+    tokenizer = _bpe()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.unk_id is None
+
+
+@cache
+def _bpe() -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer.train(LINES, 280)
+
+
+def test_eos_written_in_a_text_is_text() -> None:
+    tokenizer = _bpe()
+    assert tokenizer.eos_id not in tokenizer.encode("a <eos> b")
+
+
+def foreign(specials: list[str]) -> tokenizers.Tokenizer:
+    """Return a tokenizer that truncates, pads and adds tokens, as a tokenizer.json of others may."""
+    words = {"[UNK]": 0, "the": 1, "cat": 2, **{special: 3 + i for i, special in enumerate(specials)}}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=4)
+    tokenizer.post_processor = processors.TemplateProcessing(single="the $A", special_tokens=[("the", 1)])
+    return tokenizer
+
+
+@pytest.mark.parametrize(("specials", "eos"), [(["</s>"], "</s>"), (["<|endoftext|>"], "<|endoftext|>"), ([], "<eos>")])
+def test_any_tokenizer_json(tmp_path: Path, specials: list[str], eos: str) -> None:
+    foreign(specials).save(str(tmp_path / "tokenizer.json"))
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        tokenizer = load_tokenizer(path)
+        assert tokenizer.encode("the cat cat zebra cat") == [1, 2, 2, 0, 2]
+        assert (tokenizer.unk_id, tokenizer.eos_id, tokenizer.vocab_size) == (0, 3, 4)
+        assert tokenizer.token(3) == eos
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path).vocab_size == 4
+
+
+def test_too_small_or_empty_vocabularies() -> None:
+    with pytest.raises(InputError, match="byte-level vocabulary of 256 is too small: use 257 or more"):
+        HuggingFaceTokenizer.train(LINES, 256)
+    assert HuggingFaceTokenizer.train(LINES, 257).vocab_size == 257
+    with pytest.raises(InputError, match="no room for a word"):
+        WordTokenizer.train(LINES, 2)
+    with pytest.raises(InputError, match="has no words"):
+        WordTokenizer.train(["", "  "])
+    with pytest.raises(InputError, match="unknown split 'letters'"):
+        WordTokenizer.train(LINES, split="letters")
+
+
+def test_files_that_are_not_tokenizers_are_refused(tmp_path: Path) -> None:
+    def refused(message: str, content: bytes, name: str = "tokenizer.json") -> None:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError, match=message) as caught:
+            load_tokenizer(tmp_path)
+        assert "\n" not in str(caught.value)
+        (tmp_path / name).unlink()
+
+    with pytest.raises(InputError, match=r"no tokenizer in .*: it should contain tokenizer.json or tokenizer.model"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(InputError, match=r"no tokenizer at .*nowhere"):
+        load_tokenizer(tmp_path / "nowhere")
+    WordTokenizer.train(LINES).save(tmp_path)
+    whole = (tmp_path / "tokenizer.json").read_bytes()
+    content = json.loads(whole)
+    refused("is truncated or not JSON", whole[:-10])
+    refused("is truncated or not JSON", b"\xff\xfe")
+    refused("neither a word vocabulary of hmmlm nor", b'{"a": 1}')
+    refused("not a Hugging Face tokenizer that this version reads", b'{"model": {"type": "Unheard"}}')
+    refused("has version 9; this hmmlm reads 1", json.dumps({**content, "version": 9}).encode())
+    refused("words are not a list of strings", json.dumps({**content, "words": [1]}).encode())
+    refused("contains 'cat' twice", json.dumps({**content, "words": [*content["words"], "cat"]}).encode())
+    refused("has no <eos>", json.dumps({**content, "words": ["<unk>", "a"]}).encode())
+    refused("unknown split ''", json.dumps({**content, "split": ""}).encode())
+    model = sentencepiece_model()
+    refused("not a complete sentencepiece model", model[: len(model) // 2], "tokenizer.model")
+    refused("not a complete sentencepiece model", b"", "tokenizer.model")
+    refused("has no end-of-sentence piece", sentencepiece_model(eos_id=-1), "tokenizer.model")
+
+
+def test_two_kinds_are_not_saved_into_one_folder(all_kinds: dict[str, Tokenizer], tmp_path: Path) -> None:
+    all_kinds["word"].save(tmp_path)
+    with pytest.raises(InputError, match="already contains another tokenizer"):
+        all_kinds["sentencepiece"].save(tmp_path)
+    assert load_tokenizer(tmp_path).kind == "word"

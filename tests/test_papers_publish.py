@@ -1,0 +1,136 @@
+"""Pages from results: everything published, whatever is missing or unknown, and a study from its entry alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.papers_runs import DRAWN, record, results_of, rows_of
+from matplotlib.figure import Figure
+
+from hmmlm.errors import InputError
+from papers.catalogue import STUDIES
+from papers.drawing import draw
+from papers.listing import list_studies
+from papers.publish import headline_table, publish
+from papers.rows import measured_rows
+from papers.study import CHIU, LEE, TEST, Cell, Claim, Lines, Study, StudyRow
+from papers.tables import comparison
+
+PAGES = {"README.md": "results", CHIU.page: "claims", LEE.page: "claims"}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for page, name in PAGES.items():
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / page).write_text(f"before\n<!-- {name} -->\nreplaced\n<!-- /{name} -->\nafter\n")
+    (tmp_path / "results").mkdir()
+    return tmp_path
+
+
+def write(repository: Path, study: str, records: Any) -> None:
+    (repository / "results" / f"{study}.json").write_text(json.dumps(records))
+
+
+def page(repository: Path) -> str:
+    publish(repository, STUDIES)
+    return (repository / "docs/reproduction/results.md").read_text()
+
+
+def test_missing_metrics_and_unknown_rows_and_recipes(repository: Path) -> None:
+    unknown = {"row": "of another | kind <eos>", "recipe": "gone", "metrics": {"valid_perplexity": None, TEST: 7}}
+    made = {"machine": "abacus", "commit": "0123456789", "date": "2026-01-02"}
+    write(
+        repository,
+        "lee2025-table1",
+        [{"row": "HMM, scalar", "metrics": {}}, unknown, record("Chiu and Rush", float("inf"), **made)],
+    )
+    write(repository, "lee2025-throughput", [{"row": "x", "metrics": {"tokens_per_second": 9e6, "times_other": 3.5}}])
+    write(repository, "lee2025-table2", [])
+    text = page(repository)
+    assert "| of another \\| kind &lt;eos> |" in text and "| 7.0 |" in text
+    assert "No record for 2 of 4 rows: Ablation A (single H); Ablation B (split H)." in text
+    assert "|  | tokens per second | times other |\n|---|---|---|\n| x | 9,000,000 | 3.5 |" in text
+    assert "lee2025-table2" not in text
+    assert "Made on abacus; commit 0123456; 2026-01-02." in text
+    nothing = rows_of("lee2025-table1", [{"row": "HMM, scalar", "metrics": {}}, unknown])
+    assert draw(STUDIES["lee2025-table1"], nothing) is None  # only declared rows with a finite value are drawn
+    assert draw(STUDIES["steering"], rows_of("steering", [record("own text", 5.0)])) is None
+
+
+def test_everything_is_published(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, file, dpi: save(self, file, dpi=20))  # drawing takes long
+    for study in STUDIES.values():
+        made = [
+            record(run.row.name, 100.0 + number % 11, run.seed, run.row.recipe, settings=dict(run.row.settings))
+            for number, run in enumerate(study.runs)
+        ]
+        made += [record(row.name, 100.0, 0) for row in study.rows if not row.seeds]
+        write(repository, study.name, made or [record("a row", 5.0)])
+    text = page(repository)
+    assert {file.stem for file in (repository / "docs/reproduction/figures").iterdir()} == {s.name for s in DRAWN}
+    assert all(f"(figures/{study.name}.png)" in text for study in DRAWN)
+    assert "No record" not in text
+    for name, study in STUDIES.items():
+        assert f'<a id="{name}"></a>\n\n## {study.title}\n' in text and f"](#{name})" in text
+    for file in PAGES:
+        filled = (repository / file).read_text()
+        assert filled.startswith("before") and filled.endswith("after\n") and "replaced" not in filled
+    headlines = [row.headline for study in STUDIES.values() for row in study.rows if row.headline]
+    readme = (repository / "README.md").read_text()
+    assert 8 <= len(headlines) <= 12 and all(f"| {headline} |" in readme for headline in headlines)
+    for paper in (CHIU, LEE):
+        claims = [claim for study in STUDIES.values() if study.paper == paper for claim in study.claims]
+        shown = (repository / paper.page).read_text()
+        assert all(f"| {claim.text} (" in shown for claim in claims) and "not run" not in shown
+    best = text.split("### Pretrained networks at the best rate of each kind")[1]
+    assert best.count("| spread out |") >= 5 and "| stories15M | like words | 0.003 |" in best  # runs of two studies
+
+
+def test_an_entry_is_all_that_a_new_study_needs(repository: Path) -> None:
+    rows = tuple(
+        StudyRow(name=f"{states} states", recipe="ptb-vl-hmm", settings={"model.states": states}, seeds=(0,), x=states)
+        for states in (128, 256)
+    )
+    drawing = Lines(TEST, "perplexity", "states")
+    claim = Claim("More is better.", "ascending", {"": (Cell("256 states", "256"), Cell("128 states", "128"))})
+    study = Study(name="new", title="A new table", paper=CHIU, rows=rows, drawing=drawing, claims=(claim,))
+    write(repository, "new", [record(row.name, 100.0 - number, 0) for number, row in enumerate(rows)])
+    publish(repository, {"new": study})
+    text = (repository / "docs/reproduction/results.md").read_text()
+    assert "## A new table" in text and "| 256 states | 100.0 | 99.0 | seed 0 |" in text
+    assert "![A new table](figures/new.png)" in text
+    assert (repository / "docs/reproduction/figures/new.png").stat().st_size > 10_000
+    assert "| More is better. (" in (repository / CHIU.page).read_text()
+    first, second, *_ = list_studies({"new": study}, repository / "results")
+    assert (first, second.strip()) == ("new: A new table", "2 rows; seeds 0; data ptb; GPU")
+    assert (
+        comparison(study, measured_rows(study, [record("128 states", 1.0)])) == "No record for 1 of 2 rows: 256 states."
+    )
+
+
+def test_headlines_are_the_rows_that_have_one() -> None:
+    results = results_of({"chiu2020-table1": [record("PTB, VL-HMM 2^15", 110.0, 0), record("PTB, FF 5-gram 256", 1.0)]})
+    link = "[chiu2020-table1](docs/reproduction/results.md#chiu2020-table1)"
+    assert headline_table(results)[1:] == [["VL-HMM, 2^15 states, PTB", "116.0", "110.0", "seed 0", link]]
+
+
+def test_what_cannot_be_published_is_stated_in_a_line(repository: Path) -> None:
+    def refused(match: str) -> None:
+        with pytest.raises(InputError, match=match):
+            publish(repository, STUDIES)
+
+    refused(r"no results in .*: run this in the root")
+    write(repository, "steering", {"row": "not a list"})
+    refused(r"steering.json: not a list of runs")
+    (repository / "results" / "steering.json").write_text("{")
+    refused(r"steering.json: not JSON")
+    write(repository, "steering", [record("x", 1.0)])
+    write(repository, "odd", [record("x", 1.0)])
+    refused(r"odd.json belongs to no study; add a Study named 'odd'")
+    (repository / "results" / "odd.json").unlink()
+    (repository / "README.md").write_text("nothing here")
+    refused(r"README.md: no marks <!-- results -->")
+    assert (repository / "README.md").read_text() == "nothing here"

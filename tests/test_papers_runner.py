@@ -1,0 +1,196 @@
+"""Running studies: records of runs that succeed, fail and are interrupted; resuming; the command line."""
+
+import json
+import math
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hmmlm.errors import InputError
+from hmmlm.learning.fit import Fit
+from hmmlm.report.results import evaluate_run
+from papers import __main__ as command_line
+from papers import runner
+from papers.catalogue import STUDIES
+from papers.records import add_record
+from papers.runner import SPEEDS, perform
+from papers.study import BASELINE, Study, StudyRow, StudyRun
+
+
+def tiny(**settings: object) -> StudyRun:
+    """Return a blocked model small enough for a test, on the corpus that every Python carries."""
+    named = {
+        "data": "embedded",
+        "tokenizer.vocab_size": 1500,
+        "tokenizer.split": "words",
+        "model.states": 128,
+        "model.blocks": 16,
+        "model.hidden": 32,
+        "train.precision": "32-true",
+        "train.device": "cpu",
+        "optimizer.rate": 0.02,
+        "train.max_tokens": 40_000,
+        "train.log_every": 5,
+        **{name.replace("__", "."): value for name, value in settings.items()},
+    }
+    return StudyRun(StudyRow(name="embedded, blocked", recipe="ptb-vl-hmm", settings=named, seeds=(0,)), 0)
+
+
+def test_a_blocked_model_learns_on_the_embedded_corpus(tmp_path: Path) -> None:
+    record = perform(tiny(), tmp_path)
+    metrics = record["metrics"]
+    run = next(tmp_path.iterdir())
+    unigram = evaluate_run(run).baselines["unigram"]["valid"]
+    assert metrics["valid_perplexity"] < 0.75 * unigram  # untrained networks are far above it
+    assert metrics["tokens"] >= 40_000 and metrics["step_ms"] > 0
+    assert record["command"].startswith("hmmlm train --recipe ptb-vl-hmm --data embedded")
+    history = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    assert all(math.isfinite(event["loss"]) for event in history if event["event"] != "start")
+    assert {path.name for path in run.iterdir() if path.is_symlink()} == {"best", "final"}
+    assert not list(run.rglob("state.*")) and list((run / "best").iterdir())  # the model stays
+
+
+def test_a_baseline_is_performed_like_any_run(tmp_path: Path) -> None:
+    settings = {
+        "data": "embedded",
+        "tokenizer.vocab_size": 500,
+        "model.kind": "feedforward",
+        "model.hidden": 16,
+        "optimizer.rate": 0.01,
+        "train.device": "cpu",
+        "train.max_tokens": 40_000,
+        "optimizer.betas": [0.8, 0.99],
+    }
+    row = StudyRow(name="embedded, FF 5-gram", recipe=BASELINE, settings=settings)
+    record = perform(StudyRun(row, 1), tmp_path, alone=False)
+    assert " --optimizer.betas '[0.8,0.99]' " in record["command"]
+    saved = json.loads((next(tmp_path.iterdir()) / "config.json").read_text())
+    assert saved["optimizer"]["betas"] == [0.8, 0.99]
+    metrics = record["metrics"]
+    assert metrics["tokens"] >= 40_000 and 0 < metrics["epochs"] < 1 and metrics["best_step"] > 0
+    assert not set(SPEEDS) & set(metrics)  # others may have been on the machine
+    assert not list(tmp_path.rglob("state.*")) and list(tmp_path.glob("*/best/*"))
+    assert 1 < metrics["valid_perplexity"] < 250 and 1 < metrics["train_perplexity"] < 500  # half of the 500 words
+    assert record["command"].startswith("hmmlm baseline --data embedded --tokenizer.vocab-size 500")
+
+
+def test_a_run_that_fails_to_train_has_a_record_with_the_reason(tmp_path: Path) -> None:
+    record = perform(tiny(optimizer__rate=1e30, optimizer__clip=1e30, schedule__kind="constant"), tmp_path / "work")
+    assert record["metrics"] == {} and record["commit"]
+    assert "the training loss is nan" in record["stopped"] and str(tmp_path) not in record["stopped"]
+
+
+def test_an_interrupted_run_has_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Fit.read_window
+
+    def interrupted(self: Fit) -> list[float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return read(self)
+
+    monkeypatch.setattr(Fit, "read_window", interrupted)
+    with pytest.raises(InputError, match="interrupted: the run has no record"):
+        perform(tiny(train__log_every=1), tmp_path)
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Return a function that runs a study of two seeds, without training, from the command line."""
+
+    def recorded(run: StudyRun, work: Path, alone: bool) -> dict[str, Any]:
+        if run.seed == 3:
+            raise RuntimeError("broken")
+        settings = dict(run.row.settings)
+        return {"row": run.row.name, "seed": run.seed, "settings": settings, "metrics": {"alone": alone}}
+
+    monkeypatch.setattr(runner, "perform", recorded)
+    monkeypatch.setattr(runner, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(jobs))
+    row = StudyRow(name="embedded, blocked", recipe="ptb-vl-hmm", settings=tiny().row.settings, seeds=(1, 2))
+    broken = StudyRow(name="broken", recipe="ptb-vl-hmm", seeds=(3,))
+    monkeypatch.setitem(STUDIES, "tiny", Study(name="tiny", title="Tiny", rows=(row, broken)))
+    return lambda *words: command_line.main(["tiny", "--out", str(tmp_path), *words])
+
+
+def test_a_study_resumes(study: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def runs(*words: str) -> dict[int, bool]:
+        """Return the records after a run of the study, in their order: seed and whether it was alone."""
+        assert study("--rows", "blocked", "--set", "model.hidden=16", *words) == 0
+        records = json.loads((tmp_path / "tiny.json").read_text())
+        return {record["seed"]: record["metrics"]["alone"] for record in records}
+
+    assert runs("--seeds", "2") == {2: True}
+    assert list(runs("--jobs", "2").items()) == [(2, True), (1, False)]
+    assert "1 runs; 1 have a record" in capsys.readouterr().out
+    assert list(runs("--again", "--seeds", "2", "--jobs", "2").items()) == [(1, False), (2, False)]
+
+
+def test_a_crashed_run_does_not_lose_the_others(
+    study: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert study() == 1
+    assert "FAILED broken: RuntimeError('broken')" in capsys.readouterr().out
+    assert [record["seed"] for record in json.loads((tmp_path / "tiny.json").read_text())] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rows", "huge"], "no run of tiny has 'huge' in its row name and a seed of [1, 2, 3]; seeds: [1, 2, 3]; "),
+        (["--seeds", "4"], "and a seed of [4]; seeds: [1, 2, 3]; rows: embedded, blocked; broken"),
+        (
+            ["--set", "model.state=3"],
+            "unknown setting model.state for model.kind = 'neural'; did you mean model.sta",
+        ),
+        (["--set", "modle.states=3"], "unknown setting modle; did you mean model?"),
+        (["--set", "train=3"], "train is a section and cannot be set to '3'"),
+        (["--set", "states"], "--set states: write it as name=value"),
+        (["--jobs", "0"], "--jobs must be at least 1, not 0"),
+        (["--job"], "expected one argument"),
+        (["--colour"], "unrecognized arguments: --colour"),
+    ],
+)
+def test_mistakes_are_one_line(
+    study: Callable[..., int], words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert study(*words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("papers: error: ") and message in error and error.count("\n") == 1
+    assert not (tmp_path / "tiny.json").exists()
+
+
+def test_studies_are_named_or_made_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["chiu2020-tabel1"]) == 2
+    assert "no study named 'chiu2020-tabel1'; nearest: chiu2020-table1" in capsys.readouterr().err
+    assert command_line.main([]) == 2 and "name a study, publish or --list" in capsys.readouterr().err
+    assert command_line.main(["steering"]) == 2
+    assert "it is made by: python -m benchmarks.steering" in capsys.readouterr().err
+    assert command_line.main(["publish", "--rows", "x"]) == 2
+    assert "publish takes no options" in capsys.readouterr().err
+
+
+def test_list_shows_every_study_and_what_it_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    assert command_line.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    facts = {first.partition(": ")[0]: second.strip() for first, second in pairwise(lines)}
+    assert set(STUDIES) <= set(facts)
+    assert facts["chiu2020-table1"].startswith("8 rows; seeds 0, 1; data ptb, wikitext-2; GPU; up to ")
+    assert "; needs tokenizer.model, teachers/stories15M; CPU" in facts["lee2025-table4-cpu"]
+    assert "GB" in facts["lee2025-figure3"] and "minutes per run" in facts["chiu2020-cpu"]
+    assert facts["steering"] == "5 rows; made by python -m benchmarks.steering; CPU"
+
+
+def test_records_replace_those_of_the_same_run_and_keep_others(tmp_path: Path) -> None:
+    file = tmp_path / "study.json"
+    record = {"row": "a", "seed": 0, "settings": {}, "metrics": {"valid_perplexity": 3.0}}
+    for changed in (record, {**record, "seed": 1}, {**record, "metrics": {"valid_perplexity": 2.0}}):
+        add_record(file, changed)
+    kept = {(r["row"], r["seed"]): r["metrics"]["valid_perplexity"] for r in json.loads(file.read_text())}
+    assert kept == {("a", 0): 2.0, ("a", 1): 3.0}

@@ -1,0 +1,472 @@
+"""A model with its tokenizer: its files and what may be wrong with them, scores, generation, infilling."""
+
+import itertools
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import hmmlm
+from hmmlm.data.tokenizers import HuggingFaceTokenizer
+from hmmlm.data.words import WordTokenizer
+from hmmlm.errors import InputError
+from hmmlm.hmm import HMM, BlockedHMM
+from hmmlm.text.control import load_control, save_control
+from hmmlm.text.generation import SamplingOptions
+from hmmlm.text.lm import LanguageModel, load
+
+WORDS = ["<unk>", "<eos>", "the", "cat", "dog", "sat", "ran", "."]
+
+
+def random_hmm(states: int = 5, vocab: int = len(WORDS), seed: int = 0, dtype: torch.dtype = torch.float64) -> HMM:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((states,), (states, states), (states, vocab))
+    return HMM(*((2 * torch.randn(s, generator=generator, dtype=dtype)).log_softmax(-1) for s in shapes))
+
+
+@pytest.fixture
+def lm() -> LanguageModel:
+    return LanguageModel(random_hmm(), WordTokenizer(WORDS), {"model": {"states": 5}})
+
+
+@pytest.fixture
+def saved(lm: LanguageModel, tmp_path: Path) -> Path:
+    lm.save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_saved_model_is_loaded_unchanged(tmp_path: Path, dtype: torch.dtype) -> None:
+    lm = LanguageModel(random_hmm(dtype=dtype), WordTokenizer(WORDS, lowercase=True), {"data": "x", "n": [1, 2.5]})
+    lm.save(tmp_path / "deep" / "model")
+    again = load(tmp_path / "deep" / "model")
+    for before, after in zip(lm.hmm.parameters, again.hmm.parameters, strict=True):
+        assert after.dtype == dtype
+        assert torch.equal(before, after)
+    assert again.config == lm.config
+    assert again.tokenizer.fingerprint() == lm.tokenizer.fingerprint()
+    assert sorted(p.name for p in (tmp_path / "deep" / "model").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+
+
+def test_a_saved_blocked_model_is_loaded_unchanged(lm: LanguageModel, tmp_path: Path) -> None:
+    LanguageModel(blocked_hmm(), lm.tokenizer).save(tmp_path)
+    again = load(tmp_path)
+    assert again.hmm.kind == "blocked"
+    for name, tensor in blocked_hmm().tensors().items():
+        assert torch.equal(tensor, again.hmm.tensors()[name])
+    rewrite_json(tmp_path / "config.json", model="quantum")
+    with pytest.raises(InputError, match="has a model of kind 'quantum'; this hmmlm reads dense, blocked"):
+        load(tmp_path)
+
+
+def test_saving_over_another_model_replaces_it_and_leaves_other_files(saved: Path) -> None:
+    (saved / "notes.txt").write_text("mine")
+    (saved / "tokenizer.model").write_bytes(b"left by a sentencepiece model")
+    LanguageModel(random_hmm(3, 3), WordTokenizer(WORDS[:3])).save(saved)
+    assert load(saved).hmm.states == 3
+    assert (saved / "notes.txt").read_text() == "mine"
+    assert not (saved / "tokenizer.model").exists()
+
+
+def test_loading_a_training_run_loads_its_best_model(lm: LanguageModel, tmp_path: Path) -> None:
+    lm.save(tmp_path / "run" / "checkpoints" / "step-7")
+    (tmp_path / "run" / "best").symlink_to("checkpoints/step-7")
+    assert torch.equal(load(tmp_path / "run").hmm.log_start, lm.hmm.log_start)
+
+
+@pytest.mark.parametrize("stage", ["tensors", "tokenizer", "sync", "move"])
+def test_a_full_disk_leaves_the_previous_model_unchanged(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    before = {p.name: p.read_bytes() for p in saved.iterdir()}
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    target = {"tensors": "hmmlm.data.modelfolder.save_file", "sync": "os.fsync", "move": "os.replace"}
+    if stage == "tokenizer":
+        monkeypatch.setattr(WordTokenizer, "save", full)
+    else:
+        monkeypatch.setattr(target[stage], full)
+    with pytest.raises(InputError, match=r"cannot (save|write) .*No space left on device.*kept") as error:
+        LanguageModel(random_hmm(3, 3), WordTokenizer(WORDS[:3])).save(saved)
+    assert "\n" not in str(error.value)
+    monkeypatch.undo()
+    assert {p.name: p.read_bytes() for p in saved.iterdir()} == before
+
+
+def test_a_folder_that_cannot_be_created_is_named(lm: LanguageModel, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot save to .*file"):
+        lm.save(tmp_path / "file" / "model")
+
+
+def rewrite_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_folders_without_a_model_are_named(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no model at .*nothing: the folder does not exist"):
+        load(tmp_path / "nothing")
+    with pytest.raises(InputError, match="is a file, but a model is a folder"):
+        load(saved / "config.json")
+    with pytest.raises(InputError, match=r"no model in .*should contain model.safetensors"):
+        load(tmp_path)
+    (tmp_path / "history.jsonl").write_text("")
+    with pytest.raises(InputError, match=r"training run .* has no model yet"):
+        load(tmp_path)
+
+
+def test_damaged_safetensors_are_named(saved: Path) -> None:
+    path = saved / "model.safetensors"
+    content = path.read_bytes()
+    for broken in (content[: len(content) // 2], content[:4], b"", b"PK\x03\x04 not this format at all"):
+        path.write_bytes(broken)
+        with pytest.raises(InputError, match=r"model.safetensors is missing, truncated or not safetensors") as error:
+            load(saved)
+        assert "\n" not in str(error.value)
+    save_file({"weight": torch.zeros(2)}, path)
+    with pytest.raises(InputError, match=r"model.safetensors has no log_start: it belongs to another kind of model"):
+        load(saved)
+
+
+def test_damaged_json_is_named(saved: Path) -> None:
+    path = saved / "config.json"
+    content = path.read_text()
+    for broken in (content[: len(content) // 2], ""):
+        path.write_text(broken)
+        with pytest.raises(InputError, match=r"config.json is truncated or not JSON"):
+            load(saved)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match=r"config.json is truncated or not JSON"):
+        load(saved)
+    path.write_text("[1]")
+    with pytest.raises(InputError, match=r"config.json is not a JSON object"):
+        load(saved)
+    path.write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(InputError, match=r"config.json does not belong to a model of `hmmlm train`"):
+        load(saved)
+    path.unlink()
+    with pytest.raises(InputError, match=r"cannot read .*config.json: No such file"):
+        load(saved)
+
+
+def test_files_of_another_version_or_model_are_named(saved: Path, tmp_path: Path) -> None:
+    rewrite_json(saved / "config.json", version=99)
+    with pytest.raises(InputError, match="version 99; this hmmlm reads 1"):
+        load(saved)
+    rewrite_json(saved / "config.json", version=1, states=6)
+    with pytest.raises(InputError, match=r"log_start has shape \[5\], config.json has \[6\]: files of two models"):
+        load(saved)
+
+
+def test_a_tokenizer_with_another_vocabulary_is_an_error(saved: Path) -> None:
+    WordTokenizer([*WORDS[:-1], "!"]).save(saved)  # as many words, but one differs
+    with pytest.raises(InputError, match=r"vocabulary .* is not the one the model was trained with"):
+        load(saved)
+    (saved / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match="no tokenizer in"):
+        load(saved)
+
+
+def test_files_of_two_models_are_an_error(saved: Path, tmp_path: Path) -> None:
+    """The tensors are of the old model, all other files of the new one: same sizes, other words."""
+    LanguageModel(random_hmm(seed=1), WordTokenizer([*WORDS[:-1], "!"])).save(tmp_path / "new")
+    for name in ("config.json", "tokenizer.json"):
+        os.replace(tmp_path / "new" / name, saved / name)
+    with pytest.raises(InputError, match="is not the one the model was trained with"):
+        load(saved)
+
+
+def test_a_model_and_tokenizer_of_different_sizes_are_an_error() -> None:
+    with pytest.raises(InputError, match="model has a vocabulary of 4, the tokenizer one of 8"):
+        LanguageModel(random_hmm(vocab=4), WordTokenizer(WORDS))
+
+
+# --- scores ---------------------------------------------------------------------------------------------------------
+
+
+def test_score_is_the_likelihood_of_the_tokens_and_eos(lm: LanguageModel) -> None:
+    texts = ["the cat sat .", "", "the unicorn ran", "the dog\nran"]
+    tokens = [[2, 3, 5, 7, 1], [1], [2, 0, 6, 1], [2, 4, 1, 6, 1]]
+    want = [float(lm.hmm.log_likelihood([t])) for t in tokens]
+    torch.testing.assert_close(lm.score(texts), torch.tensor(want, dtype=torch.float64))
+    assert lm.perplexity(texts) == pytest.approx(math.exp(-sum(want) / 15))
+
+
+def test_score_of_many_ragged_texts_keeps_their_order(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hmmlm.text.lm._BATCH_TOKENS", 12)
+    texts = [" ".join(WORDS[2 + (i * j) % 6] for j in range((7 * i) % 11)) for i in range(20)]
+    torch.testing.assert_close(lm.score(texts), torch.cat([lm.score([text]) for text in texts]))
+    assert lm.score([]).shape == (0,)
+
+
+def test_a_model_that_restarts_at_eos_scores_each_line_alone(lm: LanguageModel) -> None:
+    restarting = LanguageModel(lm.hmm, lm.tokenizer, {"batches": {"kind": "stream", "eval_reset_at_eos": True}})
+    one, two = lm.score(["the cat", "dog ran ."])
+    torch.testing.assert_close(restarting.score(["the cat\ndog ran .", "the cat\n"]), torch.stack([one + two, one]))
+    assert not torch.allclose(lm.score(["the cat\ndog ran ."]), one + two)
+    for seed in range(5):
+        continued = restarting.generate("the cat\ndog", max_new_tokens=8, seed=seed)
+        assert continued == "the cat\n" + lm.generate("dog", max_new_tokens=8, seed=seed)
+        assert restarting.generate("cat\n", max_new_tokens=8, seed=seed) == "cat\n" + lm.generate(
+            max_new_tokens=8, seed=seed
+        )
+
+
+def test_an_impossible_text_scores_minus_infinity() -> None:
+    emission = torch.full((1, len(WORDS)), 1 / 7, dtype=torch.float64)
+    emission[0, 3] = 0
+    one = torch.ones(1, dtype=torch.float64)
+    lm = LanguageModel(HMM.from_probs(one, one[None], emission), WordTokenizer(WORDS))
+    assert lm.score(["the cat"]).item() == -math.inf
+    assert lm.perplexity(["the cat", "dog"]) == math.inf
+    with pytest.raises(InputError, match="the prompt has probability zero under the model"):
+        lm.generate("the cat")
+
+
+def test_bad_texts_are_named(lm: LanguageModel) -> None:
+    with pytest.raises(InputError, match=r"must be a list of strings: write \[text\]"):
+        lm.score("the cat")
+    with pytest.raises(InputError, match=r"texts\[1\] is a int"):
+        lm.score(["the", 3])  # type: ignore[list-item]
+    with pytest.raises(InputError, match="at least one text"):
+        lm.perplexity([])
+
+
+# --- generation -----------------------------------------------------------------------------------------------------
+
+
+def from_scratch(lm: LanguageModel, prompt: list[int], count: int) -> list[int]:
+    """Return the greedy continuation, with the whole prefix filtered again for every token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(lm.hmm.next_token([tokens]).argmax()))
+        if tokens[-1] == 1:
+            return tokens[:-1]
+    return tokens
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_temperature_zero_is_the_greedy_argmax(seed: int) -> None:
+    lm = LanguageModel(random_hmm(seed=seed), WordTokenizer(WORDS))
+    want = lm.tokenizer.decode(from_scratch(lm, [2, 3], 12))
+    assert lm.generate("the cat", max_new_tokens=12, temperature=0) == want
+    assert lm.generate("the cat", max_new_tokens=12, temperature=1e-4, seed=seed) == want
+
+
+def test_tokens_are_drawn_from_the_predictive_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = LanguageModel(random_hmm(seed=3), WordTokenizer(WORDS))
+    seen: list[torch.Tensor] = []
+    draw = SamplingOptions.draw
+    monkeypatch.setattr(SamplingOptions, "draw", lambda self, probs, g: (seen.append(probs), draw(self, probs, g))[1])
+    tokens = lm.tokenizer.encode(lm.generate("the", max_new_tokens=30, seed=5))
+    assert len(tokens) > 3
+    for i, probs in enumerate(seen):
+        want = lm.hmm.next_token([tokens[: i + 1]])[0]
+        torch.testing.assert_close(probs.log(), want, rtol=1e-9, atol=1e-9)
+
+
+def test_samples_without_a_prompt_follow_the_model(lm: LanguageModel) -> None:
+    first = lm.hmm.log_start.exp() @ lm.hmm.log_emission.exp()
+    counts = torch.zeros(len(WORDS))
+    for seed in range(600):
+        text = lm.generate(max_new_tokens=1, seed=seed)
+        counts[lm.tokenizer.encode(text)[0] if text else 1] += 1
+    assert bool(((counts / 600 - first).abs() < 5 * (first / 600).sqrt() + 1e-3).all())
+
+
+def test_a_seed_gives_the_same_text(lm: LanguageModel) -> None:
+    texts = [lm.generate("the", max_new_tokens=20, seed=s) for s in (1, 1, 2, 3)]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) > 1
+    assert all(text.startswith("the") for text in texts)
+    assert lm.generate("the unicorn", max_new_tokens=0) == "the unicorn"
+    assert lm.generate("the unicorn", max_new_tokens=3, seed=0).startswith("the unicorn")
+    assert lm.generate("the cat\n", max_new_tokens=3, seed=4).startswith("the cat\n")
+    eos_only = torch.zeros(1, len(WORDS), dtype=torch.float64)
+    eos_only[0, 1] = 1
+    one = torch.ones(1, dtype=torch.float64)
+    ends = LanguageModel(HMM.from_probs(one, one[None], eos_only), WordTokenizer(WORDS))
+    assert ends.generate(seed=0) == ""
+
+
+def test_top_k_samples_the_most_likely_tokens(lm: LanguageModel) -> None:
+    most_likely = set(lm.hmm.next_token([[2]])[0].topk(2).indices.tolist())
+    drawn = {lm.generate("the", max_new_tokens=1, top_k=2, seed=s).removeprefix("the").strip() for s in range(60)}
+    assert {lm.tokenizer.encode(word)[0] if word else 1 for word in drawn} == most_likely
+    assert lm.generate("the", top_k=1, seed=9) == lm.generate("the", temperature=0)
+    assert lm.generate("the", top_k=10_000, seed=9) == lm.generate("the", seed=9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature must be a number of at least 0, not -1.0"),
+        ({"temperature": math.nan}, "temperature must be"),
+        ({"top_k": 0}, "top_k must be at least 1, not 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens must be at least 0"),
+        ({"prompt": 3}, "prompt is a int"),
+    ],
+)
+def test_bad_sampling_options_are_named(lm: LanguageModel, options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        lm.generate(**options)
+
+
+# --- control layout -------------------------------------------------------------------------------------------------
+
+
+def test_control_layout_round_trip(tmp_path: Path) -> None:
+    hmm = random_hmm(dtype=torch.float32)
+    save_control(hmm, tmp_path, eos_token_id=1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    torch.testing.assert_close(tensors["alpha_exp"].sum(1), torch.ones(5))
+    assert tensors["beta"].shape == (5, len(WORDS))
+    torch.testing.assert_close(tensors["gamma"].exp().sum(), torch.tensor(1.0))
+    again, config = load_control(tmp_path)
+    assert config == {"hidden_states": 5, "vocab_size": len(WORDS), "eos_token_id": 1}
+    for before, after in zip(hmm.parameters, again.parameters, strict=True):
+        torch.testing.assert_close(before, after)
+
+
+def test_control_layout_errors(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no alpha_exp"):
+        load_control(saved)
+    with pytest.raises(InputError, match=r"config.json: No such file"):
+        load_control(tmp_path / "nothing")
+    save_control(random_hmm(), tmp_path, 1)
+    rewrite_json(tmp_path / "config.json", hidden_states=7)
+    with pytest.raises(InputError, match=r"alpha_exp has shape \[5, 5\], config.json has \[7, 7\]"):
+        load_control(tmp_path)
+    rewrite_json(tmp_path / "config.json", hidden_states=5)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "alpha_exp": 2 * tensors["alpha_exp"]}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="transition row 0 sums to 2, not to one"):
+        load_control(tmp_path)
+
+
+def test_a_prompt_that_ends_with_a_space_is_continued_without_another(lm: LanguageModel) -> None:
+    for seed in range(20):
+        plain = lm.generate("the cat", max_new_tokens=3, seed=seed)
+        spaced = lm.generate("the cat ", max_new_tokens=3, seed=seed)
+        assert spaced == "the cat " + plain.removeprefix("the cat").lstrip()
+
+
+def test_unknown_words_can_be_excluded(lm: LanguageModel) -> None:
+    expected = lm.hmm.next_token([[2]])[0].exp()
+    expected[0] = 0
+    expected, num = expected / expected.sum(), 500
+    counts = torch.zeros(len(WORDS))
+    for seed in range(num):
+        text = lm.generate("the", max_new_tokens=1, seed=seed, unknown=False).removeprefix("the").strip()
+        counts[lm.tokenizer.encode(text)[0] if text else 1] += 1
+    assert counts[0] == 0
+    assert bool(((counts / num - expected).abs() < 5 * (expected / num).sqrt() + 1e-3).all())
+    one, unk_only = torch.ones(1), torch.eye(len(WORDS))[:1]
+    lost = LanguageModel(HMM.from_probs(one, one[None], unk_only), WordTokenizer(WORDS))
+    assert lost.generate(max_new_tokens=2) == "<unk> <unk>"
+    with pytest.raises(InputError, match="only <unk> can follow here: allow unknown words"):
+        lost.generate(unknown=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": 1.5}, "seed must be an integer of at most 64 bits, not 1.5"),
+        ({"seed": 2**64}, "seed must be an integer of at most 64 bits"),
+        ({"temperature": "x"}, "temperature must be a number of at least 0, not 'x'"),
+        ({"top_k": 1.5}, "top_k must be an integer, not 1.5"),
+        ({"max_new_tokens": "3"}, "max_new_tokens must be an integer, not '3'"),
+    ],
+)
+def test_sampling_options_of_the_wrong_type_are_named(lm: LanguageModel, options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        lm.generate(**options)
+
+
+def test_repr_shows_size_and_kind(lm: LanguageModel) -> None:
+    assert repr(lm) == "LanguageModel(states=5, words=8, kind='dense')"
+    assert hmmlm.BlockedHMM is BlockedHMM
+    assert repr(LanguageModel(blocked_hmm(), lm.tokenizer)).endswith("kind='blocked')")
+
+
+# --- infilling ------------------------------------------------------------------------------------------------------
+
+
+def enumerated(lm: LanguageModel, text: str) -> list[dict[str, float]]:
+    """Return the distribution of each blank, from the scores of the text with all choices of words."""
+    words = [word for word in WORDS if word != "<eos>"]
+    found: list[dict[str, float]] = [dict.fromkeys(words, 0.0) for _ in range(text.count("___"))]
+    choices = list(itertools.product(words, repeat=len(found)))
+    scores = lm.score([text.replace("___", "{}").format(*choice) for choice in choices])
+    for choice, p in zip(choices, scores.softmax(0).tolist(), strict=True):
+        for blank, word in zip(found, choice, strict=True):
+            blank[word] += p
+    return found
+
+
+def blocked_hmm() -> BlockedHMM:
+    """Return a model with two blocks of two states; the first emits <unk>, <eos>, cat and sat."""
+    generator = torch.Generator().manual_seed(1)
+    block = torch.tensor([0, 0, 1, 0, 1, 0, 1, 1])
+    u, w, start = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((4, 3), (4, 3), (4,)))
+    emission = torch.randn(8, 2, generator=generator, dtype=torch.float64)
+    for m in (0, 1):
+        emission[block == m] = emission[block == m].log_softmax(0)
+    return BlockedHMM(block, u, w, (u @ w.t()).logsumexp(1), start.log_softmax(0), emission)
+
+
+@pytest.mark.parametrize("kind", ["dense", "blocked"])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_infilling_agrees_with_enumeration(kind: str, restarts: bool) -> None:
+    config = {"batches": {"kind": "stream", "eval_reset_at_eos": restarts}}
+    lm = LanguageModel(random_hmm() if kind == "dense" else blocked_hmm(), WordTokenizer(WORDS), config)
+    for text in ("the ___ sat", "___", "the ___ ___\n___ ran .", "dog .\n___ unicorn"):
+        got = lm.infill(text, top=100)
+        want = enumerated(lm, text)
+        assert len(got) == len(want)
+        for blank, expected in zip(got, want, strict=True):
+            assert dict(blank) == pytest.approx(expected, abs=1e-9)
+            assert [p for _, p in blank] == sorted((p for _, p in blank), reverse=True)
+    assert lm.infill("the ___ sat", top=2) == [lm.infill("the ___ sat")[0][:2]]
+
+
+def test_blanks_of_a_subword_tokenizer_are_single_tokens() -> None:
+    lines = ["the function returns a list", "the module returns a name, a list"] * 3
+    tokenizer = HuggingFaceTokenizer.train(lines, 300)
+    lm = LanguageModel(random_hmm(3, tokenizer.vocab_size), tokenizer)
+    for text, words in (("the ___ returns", ["function", "list"]), ("a ___, a ___", ["name", "list"])):
+        given = iter(words)
+        filled = lm.encode(re.sub("___", lambda _: next(given), text))  # noqa: B023
+        whole = [tokenizer.encode(" " + word) for word in words]
+        assert all(len(tokens) == 1 for tokens in whole)  # each is one token
+        assert [-1 if [token] in whole else token for token in filled] == [*lm._encode_blanks(text), tokenizer.eos_id]
+    (best,) = lm.infill("the ___ returns", top=3)
+    assert len(best) == 3 and sum(p for _, p in best) < 1
+
+
+def test_texts_without_blanks_are_named(lm: LanguageModel) -> None:
+    for text in ("the cat", "a___b", "the __ cat"):
+        with pytest.raises(InputError, match="no blank: write ___"):
+            lm.infill(text)
+    with pytest.raises(InputError, match="top must be at least 1, not 0"):
+        lm.infill("___", top=0)
+    with pytest.raises(InputError, match="the text is a int"):
+        lm.infill(3)  # type: ignore[arg-type]
+    one = torch.ones(1)
+    only_the = LanguageModel(HMM.from_probs(one, one[None], torch.eye(len(WORDS))[2:3]), WordTokenizer(WORDS))
+    with pytest.raises(InputError, match="probability zero under the model, whatever its blanks are"):
+        only_the.infill("the ___")
