@@ -1,1 +1,1 @@
-"""Measurements of speed, against other systems and against the machine's limit. See docs/benchmarks.md."""
+"""Speed benchmarks against other systems and against the hardware limit. See docs/benchmarks.md."""

@@ -1,6 +1,6 @@
-"""The blocked scan on the CPU, likelihood and gradient: tiles shared by steps between the same blocks, or one a step.
+"""Time likelihood and gradient of the blocked scan on the CPU, with shared tiles and with one tile per step.
 
-    python -m benchmarks.blocked_cpu        # a minute or two; writes results/blocked-cpu.json
+python -m benchmarks.blocked_cpu        # a minute or two; writes results/blocked-cpu.json
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from pathlib import Path
 
 import torch
 
-from hmmlm.experiments.studies import add_record, commit, machine
-from hmmlm.ops.blocked_scan import Initial, blocked_scan
-from hmmlm.ops.blocked_scan import torch as portable
+from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan, scaled
+from papers.records import add_record, commit, machine
 
 WORDS, BATCH, TIME, HIDDEN, REPEATS = 10_000, 16, 32, 256, 5
 SIZES = ((1, 512), (4, 128), (16, 64), (64, 64), (128, 32))  # blocks, states of each
 
 
-def problem(blocks: int, kept: int) -> tuple[list[torch.Tensor], Initial, torch.Tensor, torch.Tensor]:
-    """Parameters, where the sequences stood before, tokens as frequent as words are, and the block of each word."""
+def problem(blocks: int, kept: int) -> tuple[Factors, CarriedRows, torch.Tensor]:
+    """Return factors, a carry, and tokens with Zipfian frequencies."""
     generator = torch.Generator().manual_seed(0)
     states = blocks * kept
     u, w = (0.3 * torch.randn(states, HIDDEN, generator=generator) for _ in range(2))
@@ -28,43 +27,54 @@ def problem(blocks: int, kept: int) -> tuple[list[torch.Tensor], Initial, torch.
     emission = torch.randn(WORDS, kept, generator=generator).log_softmax(0)
     chances = 1 / torch.arange(1.0, WORDS + 1)
     tokens = torch.multinomial(chances, BATCH * TIME, replacement=True, generator=generator).view(BATCH, TIME)
-    block_of_word = torch.arange(WORDS) % blocks
-    stood = torch.zeros(1, dtype=torch.long) if blocks == 1 else tokens[:, 0] % blocks
-    before = Initial(
-        torch.full((BATCH, kept), 1 / kept), u.view(blocks, kept, -1)[stood], normalizer.view(blocks, -1)[stood]
+    before = torch.zeros(1, dtype=torch.long) if blocks == 1 else tokens[:, 0] % blocks
+    carried = CarriedRows(
+        torch.full((BATCH, kept), 1 / kept), u.view(blocks, kept, -1)[before], normalizer.view(blocks, -1)[before]
     )
-    return [u, w, normalizer, start, emission], before, tokens, block_of_word
+    return Factors(torch.arange(WORDS) % blocks, u, w, normalizer, start, emission), carried, tokens
 
 
-def seconds(
-    parameters: list[torch.Tensor], before: Initial, tokens: torch.Tensor, block_of_word: torch.Tensor
-) -> float:
-    leaves = [x.clone().requires_grad_() for x in parameters]
+def seconds(factors: Factors, carried: CarriedRows, tokens: torch.Tensor) -> float:
+    """Return the time of one forward and backward pass."""
+    block_of_word, *parameters = factors
+    leaves = Factors(block_of_word, *(x.clone().requires_grad_() for x in parameters))
     began = time.perf_counter()
-    blocked_scan(tokens, block_of_word, *leaves, initial=before).log_likelihood.sum().backward()
+    blocked_scan(leaves, tokens, carried=carried).log_likelihood.sum().backward()
     return time.perf_counter() - began
 
 
 def main() -> None:
-    least = portable._WORTH_SHARING
+    """Time both variants at every size and add the results to results/blocked-cpu.json."""
+    least = scaled._WORTH_SHARING
     for blocks, kept in SIZES:
         given, times = problem(blocks, kept), {"shared": [], "own": []}  # type: ignore[var-annotated]
-        for _ in range(REPEATS):  # in turn, so that disturbances fall on both
+        for _ in range(REPEATS):  # interleaved, so that other load affects both
             for name, worth in (("shared", least), ("own", 2**62)):
-                portable._WORTH_SHARING = worth
+                scaled._WORTH_SHARING = worth
                 times[name].append(seconds(*given))
         shared, own = min(times["shared"]), min(times["own"])
         row = f"{blocks} blocks of {kept} states" if blocks > 1 else f"{kept} states, no blocks"
-        metrics = {"as_it_comes_ms": round(1e3 * shared, 1), "a_tile_a_step_ms": round(1e3 * own, 1),
-                   "times_as_fast": round(own / shared, 2)}  # fmt: skip
+        metrics = {
+            "as_it_comes_ms": round(1e3 * shared, 1),
+            "a_tile_a_step_ms": round(1e3 * own, 1),
+            "times_as_fast": round(own / shared, 2),
+        }
         print(row, metrics, flush=True)
-        add_record(Path("results/blocked-cpu.json"), {
-            "row": row, "metrics": metrics, "seed": 0,
-            "settings": {"batch": BATCH, "length": TIME, "hidden": HIDDEN, "words": WORDS},
-            "command": "python -m benchmarks.blocked_cpu", "commit": commit(), "machine": machine(False),
-            "date": time.strftime("%Y-%m-%d"), "note": f"least of {REPEATS} times",
-        })  # fmt: skip
-    portable._WORTH_SHARING = least
+        add_record(
+            Path("results/blocked-cpu.json"),
+            {
+                "row": row,
+                "metrics": metrics,
+                "seed": 0,
+                "settings": {"batch": BATCH, "length": TIME, "hidden": HIDDEN, "words": WORDS},
+                "command": "python -m benchmarks.blocked_cpu",
+                "commit": commit(),
+                "machine": machine(False),
+                "date": time.strftime("%Y-%m-%d"),
+                "note": f"least of {REPEATS} times",
+            },
+        )
+    scaled._WORTH_SHARING = least
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Time Brown clustering on one core, and compare its mutual information with that of another tool's clusters.
+"""Time Brown clustering on one core, and compare its mutual information with that of the classic tool's clusters.
 
-    python benchmarks/brown.py train.txt --clusters 128 --paths other.paths --out results/chiu2020-brown.json
+    python -m benchmarks.brown train.txt --clusters 128 --paths other.paths --out results/chiu2020-brown.json
 
-The text is whitespace-separated words, read as the classic tool reads it: one sequence, line breaks are spaces. The
-other clusters are a `paths` file of that tool, made of the same text. Mutual information is that of neighbouring words'
-clusters, in nats.
+The text consists of whitespace-separated words, read as the classic tool does: one sequence, line breaks are spaces.
+--paths is a `paths` file that the classic tool wrote for the same text. The mutual information is between the clusters
+of neighboring words, in nats.
 """
 
 import argparse
@@ -17,13 +17,14 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = os.environ[
 
 import numpy as np
 
-from hmmlm.experiments.studies import commit, machine
 from hmmlm.structure.bigrams import average_mutual_information
 from hmmlm.structure.brown import brown_clusters
 from hmmlm.structure.paths import read_paths
+from papers.records import commit, machine
 
 
 def main() -> None:
+    """Cluster the text, print the metrics and write them to --out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
     parser.add_argument("--clusters", type=int, default=128)
@@ -46,10 +47,15 @@ def main() -> None:
     print(f"{len(text):,} words, {len(words):,} of them different: {metrics}")
     record = {
         "row": f"{len(text):,} words of text, {len(words):,} types, {options.clusters} clusters",
-        "recipe": "benchmarks/brown.py", "seed": 0, "metrics": metrics, "settings": {"clusters": options.clusters},
-        "command": f"python benchmarks/brown.py TEXT --clusters {options.clusters} --paths PATHS", "commit": commit(),
-        "machine": f"one core of {machine(False)}", "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
+        "recipe": "benchmarks/brown.py",
+        "seed": 0,
+        "metrics": metrics,
+        "settings": {"clusters": options.clusters},
+        "command": f"python -m benchmarks.brown TEXT --clusters {options.clusters} --paths PATHS",
+        "commit": commit(),
+        "machine": f"one core of {machine(False)}",
+        "date": time.strftime("%Y-%m-%d"),
+    }
     if options.out:
         options.out.write_text(json.dumps([record], indent=1, ensure_ascii=False) + "\n")
 

@@ -1,12 +1,12 @@
-"""Time a whole training step of dense models, as training does it, and check the scan that it rests on.
+"""Time a whole training step of dense models, and check the scan that it uses.
 
     PYTHONPATH=src python benchmarks/dense_step.py --out dense_step.json [--compare] [--profile]
 
-A step is θ → distributional parameters → likelihood → gradient → clip → AdamW on chunks of tokens drawn by Zipf's law
-(em: → expected counts → M step); on a GPU it is the replay of a CUDA graph. A smaller batch is also checked against
-float64 of the portable implementation: relative errors of the likelihood and of every gradient. With --compare the
-portable implementation is timed as well, in turns with the other. With --profile what a step spends its time on is
-written beside the JSON file, as a table with the suffix .txt.
+A step is θ → distributional parameters → likelihood → gradient → clip → AdamW on chunks of tokens with Zipfian
+frequencies (em: → expected counts → M step); on a GPU it is the replay of a CUDA graph. The check compares likelihood,
+carry and gradients of a smaller batch with the portable implementation in float64. --compare also times the portable
+implementation, interleaved with the other. --profile writes a table of the time per kernel next to the JSON file, with
+the suffix .txt.
 """
 
 import argparse
@@ -21,38 +21,40 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
+from hmmlm.config.sections import AdamWConfig, BaumWelchConfig
 from hmmlm.data.batches import Batch
+from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.hmm import HMM
-from hmmlm.learning.config import OptimizerConfig
-from hmmlm.learning.sections import BaumWelchConfig
-from hmmlm.learning.updaters import Step, make_updater
-from hmmlm.ops.scan import Impl, scan
-from hmmlm.parameterization import Factored, Parameterization, Scalar
+from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner, HmmLearner
+from hmmlm.models.base import Model
+from hmmlm.models.factored import Factored
+from hmmlm.models.scalar import Scalar
+from hmmlm.ops.common import Impl
+from hmmlm.ops.scan import Evidence, Parameters, scan
 
-ADAMW = OptimizerConfig(rate=1e-3)
-EM = OptimizerConfig(
-    kind="baum-welch", baum_welch=BaumWelchConfig(full_batch=False, step=0.1, pseudocount=1e-5)
-)
-MODELS: dict[str, tuple[Callable[[int, int], Parameterization], OptimizerConfig]] = {
+ADAMW = AdamWConfig(rate=1e-3)
+EM = BaumWelchConfig(full_batch=False, step=0.1, pseudocount=1e-5)
+MODELS: dict[str, tuple[Callable[[int, int], Model], AdamWConfig | BaumWelchConfig]] = {
     "scalar": (Scalar, ADAMW),
     "linear": (lambda states, vocab: Factored(states, vocab, hidden=256), ADAMW),  # ablation B, as in the recipe
     "em": (Scalar, EM),  # mini-batch Baum-Welch, as in the recipe
 }
-WARM_UP, ROUNDS = 5, 7  # steps before the first is timed, more than graphs need; visits to each implementation
+WARM_UP, ROUNDS = 5, 7  # untimed steps, more than graph capture needs; timed rounds per implementation
 
 
 def draw_tokens(batch: int, length: int, vocab: int, device: torch.device) -> Tensor:
+    """Return random tokens [B, T] with Zipfian frequencies."""
     zipf = 1 / torch.arange(1, vocab + 1, device=device)
-    words = torch.randperm(vocab, device=device)  # a word's number says nothing of how frequent it is
+    words = torch.randperm(vocab, device=device)  # token ids are independent of frequency
     return words[torch.multinomial(zipf, batch * length, replacement=True)].view(batch, length)
 
 
 class Training:
-    """Steps of one model with one implementation of the scan."""
+    """Training steps of one model with one implementation of the scan."""
 
     def __init__(self, kind: str, impl: Impl, options: argparse.Namespace, fabric: Fabric) -> None:
         torch.manual_seed(0)
-        make, learning = MODELS[kind]
+        make, optimizer = MODELS[kind]
         model = make(options.states, options.vocab)
         inner = model.forward
 
@@ -64,23 +66,25 @@ class Training:
 
         model.forward = forward  # type: ignore[method-assign]
         self.model, self.cuda = model, fabric.device.type == "cuda"
-        self.updater = make_updater(fabric, model, learning)
-        self.batches = [
-            Batch(draw_tokens(options.batch, options.length, options.vocab, fabric.device), None, None, False)
-            for _ in range(4)
-        ]
-        self.tokens = options.batch * options.length
+        tokenizer = WordTokenizer(["<unk>", "<eos>", *map(str, range(options.vocab - 2))])
+        self.learner: HmmLearner
+        if isinstance(optimizer, BaumWelchConfig):
+            self.learner = BaumWelchLearner(fabric, model, tokenizer, {}, optimizer)
+        else:
+            self.learner = AdamWLearner(fabric, model, tokenizer, {}, optimizer)
+        drawn = [draw_tokens(options.batch, options.length, options.vocab, torch.device("cpu")) for _ in range(4)]
+        self.batches = [Batch(tokens, None, None, False) for tokens in drawn]
         self.done = 0
         self.run(WARM_UP)
 
     def run(self, steps: int) -> None:
+        """Run training steps."""
         for _ in range(steps):
-            batch = self.batches[self.done % len(self.batches)]
-            self.updater.step(batch, None, self.tokens, Step(0, self.done, 10**6, 1.0))
+            self.learner.step(self.batches[self.done % len(self.batches)], None, self.learner.peak_rate)
             self.done += 1
 
     def seconds(self, steps: int) -> float:
-        """Of one step."""
+        """Return the mean time of one step."""
         if not self.cuda:
             begin = time.perf_counter()
             self.run(steps)
@@ -89,7 +93,7 @@ class Training:
 
 
 def seconds_on_gpu(run: Callable[[int], None], steps: int) -> float:
-    """Of one of the steps of run(steps)."""
+    """Return the mean time of one step of run(steps)."""
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     first.record()
@@ -100,7 +104,7 @@ def seconds_on_gpu(run: Callable[[int], None], steps: int) -> float:
 
 
 def check(options: argparse.Namespace, device: torch.device, precision: str) -> dict[str, float]:
-    """Relative errors of the scan that `auto` chooses, in the precision of training, against float64."""
+    """Return the relative errors, against float64, of the scan that `auto` selects in the precision of training."""
     states, batch, length = options.states, min(options.batch, 24), min(options.length, 16)
     shapes = ((states,), (states, states), (states, options.vocab))
     logits = [torch.randn(*shape, device=device) for shape in shapes]
@@ -109,23 +113,24 @@ def check(options: argparse.Namespace, device: torch.device, precision: str) -> 
     restart = torch.rand(tokens.shape, device=device) < 0.05
     carried = torch.rand(batch, states, device=device).softmax(1)
     weight = torch.rand(batch, device=device)
-    found, choices = [], (("auto", torch.float32), ("torch", torch.float64))
+    found, choices = [], (("auto", torch.float32), ("scaled", torch.float64))
     impl: Impl
     for impl, dtype in choices:  # type: ignore[assignment]
         start, transition, emission = (x.log_softmax(-1).to(dtype).requires_grad_() for x in logits)
         initial = carried.to(dtype).requires_grad_()
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed" and impl == "auto"):
-            result = scan(start, transition, emission, tokens, None, initial, restart, impl)
+            result = scan(Parameters(start, transition, emission), Evidence(tokens, None, initial, restart), impl)
         leaves = (start, transition, emission, initial)
         gradients = torch.autograd.grad(result.log_likelihood, leaves, weight.to(dtype))
-        found.append([result.log_likelihood.detach(), result.final, *gradients])
-    names = ("log_likelihood", "final", "start", "transition", "emission", "initial")
+        found.append([result.log_likelihood.detach(), result.carry.probs, *gradients])
+    names = ("log_likelihood", "carry", "start", "transition", "emission", "initial")
     pairs = zip(names, *found, strict=True)
     return {name: float((got.double() - want).norm() / want.norm()) for name, got, want in pairs}
 
 
 def measure(kind: str, options: argparse.Namespace, fabric: Fabric) -> list[dict[str, Any]]:
-    impls: list[Impl] = ["auto", "torch"] if options.compare else ["auto"]
+    """Return one row of timings per implementation."""
+    impls: list[Impl] = ["auto", "scaled"] if options.compare else ["auto"]
     training = {impl: Training(kind, impl, options, fabric) for impl in impls}
     times: dict[Impl, list[float]] = {impl: [] for impl in impls}
     for _ in range(ROUNDS):
@@ -134,13 +139,22 @@ def measure(kind: str, options: argparse.Namespace, fabric: Fabric) -> list[dict
     rows = []
     for impl in impls:
         median = statistics.median(times[impl])
-        rows.append({
-            "model": kind, "impl": impl, "states": options.states, "batch": options.batch, "length": options.length,
-            "vocab": options.vocab, "precision": options.precision, "ms": median * 1e3,
-            "tokens_per_second": options.batch * options.length / median, "least_ms": min(times[impl]) * 1e3,
-            "skipped": int(training[impl].model.skipped),
-            "times_portable": statistics.median(times["torch"]) / median if options.compare else None,
-        })  # fmt: skip
+        rows.append(
+            {
+                "model": kind,
+                "impl": impl,
+                "states": options.states,
+                "batch": options.batch,
+                "length": options.length,
+                "vocab": options.vocab,
+                "precision": options.precision,
+                "ms": median * 1e3,
+                "tokens_per_second": options.batch * options.length / median,
+                "least_ms": min(times[impl]) * 1e3,
+                "skipped": int(training[impl].model.skipped),
+                "times_portable": statistics.median(times["scaled"]) / median if options.compare else None,
+            }
+        )
     if options.profile:
         with options.out.with_suffix(".txt").open("a") as file:
             file.write(f"{kind}, {options.states} states\n{profile(training['auto'])}\n")
@@ -148,7 +162,7 @@ def measure(kind: str, options: argparse.Namespace, fabric: Fabric) -> list[dict
 
 
 def profile(training: Training) -> str:
-    """What one step spends its time on: kernels, the most expensive first."""
+    """Return a table of the time per kernel in one step, most expensive first."""
     kind = torch.profiler.ProfilerActivity.CUDA if training.cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[kind]) as recorded:
         training.run(1)
@@ -161,7 +175,8 @@ def profile(training: Training) -> str:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print("| model | scan | states | batch × length | words | ms a step | tokens/s | skipped | × portable |")
+    """Print the rows as a Markdown table."""
+    print("| model | scan | states | batch × length | words | ms per step | tokens/s | skipped | × portable |")
     print("|---" * 9 + "|")
     for row in rows:
         ratio = "" if row["times_portable"] is None else f"{row['times_portable']:.2f}"
@@ -172,6 +187,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Time the chosen models, check the scan, print tables and write --out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--states", type=int, default=512)
     parser.add_argument("--batch", type=int, default=200)
@@ -179,14 +195,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--precision", choices=("32-true", "bf16-mixed"), default="bf16-mixed")
-    parser.add_argument("--steps", type=int, default=50, help="in each of the rounds that are timed")
+    parser.add_argument("--steps", type=int, default=50, help="steps per timed round")
     parser.add_argument("--compare", action="store_true", help="time the portable implementation as well")
-    parser.add_argument("--profile", action="store_true", help="write what a step spends its time on")
+    parser.add_argument("--profile", action="store_true", help="write a table of the time per kernel")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
     if options.profile:
         if options.out is None:
-            parser.error("--profile writes beside the JSON file: give --out")
+            parser.error("--profile writes next to the JSON file: set --out")
         options.out.with_suffix(".txt").unlink(missing_ok=True)
     fabric = Fabric(accelerator="cuda" if torch.cuda.is_available() else "cpu", devices=1, precision=options.precision)
     cuda = fabric.device.type == "cuda"

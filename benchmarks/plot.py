@@ -1,4 +1,4 @@
-"""Draw the CSV: `python -m benchmarks.plot [CSV]` draws it again, and writes the tables again, without measuring."""
+"""Plot the CSV: `python -m benchmarks.plot [CSV]` redraws the figure and rewrites the tables without measuring."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ from benchmarks import tables
 from benchmarks.peers import SYSTEMS
 from benchmarks.problem import OPERATIONS
 
-STYLES = {  # colour, marker, line
+STYLES = {  # color, marker, line
     "hmmlm": ("#c1121f", "o", "-"),
     "bare products": ("#222222", "", (0, (1, 1.5))),
     "autograd loop": ("#2a9d8f", "v", "-"),
@@ -27,7 +27,7 @@ STYLES = {  # colour, marker, line
 
 
 def draw(rows: list[tables.Row], path: Path) -> None:
-    """Median time against states, log-log, a panel an operation; a run given up is an arrow at the limit."""
+    """Plot median time against states, log-log, one panel per operation; arrows mark runs stopped at the limit."""
     figure, grid = plt.subplots(2, 2, figsize=(11, 8.2), sharex=True, layout="constrained")
     for axes, operation in zip(grid.flat, OPERATIONS, strict=True):
         panel(axes, [row for row in rows if row["operation"] == operation])
@@ -42,24 +42,40 @@ def draw(rows: list[tables.Row], path: Path) -> None:
     first = rows[0]
     figure.suptitle(
         f"Median time of one run: {first['sequences']} sequences × {first['length']} tokens, "
-        f"vocabulary {int(first['vocabulary']):,}, {first['threads']} CPU threads", fontsize=12)
+        f"vocabulary {int(first['vocabulary']):,}, {first['threads']} CPU threads",
+        fontsize=12,
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
 def panel(axes: Axes, rows: list[tables.Row]) -> None:
+    """Draw the panel of one operation."""
     for system, (color, marker, line) in STYLES.items():
         mine = [row for row in rows if row["system"] == system]
         done = [(int(row["states"]), float(row["median_s"])) for row in mine if row["status"] == "ok"]
         ours = system == "hmmlm"
         if done:
             axes.plot(
-                *zip(*done, strict=True), color=color, marker=marker, linestyle=line, label=system,
-                linewidth=3 if ours else 1.6, markersize=8 if ours else 5, zorder=3 if ours else 2)
+                *zip(*done, strict=True),
+                color=color,
+                marker=marker,
+                linestyle=line,
+                label=system,
+                linewidth=3 if ours else 1.6,
+                markersize=8 if ours else 5,
+                zorder=3 if ours else 2,
+            )
         for row in mine:
             if row["status"].startswith("over"):
-                axes.plot(int(row["states"]), float(row["status"].split()[1]), marker=r"$\uparrow$", color=color,
-                          markersize=11, linestyle="none")
+                axes.plot(
+                    int(row["states"]),
+                    float(row["status"].split()[1]),
+                    marker=r"$\uparrow$",
+                    color=color,
+                    markersize=11,
+                    linestyle="none",
+                )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
@@ -71,7 +87,7 @@ def panel(axes: Axes, rows: list[tables.Row]) -> None:
 
 
 def report(csv_path: Path) -> str:
-    """Plot beside the CSV, and its tables in the documentation if it is the official one; returns the targets."""
+    """Draw the plot next to the CSV, update the documentation if the CSV is OFFICIAL, and return the targets."""
     rows = tables.read(csv_path)
     draw(rows, csv_path.with_suffix(".png"))
     if csv_path == tables.OFFICIAL:

@@ -1,4 +1,4 @@
-"""What every system is asked: one random HMM and a batch of tokens, and the right answers, in float64 NumPy."""
+"""The problem that every system solves: a random HMM and a batch of tokens, with reference answers in NumPy."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,13 @@ import numpy as np
 
 SEQUENCES, LENGTH, VOCABULARY = 64, 64, 10_000
 OPERATIONS = ("forward", "gradient", "viterbi", "em")
-# Most systems compute in float32; what they lose over 64 steps stays well below this.
+# Most systems compute in float32; their error over 64 steps is well below this.
 TOLERANCE = 1e-4
 
 
 class Problem(NamedTuple):
+    """An HMM as probabilities, and a batch of tokens."""
+
     start: np.ndarray  # [Z] probabilities, float64
     transition: np.ndarray  # [Z, Z]
     emission: np.ndarray  # [Z, V]
@@ -18,6 +20,8 @@ class Problem(NamedTuple):
 
 
 class Answers(NamedTuple):
+    """Reference answers for a problem."""
+
     log_likelihood: np.ndarray  # [B]
     counts: np.ndarray  # [Z, Z] expected transition counts: the gradient with respect to the log-probabilities
     best: np.ndarray  # [B] log-probability of the best path
@@ -29,7 +33,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def make(states: int) -> Problem:
-    """Logits of unit variance around a Zipfian vocabulary; tokens drawn from that vocabulary."""
+    """Return a random problem: logits of unit variance around Zipfian frequencies, tokens with these frequencies."""
     rng = np.random.default_rng(states)
     unigram = 1.0 / np.arange(1, VOCABULARY + 1)
     return Problem(
@@ -41,6 +45,7 @@ def make(states: int) -> Problem:
 
 
 def solve(problem: Problem) -> Answers:
+    """Compute the reference answers with scaled recursions in float64 (best paths: `best_scores`)."""
     start, transition, emission, tokens = problem
     seen = emission.T[tokens]  # [B, T, Z]
     alpha, scale = np.empty_like(seen), np.empty(tokens.shape)
@@ -59,7 +64,7 @@ def solve(problem: Problem) -> Answers:
 
 
 def best_scores(problem: Problem) -> np.ndarray:
-    """max over paths of log p(path, tokens) [B], a sequence at a time so that the [Z, Z] sums stay in cache."""
+    """Compute max over paths of log p(path, tokens) [B], one sequence at a time so that [Z, Z] sums stay in cache."""
     into = np.log(problem.transition).T.astype(np.float32)
     scores = np.log(problem.emission.T[problem.tokens]).astype(np.float32)
     best = []
@@ -72,22 +77,22 @@ def best_scores(problem: Problem) -> np.ndarray:
 
 
 def path_scores(problem: Problem, paths: np.ndarray) -> np.ndarray:
-    """log p(path, tokens) [B] of paths [B, T]."""
+    """Compute log p(path, tokens) [B] of paths [B, T]."""
     score = np.log(problem.start)[paths[:, 0]] + np.log(problem.emission[paths, problem.tokens]).sum(1)
     return score + np.log(problem.transition[paths[:, :-1], paths[:, 1:]]).sum(1)
 
 
 def disagreement(problem: Problem, answers: Answers, operation: str, result: np.ndarray) -> float:
-    """How far a result is from the right answer, relative to its size.
+    """Return the largest error of a result, relative to the largest reference value.
 
-    Results: log-likelihoods [B], or their sum; expected transition counts [Z, Z]; paths [B, T]; the new transition
-    matrix [Z, Z].
+    `result` is, by operation: log-likelihoods [B] or their sum; expected transition counts [Z, Z]; paths [B, T]; the
+    new transition matrix [Z, Z].
     """
     if operation == "forward":
         got, wanted = result, answers.log_likelihood if result.ndim else answers.log_likelihood.sum()
     elif operation == "gradient":
         got, wanted = result, answers.counts
-    elif operation == "viterbi":  # paths may tie, their scores may not differ
+    elif operation == "viterbi":  # different paths may tie, so compare their scores
         got, wanted = path_scores(problem, result), answers.best
     else:
         got, wanted = result, answers.counts / answers.counts.sum(1, keepdims=True)

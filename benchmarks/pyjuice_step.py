@@ -1,10 +1,10 @@
-"""Time an EM step of PyJuice's HMM beside a training step of ours, in turns, on one GPU.
+"""Time an EM step of PyJuice's HMM and training steps of hmmlm, interleaved, on one GPU.
 
     pip install pyjuice
     PYTHONPATH=src python benchmarks/pyjuice_step.py --states 512 --out pyjuice_step.json
 
 Both read tokens of the same shape. PyJuice: forward, backward (expected counts) and its mini-batch M step, with its
-CUDA graphs. Ours: the whole steps of `dense_step.py` for the scalar model, by AdamW and by mini-batch Baum-Welch.
+CUDA graphs. hmmlm: the steps of `dense_step.py` for the scalar model, with AdamW and with mini-batch Baum-Welch.
 """
 
 import argparse
@@ -35,22 +35,24 @@ class PyJuice:
 
     @torch.no_grad()
     def run(self, steps: int) -> None:
+        """Run mini-batch EM steps."""
         for _ in range(steps):
             tokens = self.batches[self.done % len(self.batches)]
             likelihoods = self.circuit(tokens, record_cudagraph=True)
             self.circuit.backward(tokens, flows_memory=0.0, record_cudagraph=True, propagation_alg="LL")
             self.circuit.mini_batch_em(step_size=0.1, pseudocount=1e-3)
             self.done += 1
-        self.log_likelihood = float(likelihoods.mean())  # also shows that something was computed
+        self.log_likelihood = float(likelihoods.mean())  # reported, as evidence that the steps were computed
 
 
 def main() -> None:
+    """Time both systems in interleaved rounds, print the medians and write --out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--states", type=int, default=512)
     parser.add_argument("--batch", type=int, default=200)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--steps", type=int, default=20, help="in each of the rounds that are timed")
+    parser.add_argument("--steps", type=int, default=20, help="steps per timed round")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     options = parser.parse_args()
     fabric = Fabric(accelerator="cuda", devices=1, precision="bf16-mixed")
@@ -68,8 +70,10 @@ def main() -> None:
         "tokens_per_second": {name: tokens / seconds for name, seconds in median.items()},
         "times_as_fast": {name: median["pyjuice"] / median[name] for name in ours},
         "pyjuice_log_likelihood": theirs.log_likelihood,
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "states": options.states,
-    }  # fmt: skip
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "states": options.states,
+    }
     print(json.dumps(found, indent=1))
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1))

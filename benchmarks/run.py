@@ -1,7 +1,7 @@
 """Time every system on every operation and size: `python -m benchmarks.run`.
 
-All systems answer the same questions about the same model, and their answers are checked before anything is timed.
-Repeats are interleaved, a visit to each system in turn, so that what else the machine does falls on all of them alike.
+All systems solve the same problems, and their answers are checked before anything is timed. Repeats are interleaved,
+one visit per system in turn, so that other load on the machine affects all of them equally.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from benchmarks.peers import SYSTEMS
 from benchmarks.worker import Failed, TooSlow, Worker, share_cores
 
 ROUNDS, VISIT_SECONDS = 7, 0.05  # each visit repeats the operation for at least this long
-CELL_SECONDS = 2.0  # no further visits to a cell that has taken this long; a first run above it is the measurement
+CELL_SECONDS = 2.0  # a cell gets no further visits after this total time; a longer first run is the measurement
 
 
 @dataclass
@@ -29,17 +29,18 @@ class Cell:
     operation: str
     system: str
     states: int
-    status: str = "ok"  # or why there is no time
+    status: str = "ok"  # or the reason why there is no time
     repeats: int = 0
     median_s: float | None = None
     min_s: float | None = None
-    error: float | None = None  # of its answer, relative, against float64
+    error: float | None = None  # relative error of the answer against the reference
     dtype: str = ""
     version: str = ""
     times: list[float] = field(default_factory=list, repr=False)
 
 
 def machine() -> dict[str, str | float]:
+    """Return the columns of the CSV that describe the machine and the problem."""
     cpu = platform.processor() or platform.machine()
     info, memory = Path("/proc/cpuinfo"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     if info.exists():
@@ -50,14 +51,19 @@ def machine() -> dict[str, str | float]:
         cpu += f" (family {numbers[0]}, model {numbers[1]}, stepping {numbers[2]})"
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "cpu": cpu, "cores": os.cpu_count() or 0, "memory_gib": round(memory),
-        "system_load": round(os.getloadavg()[0], 2), "python": platform.python_version(),
-        "sequences": problem.SEQUENCES, "length": problem.LENGTH, "vocabulary": problem.VOCABULARY,
+        "cpu": cpu,
+        "cores": os.cpu_count() or 0,
+        "memory_gib": round(memory),
+        "system_load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "sequences": problem.SEQUENCES,
+        "length": problem.LENGTH,
+        "vocabulary": problem.VOCABULARY,
     }
 
 
 def begin(cell: Cell, worker: Worker, answers: problem.Answers, question: problem.Problem, cap: float) -> None:
-    """Load, prepare, run once and check the answer; sets the cell's status if that is as far as it gets."""
+    """Load, prepare and run the operation once and check its answer; set the cell's status if any of this fails."""
     try:
         offered = worker.load(cell.states)
         cell.version, cell.dtype = worker.about
@@ -82,9 +88,9 @@ def begin(cell: Cell, worker: Worker, answers: problem.Answers, question: proble
 
 
 def repeat(cells: list[Cell], workers: dict[str, Worker], cap: float) -> None:
-    """Interleaved visits; the order turns, so that nobody always follows the same neighbour."""
+    """Visit the cells in rounds; the order rotates, so that no system always follows the same one."""
     for turn in range(ROUNDS):
-        for cell in cells[turn % len(cells):] + cells[: turn % len(cells)]:
+        for cell in cells[turn % len(cells) :] + cells[: turn % len(cells)]:
             if cell.status != "ok" or sum(cell.times) > CELL_SECONDS:
                 continue
             try:
@@ -94,7 +100,7 @@ def repeat(cells: list[Cell], workers: dict[str, Worker], cap: float) -> None:
 
 
 def hopeless(smaller: Cell, states: int, cap: float) -> str | None:
-    """Why a size need not be tried, given the next smaller one; time grows at least as the states do."""
+    """Return why a size is not worth trying, given the next smaller one; time grows at least linearly in states."""
     if smaller.status.startswith("not tried") or smaller.status == "not offered":
         return smaller.status
     if smaller.status != "ok":
@@ -105,9 +111,14 @@ def hopeless(smaller: Cell, states: int, cap: float) -> str | None:
 
 
 def measure(
-    operation: str, question: problem.Problem, answers: problem.Answers, workers: dict[str, Worker],
-    earlier: list[Cell], cap: float,
+    operation: str,
+    question: problem.Problem,
+    answers: problem.Answers,
+    workers: dict[str, Worker],
+    earlier: list[Cell],
+    cap: float,
 ) -> list[Cell]:
+    """Check and time one operation of every system at one size."""
     states = question.start.shape[0]
     cells = [Cell(operation, system, states) for system in workers]
     for cell in cells:
@@ -127,6 +138,7 @@ def measure(
 
 
 def write(path: Path, cells: list[Cell], about: dict[str, str | float]) -> None:
+    """Write the cells to a CSV file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = [f.name for f in fields(Cell) if f.name != "times"] + list(about)
     with path.open("w", newline="") as file:
@@ -138,22 +150,33 @@ def write(path: Path, cells: list[Cell], about: dict[str, str | float]) -> None:
 
 
 def main() -> None:
+    """Measure all cells, writing the CSV after each operation, then draw the plot."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[16, 64, 256, 1024], help="numbers of states")
-    parser.add_argument("--only", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS), metavar="SYSTEM",
-                        help="systems to measure: " + "; ".join(SYSTEMS))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=list(SYSTEMS),
+        choices=list(SYSTEMS),
+        metavar="SYSTEM",
+        help="systems to measure: " + "; ".join(SYSTEMS),
+    )
     parser.add_argument("--operations", nargs="+", default=list(problem.OPERATIONS), choices=problem.OPERATIONS)
-    parser.add_argument("--out", type=Path, default=tables.OFFICIAL,
-                        help="CSV, the plot beside it; the default one also goes into docs/benchmarks.md")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=tables.OFFICIAL,
+        help="CSV file; the plot is written next to it, and the default file also updates docs/benchmarks.md",
+    )
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cap", type=float, default=20.0, help="seconds after which one run is given up")
-    parser.add_argument("--memory", type=float, default=12.0, help="GiB that each system may take")
+    parser.add_argument("--cap", type=float, default=20.0, help="time limit of one run in seconds")
+    parser.add_argument("--memory", type=float, default=12.0, help="memory limit of each system in GiB")
     arguments = parser.parse_args()
 
     share_cores(arguments.threads)
     about = machine() | {"threads": arguments.threads, "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "")}
     if about["system_load"] > 0.5:
-        print(f"The machine is busy (load {about['system_load']}): systems built on OpenMP will seem far too slow.")
+        print(f"The machine is busy (load {about['system_load']}): systems that use OpenMP will appear far too slow.")
     workers = {system: Worker(system, int(arguments.memory * 2**30)) for system in arguments.only}
     cells: list[Cell] = []
     began = time.monotonic()

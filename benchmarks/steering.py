@@ -1,12 +1,12 @@
-"""How good is the text of a language model that HMMs steer? Beside the exact answer, which for likely words can be had.
+"""Measure the text of a language model steered by HMMs, compared with exact samples given the constraint.
 
-    python benchmarks/steering.py MODEL NAME=RUN [NAME=RUN ...] --prompt "Once upon a time" --words dog tree
+    python -m benchmarks.steering MODEL NAME=RUN [NAME=RUN ...] --prompt "Once upon a time" --words dog tree
 
-MODEL is a causal model of transformers, each RUN a model of hmmlm with its tokenizer. For every word, continuations of
-the prompt that have it are drawn under each HMM's guidance, and many without any: those of them that have the word are
-draws from the model given the constraint. Reported are the mean log-probability a token that MODEL gives to the
-continuations, up to their end, the share of them that has the word, and how many tokens stand before it is said; with
---out, means over the words as the records of a study (results/steering.json).
+MODEL is a causal model of transformers, each RUN a model of hmmlm with the same tokenizer. For every word, each HMM
+guides continuations of the prompt to contain it. Many continuations are also sampled without guidance: those that
+contain the word are exact samples given the constraint, which is feasible for likely words. The report has the mean
+log-probability per token of the continuations under MODEL (up to their end), the fraction with the word, and the number
+of tokens before it. --out writes means over the words as records of a study (results/steering.json).
 """
 
 import argparse
@@ -23,16 +23,16 @@ from torch import Tensor
 
 import hmmlm
 from hmmlm import Automaton, LanguageModel
-from hmmlm.experiments.studies import commit, machine
+from papers.records import commit, machine
 
 
 def cut(row: list[int], end: int) -> list[int]:
-    """Up to the end of the line, and with it."""
+    """Return the row up to and including the first `end` token."""
     return row[: row.index(end) + 1] if end in row else row
 
 
 def place_of(automaton: Automaton, state: int, row: list[int]) -> int | None:
-    """How many tokens of a row stand before the one with which it is accepted for good; None: it is not."""
+    """Return the index of the token from which the row is accepted up to its end; None if it is not accepted."""
     place, before = None, False
     for number, token in enumerate(row):
         state = automaton.read([token], state)
@@ -44,7 +44,7 @@ def place_of(automaton: Automaton, state: int, row: list[int]) -> int | None:
 
 @torch.no_grad()
 def log_probability(model: Any, prompt: Tensor, rows: list[list[int]]) -> float:
-    """Mean a token of the continuations `rows` of prompt [1, T]."""
+    """Return the mean log-probability per token of the continuations `rows` of prompt [1, T]."""
     total, tokens = 0.0, 0
     for row in rows:
         ids = torch.cat([prompt, torch.tensor([row])], 1)
@@ -55,6 +55,7 @@ def log_probability(model: Any, prompt: Tensor, rows: list[list[int]]) -> float:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Draw and score texts for every word, with each HMM and by rejection; return one result per word and method."""
     model = transformers.AutoModelForCausalLM.from_pretrained(options.model)
     hmms: dict[str, LanguageModel] = {}
     for pair in options.hmms:
@@ -66,9 +67,15 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     def draw(count: int, *processors: Any) -> list[list[int]]:
         rows = model.generate(
-            prompt, logits_processor=list(processors), max_new_tokens=length, do_sample=True, top_k=0,
-            num_return_sequences=count, eos_token_id=end, pad_token_id=end,
-        )  # fmt: skip
+            prompt,
+            logits_processor=list(processors),
+            max_new_tokens=length,
+            do_sample=True,
+            top_k=0,
+            num_return_sequences=count,
+            eos_token_id=end,
+            pad_token_id=end,
+        )
         return [cut(row, end) for row in rows[:, prompt.shape[1] :].tolist()]
 
     torch.manual_seed(options.seed)
@@ -93,7 +100,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         for name, rows in drawn.items():
             having = {number: place for number, row in enumerate(rows) if (place := found(row)) is not None}
             if not having:
-                raise SystemExit(f"none of {len(rows)} texts has {word!r}: draw more with --plain, or leave it out")
+                raise SystemExit(f"none of {len(rows)} texts has {word!r}: raise --plain or remove it from --words")
             chosen = [rows[number] for number in having][: options.samples]
             places = sum(having.values()) / len(having)
             report(word, name, chosen, share_with_the_word=len(having) / len(rows), tokens_before_the_word=places)
@@ -101,36 +108,45 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    """Print the results and their means over words, and write the means to --out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("hmms", nargs="+", metavar="NAME=RUN")
     parser.add_argument("--prompt", default="Once upon a time")
     parser.add_argument("--words", nargs="+", default=["dog", "tree", "mom", "garden", "happy"])
-    parser.add_argument("--length", type=int, default=40, help="new tokens")
+    parser.add_argument("--length", type=int, default=40, help="maximum number of new tokens")
     parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--plain", type=int, default=2000, help="texts without guidance")
+    parser.add_argument("--plain", type=int, default=2000, help="number of texts without guidance")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results = measure(options)
     settings = {"prompt": options.prompt, "words": " ".join(options.words), "new_tokens": options.length}
     hmms = " ".join(shlex.quote(f"{pair.split('=')[0]}=RUN") for pair in options.hmms)
-    command = f"python benchmarks/steering.py MODEL {hmms} --samples {options.samples} --plain {options.plain}"
+    command = f"python -m benchmarks.steering MODEL {hmms} --samples {options.samples} --plain {options.plain}"
     records = []
     for name in dict.fromkeys(r["name"] for r in results):
         metrics = mean([r["metrics"] for r in results if r["name"] == name])
         print(f"{name:20} {metrics}")
-        records.append({
-            "row": name, "recipe": "benchmarks/steering.py", "seed": options.seed, "metrics": metrics,
-            "settings": settings, "command": command, "commit": commit(), "machine": machine(False),
-            "date": time.strftime("%Y-%m-%d"),
-        })  # fmt: skip
+        records.append(
+            {
+                "row": name,
+                "recipe": "benchmarks/steering.py",
+                "seed": options.seed,
+                "metrics": metrics,
+                "settings": settings,
+                "command": command,
+                "commit": commit(),
+                "machine": machine(False),
+                "date": time.strftime("%Y-%m-%d"),
+            }
+        )
     if options.out:
         options.out.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
 
 
 def mean(metrics: list[dict[str, float]]) -> dict[str, float]:
-    """Over words."""
+    """Return the mean of each metric over words."""
     return {key: round(sum(each[key] for each in metrics) / len(metrics), 3) for key in metrics[0]}
 
 

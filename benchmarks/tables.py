@@ -1,4 +1,4 @@
-"""Tables in docs/benchmarks.md, from the CSV and nothing else."""
+"""Generate the tables of docs/benchmarks.md from the CSV alone."""
 
 import csv
 from pathlib import Path
@@ -19,6 +19,8 @@ Times = dict[tuple[str, str, int], Row]  # by operation, system, states
 
 
 class Target(NamedTuple):
+    """A required speed relative to other systems."""
+
     what: str
     operation: str
     states: int | None  # None: the worst of all sizes
@@ -39,6 +41,7 @@ TARGETS = [
 
 
 def read(path: Path) -> list[Row]:
+    """Return the rows of the CSV."""
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -48,12 +51,14 @@ def index(rows: list[Row]) -> Times:
 
 
 def seconds(value: float) -> str:
+    """Format a time with its unit."""
     if value < 1e-3:
         return f"{value * 1e6:.0f} µs"
     return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
 def table(rows: list[Row], operation: str) -> str:
+    """Return the Markdown table of one operation, one row per system."""
     times = index(rows)
     sizes = sorted({states for _, _, states in times})
     lines = [f"| {TITLES[operation]} | " + " | ".join(f"Z = {size:,}" for size in sizes) + " |"]
@@ -69,7 +74,7 @@ def table(rows: list[Row], operation: str) -> str:
 
 
 def cell(row: Row | None, ours: Row | None) -> str:
-    """Median time, and how many times hmmlm's that is."""
+    """Return the median time and its ratio to that of hmmlm."""
     if row is None:
         return ""
     if row["status"] != "ok":
@@ -84,7 +89,7 @@ def cell(row: Row | None, ours: Row | None) -> str:
 
 
 def ratio(times: Times, target: Target, column: str) -> tuple[float, int] | None:
-    """The fastest other system's time over ours, and at which size: the target's or the worst."""
+    """Return the fastest other system's time over ours and the size: the target's, or the one with the least ratio."""
     found = []
     for size in sorted({states for _, _, states in times}) if target.states is None else [target.states]:
         ours = times.get((target.operation, "hmmlm", size))
@@ -96,6 +101,7 @@ def ratio(times: Times, target: Target, column: str) -> tuple[float, int] | None
 
 
 def targets(rows: list[Row]) -> str:
+    """Return the Markdown table of targets and whether they are reached."""
     times = index(rows)
     lines = ["| their time / ours | wanted | medians | minima | |", "|---|---|---|---|---|"]
     for target in TARGETS:
@@ -109,6 +115,7 @@ def targets(rows: list[Row]) -> str:
 
 
 def setting(rows: list[Row]) -> str:
+    """Return a paragraph that describes the machine, the versions and the problem."""
     first = rows[0]
     versions = {row["system"].split(",")[0]: row["version"] for row in rows if row["version"]}
     worst = max((float(row["error"]) for row in rows if row["error"]), default=0.0)
@@ -122,7 +129,7 @@ def setting(rows: list[Row]) -> str:
 
 
 def update(rows: list[Row]) -> None:
-    """Replace what stands between the document's markers."""
+    """Replace the text between the markers of the document."""
     text = DOCUMENT.read_text(encoding="utf-8")
     parts = [setting(rows), targets(rows)]
     parts += [table(rows, operation) for operation in OPERATIONS if any(row["operation"] == operation for row in rows)]

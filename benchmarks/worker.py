@@ -1,4 +1,4 @@
-"""A process for each system: one that dies, hangs or eats all memory takes nobody along, and idle ones cost nothing."""
+"""One process per system: a crash, a hang or a lack of memory affects no other, and idle processes cost nothing."""
 
 import importlib
 import os
@@ -14,20 +14,20 @@ import numpy as np
 from benchmarks import problem as problems
 from benchmarks.peers import SYSTEMS, Task
 
-# How torch and jax say that an allocation failed.
+# Messages of torch and jax about failed allocations.
 NO_MEMORY = ("can't allocate", "out of memory", "resource_exhausted", "ynnpack operation failed")
 
 
 class TooSlow(Exception):
-    """Nothing came back in time."""
+    """No answer within the time limit."""
 
 
 class Failed(Exception):
-    """The system raised an error, or its process died; the message says which."""
+    """An error of the system or the death of its process; the message gives the reason."""
 
 
 def serve(connection: Connection, system: str, memory: int) -> None:
-    """Answer requests until the other end closes: import, (load, Z), (prepare, operation), first, (visit, seconds)."""
+    """Serve requests until the pipe closes: import, (load, Z), (prepare, operation), first, (visit, seconds)."""
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     peer: Any = None
     tasks: dict[str, Any] = {}
@@ -44,7 +44,7 @@ def serve(connection: Connection, system: str, memory: int) -> None:
                 answer = peer.VERSION, peer.DTYPE
             elif request == "load":
                 task = None
-                tasks.clear()  # the previous size's arrays
+                tasks.clear()  # frees the arrays of the previous size
                 tasks.update(peer.tasks(problems.make(*arguments)))
                 answer = list(tasks)
             elif request == "prepare":
@@ -70,7 +70,7 @@ def serve(connection: Connection, system: str, memory: int) -> None:
 
 
 def visit(task: Task, seconds: float) -> list[float]:
-    """Times of runs that follow one another for at least `seconds`."""
+    """Run the task repeatedly for at least `seconds` and return the time of each run."""
     times: list[float] = []
     while sum(times) < seconds:
         began = time.perf_counter()
@@ -80,7 +80,7 @@ def visit(task: Task, seconds: float) -> list[float]:
 
 
 class Worker:
-    """The parent's end of one system's process; started when first asked something, started again if it was lost."""
+    """Parent's handle of one system's process, which starts on the first request and restarts if it was lost."""
 
     def __init__(self, system: str, memory: int) -> None:
         self.system, self.memory = system, memory
@@ -90,6 +90,7 @@ class Worker:
         self.states = 0
 
     def ask(self, *request: Any, limit: float = 120.0) -> Any:
+        """Send a request and return its answer; raise TooSlow after `limit` seconds, Failed on an error."""
         if self.connection is None:
             context = get_context("spawn")
             self.connection, theirs = context.Pipe()
@@ -106,15 +107,15 @@ class Worker:
             self.process.join()
             code = self.process.exitcode
             self.stop()
-            # Allocators that find no memory abort; the kernel kills.
+            # Without memory, allocators abort and the kernel kills the process.
             raise Failed("out of memory" if code in (-6, -9, -11) else f"process ended with code {code}") from None
         if kind == "failed":
-            self.stop()  # threads of a computation that failed may still be at work
+            self.stop()  # threads of the failed computation may still be running
             raise Failed(answer)
         return answer
 
     def load(self, states: int) -> list[str]:
-        """The operations this system offers."""
+        """Load the problem of a size if needed, and return the operations that the system offers."""
         if self.connection is None or self.states != states:
             self.about = self.ask("import")
             self.offered: list[str] = self.ask("load", states)
@@ -122,6 +123,7 @@ class Worker:
         return self.offered
 
     def stop(self) -> None:
+        """Kill the process and close the pipe."""
         if self.process is not None:
             self.process.kill()
             self.process.join()
@@ -132,7 +134,7 @@ class Worker:
 
 
 def share_cores(threads: int) -> None:
-    """The same cores and as many threads for every system that will be started from here."""
+    """Give all systems started from this process the same CPU cores and number of threads, and no GPU."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     for library in ("OMP", "MKL", "OPENBLAS"):

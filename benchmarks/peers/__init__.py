@@ -1,7 +1,7 @@
-"""The systems measured, a module each.
+"""The systems measured, one module each.
 
-A module has `VERSION`, `DTYPE` and `tasks(problem)`: for each operation it offers, a function that prepares it (also
-compiles it, where there is something to compile) and returns a `Task`. Operations it does not offer are left out.
+A module has `VERSION`, `DTYPE` and `tasks(problem)`. For each operation that the system offers, `tasks` returns a
+function that prepares it (and compiles it, if applicable) and returns a `Task`.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,15 @@ import numpy as np
 
 
 class Task(NamedTuple):
-    run: Callable[[], Any]  # what is timed; ends when the result is there
-    result: Callable[[Any], np.ndarray] | None = None  # its answer, for benchmarks.problem.disagreement; not timed
+    """One operation of one system, ready to be timed."""
+
+    run: Callable[[], Any]  # timed; returns when the result is complete
+    result: Callable[[Any], np.ndarray] | None = None  # converts it for benchmarks.problem.disagreement; not timed
 
 
 Tasks = dict[str, Callable[[], Task]]
 
-# Module of each system, in the order of tables and legends.
+# Module of each system, in the order of the tables and legends.
 SYSTEMS = {
     "hmmlm": "ours",
     "bare products": "bare",

@@ -1,6 +1,6 @@
-"""Nothing but the matrix products that the computation cannot do without: the physical limit.
+"""Only the matrix products that the computation requires: a lower bound on its time.
 
-Forward: a chain of T − 1 products [B, Z] × [Z, Z]. Gradient and EM: that, the same backwards, and one product
+Forward: a chain of T − 1 products [B, Z] × [Z, Z]. Gradient and EM: the same forward and backward, and one product
 [Z, B (T − 1)] × [B (T − 1), Z] for the expected transition counts. Viterbi has no products.
 """
 
@@ -15,6 +15,7 @@ DTYPE = "float32"
 
 
 def tasks(problem: Problem) -> Tasks:
+    """Return the matrix products of each operation as tasks without a result."""
     transition = torch.from_numpy(problem.transition).float()
     (batch, steps), states = problem.tokens.shape, transition.shape[0]
     alpha, beta = torch.full((steps, batch, states), 1 / states), torch.ones(steps, batch, states)

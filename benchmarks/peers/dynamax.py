@@ -1,4 +1,4 @@
-"""dynamax's CategoricalHMM: compiled, and mapped over the sequences. Its "EM step" here is the E step alone."""
+"""dynamax's CategoricalHMM, compiled and mapped over the sequences; its "EM step" here is the E step alone."""
 
 from collections.abc import Callable
 from importlib.metadata import version
@@ -18,7 +18,7 @@ DTYPE = "float32"
 
 
 def compiled(function: Any, parameters: Any, tokens: Array, result: Callable[[Any], np.ndarray]) -> Task:
-    """`function(parameters, tokens)`, compiled beforehand."""
+    """Compile `function(parameters, tokens)` and return it as a task."""
     ready = jax.jit(function).lower(parameters, tokens).compile()
     return Task(lambda: jax.block_until_ready(ready(parameters, tokens)), result)
 
@@ -28,10 +28,12 @@ def normalised(counts: Array) -> np.ndarray:
 
 
 def tasks(problem: Problem) -> Tasks:
+    """Return the operations of CategoricalHMM as compiled tasks."""
     model = CategoricalHMM(problem.start.shape[0], 1, VOCABULARY)
     logs = tuple(jnp.log(jnp.asarray(p, jnp.float32)) for p in (problem.start, problem.transition, problem.emission))
     template, _ = model.initialize(
-        initial_probs=jnp.exp(logs[0]), transition_matrix=jnp.exp(logs[1]), emission_probs=jnp.exp(logs[2])[:, None])
+        initial_probs=jnp.exp(logs[0]), transition_matrix=jnp.exp(logs[1]), emission_probs=jnp.exp(logs[2])[:, None]
+    )
     tokens = jnp.asarray(problem.tokens, jnp.int32)[..., None]  # [B, T, 1]
 
     def log_likelihoods(params: Any, tokens: Array) -> Array:
@@ -50,7 +52,7 @@ def tasks(problem: Problem) -> Tasks:
 
     def e_step(params: Any, tokens: Array) -> Any:
         statistics, log_likelihood = jax.vmap(lambda sequence: model.e_step(params, sequence))(tokens)
-        # Its M step begins by adding these up; adding them here lets the compiler avoid a copy for each sequence.
+        # The M step would sum these first; summing here lets the compiler avoid one copy per sequence.
         return jax.tree.map(lambda values: values.sum(0), statistics), log_likelihood.sum()
 
     return {

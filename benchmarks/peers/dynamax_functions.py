@@ -1,7 +1,7 @@
-"""dynamax's inference functions, given emission scores looked up by token instead of by its CategoricalHMM.
+"""dynamax's inference functions, with emission scores looked up by token instead of computed by CategoricalHMM.
 
-CategoricalHMM evaluates a distribution over the whole vocabulary for each token and state; who knows that calls the
-functions beneath it, so this is the harder comparison. The "EM step" is again the E step alone.
+CategoricalHMM evaluates a distribution over the whole vocabulary for each token and state. Calling the underlying
+functions avoids that, so this is the harder comparison. The "EM step" is again the E step alone.
 """
 
 from typing import Any
@@ -32,6 +32,7 @@ def viterbi(logs: Logs, tokens: Array) -> Array:
 
 
 def e_step(logs: Logs, tokens: Array) -> tuple[Array, Array, Array, Array]:
+    """Compute expected counts of start, transition and emission, and the log-likelihood, summed over sequences."""
     start, transition = jnp.exp(logs[0]), jnp.exp(logs[1])
     post: Any = jax.vmap(lambda scores: hmm_two_filter_smoother(start, transition, scores))(logs[2].T[tokens])
     states = post.smoothed_probs.reshape(-1, post.smoothed_probs.shape[-1])
@@ -40,6 +41,7 @@ def e_step(logs: Logs, tokens: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def tasks(problem: Problem) -> Tasks:
+    """Return the operations as compiled tasks."""
     logs = tuple(jnp.log(jnp.asarray(p, jnp.float32)) for p in (problem.start, problem.transition, problem.emission))
     tokens = jnp.asarray(problem.tokens, jnp.int32)
 

@@ -1,4 +1,4 @@
-"""hmmlearn with its faster recursion, which is not its default; Viterbi does not depend on it."""
+"""hmmlearn with its faster recursion, which is not the default; Viterbi does not use it."""
 
 from benchmarks.peers import Tasks, hmmlearn
 from benchmarks.problem import Problem

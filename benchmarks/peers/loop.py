@@ -1,4 +1,4 @@
-"""What one writes first: the recursion in log space as a loop in torch, differentiated by autograd."""
+"""A plain implementation: the recursion in log space as a loop in torch, differentiated by autograd."""
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ DTYPE = "float32"
 
 
 def log_likelihood(start: Tensor, transition: Tensor, emission: Tensor, tokens: Tensor) -> Tensor:
+    """Compute log p(x) [B] from log-probabilities."""
     scores = emission.t()[tokens]
     joint = start + scores[:, 0]
     for t in range(1, tokens.shape[1]):
@@ -19,6 +20,7 @@ def log_likelihood(start: Tensor, transition: Tensor, emission: Tensor, tokens: 
 
 
 def viterbi(start: Tensor, transition: Tensor, emission: Tensor, tokens: Tensor) -> Tensor:
+    """Compute the best paths [B, T] from log-probabilities."""
     scores = emission.t()[tokens]
     best, pointers = start + scores[:, 0], []
     for t in range(1, tokens.shape[1]):
@@ -32,9 +34,11 @@ def viterbi(start: Tensor, transition: Tensor, emission: Tensor, tokens: Tensor)
 
 
 def tasks(problem: Problem) -> Tasks:
+    """Return the operations as tasks; EM normalizes the expected counts that autograd returns."""
     tokens = torch.from_numpy(problem.tokens)
     start, transition, emission = (
-        torch.from_numpy(p).log().float() for p in (problem.start, problem.transition, problem.emission))
+        torch.from_numpy(p).log().float() for p in (problem.start, problem.transition, problem.emission)
+    )
     leaves = start.clone().requires_grad_(), transition.clone().requires_grad_(), emission.clone().requires_grad_()
 
     def counts() -> tuple[Tensor, ...]:

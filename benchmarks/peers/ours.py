@@ -1,4 +1,4 @@
-"""hmmlm itself."""
+"""hmmlm."""
 
 import torch
 from torch import Tensor
@@ -6,13 +6,14 @@ from torch import Tensor
 import hmmlm
 from benchmarks.peers import Task, Tasks
 from benchmarks.problem import Problem
-from hmmlm.learning.baum_welch import maximise
+from hmmlm.learning.baum_welch import maximize
 
 VERSION = hmmlm.__version__
 DTYPE = "float32"
 
 
 def tasks(problem: Problem) -> Tasks:
+    """Return the operations of `hmmlm.HMM` as tasks."""
     tokens = torch.from_numpy(problem.tokens)
     logs = [torch.from_numpy(p).log().float() for p in (problem.start, problem.transition, problem.emission)]
     fixed = hmmlm.HMM(*logs)
@@ -27,8 +28,7 @@ def tasks(problem: Problem) -> Tasks:
         return leaves[1].grad
 
     def em() -> hmmlm.HMM:
-        counts = fixed.expected_counts(tokens)
-        return maximise(counts.start, counts.transition, counts.emission, fixed)
+        return maximize(fixed.expected_counts(tokens)._asdict(), fixed)
 
     return {
         "forward": lambda: Task(lambda: fixed.log_likelihood(tokens), lambda out: out.numpy()),

@@ -1,4 +1,4 @@
-"""pomegranate's DenseHMM over Categorical distributions. It keeps no gradients."""
+"""pomegranate's DenseHMM over Categorical distributions, which does not provide gradients."""
 
 from importlib.metadata import version
 
@@ -15,9 +15,11 @@ DTYPE = "float32"
 
 
 def tasks(problem: Problem) -> Tasks:
+    """Return the operations of DenseHMM as tasks."""
     start, transition, emission = (
-        torch.from_numpy(p).float() for p in (problem.start, problem.transition, problem.emission))
-    # Ending costs nothing (probability 1 in every state), as in the other systems.
+        torch.from_numpy(p).float() for p in (problem.start, problem.transition, problem.emission)
+    )
+    # Every state ends with probability 1, so that ending costs nothing, as in the other systems.
     model = DenseHMM([Categorical(row[None]) for row in emission], transition, start, torch.ones_like(start))
     tokens = torch.from_numpy(problem.tokens)[..., None]
 
@@ -27,7 +29,7 @@ def tasks(problem: Problem) -> Tasks:
         return model
 
     def new_transition(fitted: DenseHMM) -> np.ndarray:
-        moves = fitted.edges.exp().numpy()  # its rows leave room for the end
+        moves = fitted.edges.exp().numpy()  # rows sum to less than one: the rest is the end
         return moves / moves.sum(1, keepdims=True)
 
     return {
