@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from papers import chiu2020, chiu2020_trials, lee2025, lee2025_initialization, lee2025_networks, other
+from papers import chiu2020, chiu2020_trials, lee2025, lee2025_initialization, lee2025_networks, other, record
 from papers.study import Study
 
 STUDIES: dict[str, Study] = {
     value.name: value
-    for module in (chiu2020, chiu2020_trials, lee2025, lee2025_initialization, lee2025_networks, other)
+    for module in (chiu2020, chiu2020_trials, lee2025, lee2025_initialization, lee2025_networks, other, record)
     for value in vars(module).values()
     if isinstance(value, Study)
 }
