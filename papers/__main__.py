@@ -30,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         print(f"papers: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("papers: stopped; finished runs are recorded, and the same command trains the others", file=sys.stderr)
+        return 130
 
 
 def _main(argv: list[str]) -> int:
@@ -70,8 +73,20 @@ def _main(argv: list[str]) -> int:
         raise InputError(f"no study named {options.study!r}; {hint}")
     study = STUDIES[options.study]
     runs = select_runs(study, options.rows, options.seeds, _settings(options.set))
+    if study.device == "GPU" and not _has_gpu():
+        print(
+            f"{study.name} was recorded on a GPU, and this machine has none: runs may take hours or days. "
+            "--set train.max_tokens=N shortens them, and --out FOLDER keeps their records apart.",
+            file=sys.stderr,
+        )
     crashed = run_study(study, runs, options.out, options.work, options.jobs, options.again)
     return 1 if crashed else 0
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _settings(given: Sequence[str]) -> dict[str, str]:

@@ -12,8 +12,8 @@ from papers.study import Record, Study
 
 NOTE = """
 `corpus` and `tokenizer.model` are placeholders for your own text and tokenizer: --set data=FOLDER tokenizer.file=MODEL,
-or data=TOKENS for token files made by hmmlm data. Minutes and memory are the largest recorded; many runs were shorter
-than planned, and runs that shared a GPU have no times."""
+or data=TOKENS for token files made by hmmlm data. Minutes and memory are the largest recorded values. Many recorded
+runs were shorter than their recipe, and runs that shared a GPU have no recorded time."""
 
 
 def list_studies(studies: Mapping[str, Study], results: Path) -> Iterator[str]:

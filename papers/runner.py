@@ -13,12 +13,14 @@ import math
 import os
 import re
 import shlex
+import signal
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
-from multiprocessing import get_context
+from itertools import islice
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -60,28 +62,49 @@ def select_runs(study: Study, rows: str, seeds: Sequence[int], settings: Mapping
 def run_study(study: Study, runs: Sequence[StudyRun], out: Path, work: Path, jobs: int, again: bool) -> int:
     """Train the runs that have no record, `jobs` at a time, and add their records; return how many crashed.
 
-    With several jobs no speeds are recorded.
+    With several jobs no speeds are recorded. Ctrl-C or SIGTERM stops the runs in progress and raises
+    KeyboardInterrupt; records of finished runs are kept.
     """
     file = out / f"{study.name}.json"
     if not again:
         recorded = {identity(record) for record in read_records(file)}
         todo = [run for run in runs if _identity(run) not in recorded]
-        print(f"{len(todo)} runs; {len(runs) - len(todo)} have a record in {file} (--again repeats them)", flush=True)
+        print(f"{len(todo)} of {len(runs)} runs to train; the others have a record in {file}", flush=True)
         runs = todo
     crashed = 0
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(perform, run, work / study.name, jobs == 1): run for run in runs}
-        for future in as_completed(futures):
-            try:
-                record = future.result()
-            except Exception as error:  # one crashed run must not lose the others
-                print(f"FAILED {futures[future].row.name}: {error!r}", flush=True)
-                crashed += 1
-                continue
-            add_record(file, record)
-            shown = {name: record[name] for name in ("row", "seed", "stopped") if name in record}
-            print(json.dumps({**shown, **record["metrics"]}, ensure_ascii=False), flush=True)
+    for run, future in _perform_all(runs, work / study.name, jobs):
+        try:
+            record = future.result()
+        except Exception as error:  # one crashed run must not lose the others
+            print(f"FAILED {run.row.name}: {error!r}", flush=True)
+            crashed += 1
+            continue
+        add_record(file, record)
+        shown = {name: record[name] for name in ("row", "seed", "stopped") if name in record}
+        print(json.dumps({**shown, **record["metrics"]}, ensure_ascii=False), flush=True)
     return crashed
+
+
+def _perform_all(runs: Iterable[StudyRun], work: Path, jobs: int) -> Iterator[tuple[StudyRun, Future[dict[str, Any]]]]:
+    """Yield the runs as they end, `jobs` at a time."""
+    waiting, running = iter(runs), dict[Future[dict[str, Any]], StudyRun]()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        try:
+            while True:
+                # The pool is given no more than it can start, so that nothing is left in its queue after Ctrl-C.
+                for run in islice(waiting, jobs - len(running)):
+                    running[pool.submit(perform, run, work, jobs == 1)] = run
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(future), future
+        except KeyboardInterrupt:
+            for worker in active_children():
+                worker.terminate()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _identity(run: StudyRun) -> str:

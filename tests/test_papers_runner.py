@@ -125,8 +125,28 @@ def test_a_study_resumes(study: Callable[..., int], tmp_path: Path, capsys: pyte
 
     assert runs("--seeds", "2") == {2: True}
     assert list(runs("--jobs", "2").items()) == [(2, True), (1, False)]
-    assert "1 runs; 1 have a record" in capsys.readouterr().out
+    assert "1 of 2 runs to train; the others have a record" in capsys.readouterr().out
     assert list(runs("--again", "--seeds", "2", "--jobs", "2").items()) == [(1, False), (2, False)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_study_starts_no_further_run(
+    number: signal.Signals,
+    study: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    started: list[int] = []
+
+    def stopped(run: StudyRun, work: Path, alone: bool) -> dict[str, Any]:
+        started.append(run.seed)
+        os.kill(os.getpid(), number)
+        raise InputError("interrupted")
+
+    monkeypatch.setattr(runner, "perform", stopped)
+    assert study() == 130
+    assert started == [1]
+    assert "the same command trains the others" in capsys.readouterr().err
 
 
 def test_a_crashed_run_does_not_lose_the_others(

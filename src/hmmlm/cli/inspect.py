@@ -64,7 +64,9 @@ def run(argv: list[str]) -> int:
     if text is not None and arguments.contexts:
         tables.insert(0, contexts_table(lm, summary, arguments.states, text))
     console = Console()
-    console.print(f"{lm.hmm.states:,} states, {lm.hmm.vocab_size:,} tokens, {lm.hmm.dtype}".replace("torch.", ""))
+    console.print(
+        f"{lm.hmm.states:,} states, {lm.hmm.vocab_size:,} words in the vocabulary, {lm.hmm.dtype}".replace("torch.", "")
+    )
     console.print(states_table(lm, summary, arguments.states, share))
     for table in tables:
         console.print()

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, get_args
 
@@ -109,8 +109,7 @@ class _Options:
             default, members = getattr(defaults, section, field.default), member_types(field)
             for name in dict.fromkeys(name for member in members for name in member.model_fields):
                 owners = [member for member in members if name in member.model_fields]
-                value = getattr(default, name, owners[0].model_fields[name].default)
-                note = "required" if value is PydanticUndefined else f"default: {_text(value)}"
+                note = _default_note(name, owners, getattr(default, name, PydanticUndefined))
                 if len(owners) < len(members):
                     note = f"{', '.join(owner.model_fields['kind'].default for owner in owners)}; {note}"
                 self.notes[f"{section}.{name}"] = f"({note})"
@@ -132,6 +131,20 @@ class _Options:
         for name in self.repeatable & vars(parsed).keys():
             setattr(parsed, name, json.dumps(getattr(parsed, name)))
         return parsed
+
+
+def _default_note(name: str, owners: Sequence[type[BaseModel]], value: Any) -> str:
+    """Return the default of a field of the kinds that have it, given the one in use (undefined if there is none)."""
+    first = owners[0].model_fields[name].default
+    if value is PydanticUndefined:
+        value = first
+    if value is PydanticUndefined:
+        return "required"
+    others: dict[str, list[str]] = {}
+    for owner in owners:
+        if name != "kind" and owner.model_fields[name].default != first:
+            others.setdefault(_text(owner.model_fields[name].default), []).append(owner.model_fields["kind"].default)
+    return "; ".join([f"default: {_text(value)}", *(f"{', '.join(k)}: {text}" for text, k in others.items())])
 
 
 def _text(value: Any) -> str:

@@ -70,7 +70,7 @@ class BlockedConfig(ModelConfig):
     blocks: NonNegativeInt = 0
     """Brown clusters of words, each with states / blocks states; 0: every state may emit every word."""
     clusters: Path | None = None
-    """A `paths` file of the classic clustering tool; None: the training text is clustered."""
+    """A `paths` file as written by Liang's `brown-cluster`; None: the training text is clustered."""
     exchange_passes: NonNegativeInt = 0
     """Passes over all words that move each to the best cluster, after clustering."""
     dropout: Fraction = 0.0

@@ -81,11 +81,11 @@ def check_phrases(must: Sequence[Wanted], never: Sequence[str]) -> None:
 def _check(name: str, texts: object, several: bool = False) -> None:
     """Raise an InputError unless `texts` is a list of strings; with `several`, its items may be lists of strings."""
     if not isinstance(texts, (list, tuple)):
-        raise InputError(f"{name} must be a list of words or phrases, not {texts!r}")
+        raise InputError(f"{name}: give a list of words or phrases, not {texts!r}")
     for text in texts:
         if several and isinstance(text, (list, tuple)):
             _check(f"an item of {name}", text)
             if not text:
                 raise InputError(f"{name} has an empty list: remove it")
         elif not isinstance(text, str):
-            raise InputError(f"{name} must be a list of words or phrases, not {texts!r}")
+            raise InputError(f"{name}: give a list of words or phrases, not {texts!r}")
