@@ -16,7 +16,7 @@ from papers.publish import publish
 from papers.runner import run_study, select_runs
 
 
-class Parser(argparse.ArgumentParser):
+class StudyParser(argparse.ArgumentParser):
     """Errors of the command line in one line."""
 
     def error(self, message: str) -> NoReturn:
@@ -41,7 +41,7 @@ def _main(argv: list[str]) -> int:
             raise InputError("publish takes no options: it reads results/ and writes docs/reproduction and README.md")
         publish(Path.cwd(), STUDIES)
         return 0
-    parser = Parser(
+    parser = StudyParser(
         prog="python -m papers",
         description="Run the studies of the papers, list them, or publish their results "
         "(python -m papers publish writes docs/reproduction and the table of README.md).",

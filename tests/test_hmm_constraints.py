@@ -321,7 +321,7 @@ def test_sums_over_many_rare_words_are_exact() -> None:
         ("", {"never": ["cat <eos>"]}, "'cat <eos>' is not a word or phrase within a line"),
         ("", {"never": ["the\ncat"]}, "is not a word or phrase within a line"),
         ("", {"must": "cat"}, "must: give a list of words or phrases, not 'cat'"),
-        ("", {"must": None, "never": ["cat"]}, "must must be a list"),
+        ("", {"must": None, "never": ["cat"]}, "must: give a list"),
         ("", {"must": ["cat"], "max_new_tokens": 0}, "max_new_tokens must be at least 1"),
     ],
 )

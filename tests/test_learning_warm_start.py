@@ -14,8 +14,11 @@ import hmmlm
 from hmmlm.config.run import RunConfig
 from hmmlm.distillation.kmeans import Clusters
 from hmmlm.errors import InputError
+from hmmlm.hmm import HiddenMarkovModel
 from hmmlm.learning.fit import Fit
 from hmmlm.learning.train import train
+from hmmlm.models.base import Model
+from hmmlm.models.factored import LinearConfig
 from hmmlm.runs.checkpoint import read_state
 from hmmlm.runs.folders import saved_config
 
@@ -52,6 +55,28 @@ def test_an_informative_teacher_helps_at_equal_tokens(tmp_path: Path, teacher: F
     assert [r.get("objective") for r in losses] == ["joint"] * 2 + [None] * (len(losses) - 2)
     assert losses[1]["tokens"] == 1_024  # the first batch beyond 1000 tokens: no record is of both objectives
     assert Clusters.load(tmp_path / "taught" / "clusters.safetensors").points == 800
+
+
+class Inheriting(Model):
+    """A family that returns a blocked HMM and inherits everything else."""
+
+    def __init__(self, inner: Model) -> None:
+        super().__init__(inner.states, inner.vocab_size)
+        self.inner = inner
+
+    def forward(self) -> HiddenMarkovModel:
+        return self.inner()
+
+
+def test_a_blocked_family_that_inherits_scan_learns_from_labels(
+    tmp_path: Path, teacher: FakeTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"kind": "linear", "states": 8, "blocks": 2, "hidden": 8}
+    own = trained(tmp_path / "own", teacher, model, **LVD)
+    build = LinearConfig.build
+    monkeypatch.setattr(LinearConfig, "build", lambda *arguments: Inheriting(build(*arguments)))
+    inheriting = trained(tmp_path / "inheriting", teacher, model, **LVD)
+    assert inheriting.plateau.best == pytest.approx(own.plateau.best, rel=1e-3)
 
 
 def test_cached_labels_train_the_same_model(tmp_path: Path, teacher: FakeTeacher) -> None:

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.interpreter import INTERPRETING, implementations, needs_triton, run_in_interpreter, starts_interpreter
+from helpers.interpreter import (
+    implementations,
+    needs_triton,
+    outside_interpreter,
+    run_in_interpreter,
+    starts_interpreter,
+)
 from helpers.layers import EMISSION_CASES, assert_emission_agrees, emission_inputs, solve_emission
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,65 +50,76 @@ def test_emission_probabilities_of_a_state_sum_to_one(impl: str) -> None:
     torch.testing.assert_close(totals, torch.ones_like(totals), rtol=1e-5, atol=1e-5)
 
 
-if not INTERPRETING:
+@outside_interpreter
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 200), st.booleans(), st.integers(0, 10**6))
+def test_any_size(blocks: int, states: int, extra: int, with_bias: bool, seed: int) -> None:
+    assert_emission_agrees("tiled", *emission_inputs(blocks, states, extra, 6, with_bias, seed))
 
-    @settings(max_examples=25, deadline=None)
-    @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 200), st.booleans(), st.integers(0, 10**6))
-    def test_any_size(blocks: int, states: int, extra: int, with_bias: bool, seed: int) -> None:
-        assert_emission_agrees("tiled", *emission_inputs(blocks, states, extra, 6, with_bias, seed))
 
-    def test_narrow_products_round_the_operands_only() -> None:
-        """The result is exact for the rounded operands, hence normalized; gradients stay in float32."""
-        block_of_word, inputs = emission_inputs(3, 8, 100, 32, True, seed=5)
-        hidden, words, bias = (x.float().requires_grad_() for x in inputs)
-        tiles = make_tiles(block_of_word, 3)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = blocked_emission(hidden, words, bias, tiles)
-        rounded = [x.bfloat16().double() for x in (hidden, words)]
-        expected = blocked_emission(*rounded, bias.double(), tiles, impl="naive")
-        assert out.dtype == torch.float32
-        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-        assert not torch.allclose(blocked_emission(hidden, words, bias, tiles).double(), expected, rtol=1e-5, atol=1e-5)
-        totals = torch.zeros(3, 8).index_add_(0, block_of_word, out.exp())
-        torch.testing.assert_close(totals, torch.ones(3, 8), rtol=1e-5, atol=1e-5)
-        weight = torch.sin(torch.arange(out.numel(), dtype=torch.float32)).view(out.shape)
-        gradients = torch.autograd.grad(out, [hidden, words, bias], weight)
-        for got, want in zip(gradients, solve_emission("naive", block_of_word, inputs)[1:], strict=True):
-            assert got.dtype == torch.float32 and (got - want).norm() < 0.03 * want.norm()
+@outside_interpreter
+def test_narrow_products_round_the_operands_only() -> None:
+    """The result is exact for the rounded operands, hence normalized; gradients stay in float32."""
+    block_of_word, inputs = emission_inputs(3, 8, 100, 32, True, seed=5)
+    hidden, words, bias = (x.float().requires_grad_() for x in inputs)
+    tiles = make_tiles(block_of_word, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = blocked_emission(hidden, words, bias, tiles)
+    rounded = [x.bfloat16().double() for x in (hidden, words)]
+    expected = blocked_emission(*rounded, bias.double(), tiles, impl="naive")
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(blocked_emission(hidden, words, bias, tiles).double(), expected, rtol=1e-5, atol=1e-5)
+    totals = torch.zeros(3, 8).index_add_(0, block_of_word, out.exp())
+    torch.testing.assert_close(totals, torch.ones(3, 8), rtol=1e-5, atol=1e-5)
+    weight = torch.sin(torch.arange(out.numel(), dtype=torch.float32)).view(out.shape)
+    gradients = torch.autograd.grad(out, [hidden, words, bias], weight)
+    for got, want in zip(gradients, solve_emission("naive", block_of_word, inputs)[1:], strict=True):
+        assert got.dtype == torch.float32 and (got - want).norm() < 0.03 * want.norm()
 
-    def test_gradients_agree_with_finite_differences() -> None:
-        block_of_word, inputs = emission_inputs(2, 3, 70, 3, True, seed=6)
-        tiles = make_tiles(block_of_word, 2)
-        leaves = [x.requires_grad_() for x in inputs]
-        assert torch.autograd.gradcheck(lambda h, w, b: blocked_emission(h, w, b, tiles), leaves, fast_mode=True)
 
-    def test_a_block_without_words_is_named() -> None:
-        with pytest.raises(InputError, match="block 1 has no word"):
-            make_tiles(torch.tensor([0, 2, 2]), 3)
+@outside_interpreter
+def test_gradients_agree_with_finite_differences() -> None:
+    block_of_word, inputs = emission_inputs(2, 3, 70, 3, True, seed=6)
+    tiles = make_tiles(block_of_word, 2)
+    leaves = [x.requires_grad_() for x in inputs]
+    assert torch.autograd.gradcheck(lambda h, w, b: blocked_emission(h, w, b, tiles), leaves, fast_mode=True)
 
-    SHAPES = ((2, 3, 4), (5, 4), (5,))
 
-    def emission(shapes: tuple[tuple[int, ...], ...], **options: Any) -> None:
-        tiles = make_tiles(torch.tensor([0, 1, 1, 0, 1]), 2)
-        hidden, words, bias = (torch.ones(shape) for shape in shapes)
-        blocked_emission(hidden, words, bias, tiles, **options)
+@outside_interpreter
+def test_a_block_without_words_is_named() -> None:
+    with pytest.raises(InputError, match="block 1 has no word"):
+        make_tiles(torch.tensor([0, 2, 2]), 3)
 
-    @pytest.mark.parametrize(
-        ("shapes", "options", "message"),
-        [
-            (SHAPES, {"impl": "cuda"}, "blocked_emission: unknown impl 'cuda': use auto, naive, tiled or triton"),
-            (((3, 3, 4), (5, 4), (5,)), {}, r"hidden \[3, 3, 4\] and words \[5, 4\] must be \[2, k, h\] and \[5, h\]"),
-            (((2, 3, 4), (5, 4), (6,)), {}, r"bias \[6\] must be \[5\]"),
-        ],
-    )
-    def test_bad_input_is_named(shapes: tuple[tuple[int, ...], ...], options: dict[str, Any], message: str) -> None:
-        with pytest.raises(InputError, match=message):
-            emission(shapes, **options)
 
-    @needs_triton
-    def test_rows_too_wide_for_the_kernels_are_named() -> None:
-        with pytest.raises(InputError, match=r"do not support .*rows of more than 1024 bytes: use impl='tiled'"):
-            emission(((2, 3, 257), (5, 257), (5,)), impl="triton")
+SHAPES = ((2, 3, 4), (5, 4), (5,))
+
+
+def emission(shapes: tuple[tuple[int, ...], ...], **options: Any) -> None:
+    tiles = make_tiles(torch.tensor([0, 1, 1, 0, 1]), 2)
+    hidden, words, bias = (torch.ones(shape) for shape in shapes)
+    blocked_emission(hidden, words, bias, tiles, **options)
+
+
+@outside_interpreter
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        (SHAPES, {"impl": "cuda"}, "blocked_emission: unknown impl 'cuda': use auto, naive, tiled or triton"),
+        (((3, 3, 4), (5, 4), (5,)), {}, r"hidden \[3, 3, 4\] and words \[5, 4\] must be \[2, k, h\] and \[5, h\]"),
+        (((2, 3, 4), (5, 4), (6,)), {}, r"bias \[6\] must be \[5\]"),
+    ],
+)
+def test_bad_input_is_named(shapes: tuple[tuple[int, ...], ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        emission(shapes, **options)
+
+
+@outside_interpreter
+@needs_triton
+def test_rows_too_wide_for_the_kernels_are_named() -> None:
+    with pytest.raises(InputError, match=r"do not support .*rows of more than 1024 bytes: use impl='tiled'"):
+        emission(((2, 3, 257), (5, 257), (5,)), impl="triton")
 
 
 @starts_interpreter

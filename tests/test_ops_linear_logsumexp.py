@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.interpreter import INTERPRETING, implementations, needs_triton, run_in_interpreter, starts_interpreter
+from helpers.interpreter import (
+    INTERPRETING,
+    implementations,
+    in_interpreter,
+    needs_triton,
+    outside_interpreter,
+    run_in_interpreter,
+    starts_interpreter,
+)
 from helpers.layers import LINEAR_CASES, assert_linear_agrees, linear_inputs, solve_linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,107 +71,124 @@ def test_no_rows(impl: str) -> None:
 if INTERPRETING:
     from hmmlm.ops.linear_logsumexp import triton as kernels
 
-    @pytest.mark.parametrize(
-        ("processors", "n", "m", "h", "with_bias", "whole_and_splits"),
-        [
-            (132, 70, 700, 5, True, [(0, 11), (0, 22), (11, 1)]),  # few rows: split along the columns
-            (132, 500, 40, 5, True, [(8, 1), (8, 1), (0, 16)]),  # few columns: only the gradient of w is split
-            (4, 300, 600, 9, True, [(4, 4), (4, 4), (8, 2)]),  # more blocks than processors: only the last are split
-            (4, 300, 600, 16, False, [(4, 4), (4, 4), (8, 2)]),
-        ],
-    )
-    def test_triton_splits(
-        monkeypatch: pytest.MonkeyPatch,
-        processors: int,
-        n: int,
-        m: int,
-        h: int,
-        with_bias: bool,
-        whole_and_splits: list[tuple[int, int]],
-    ) -> None:
-        monkeypatch.setattr(kernels, "_processors", lambda _: processors)
-        tiles = ((n, m, 64, 64), (n, m, 64, 32), (m, n, 64, 32))  # forward, gradient of u, gradient of w
-        assert [kernels._schedule(*tile, torch.device("cpu"))[:2] for tile in tiles] == whole_and_splits
-        given = linear_inputs(n, m, h, with_bias, seed=n)
-        if with_bias:
-            given[2][: m // 2] = -torch.inf  # whole splits without a column
-        assert_linear_agrees("triton", given)
 
-    @pytest.mark.parametrize(
-        ("rows", "whole", "splits"), [(2048, 0, 8), (16384, 128, 1), (18432, 132, 11), (40960, 264, 2)]
-    )
-    def test_triton_schedules_fill_the_processors(rows: int, whole: int, splits: int) -> None:
-        assert kernels._schedule(rows, 16384, 128, 128, torch.device("cpu"))[:2] == (whole, splits)
-
-    def test_triton_partial_results_are_bounded() -> None:
-        for rows in range(1, 200 * 128, 1000):
-            schedule = kernels._schedule(rows, 10**6, 128, 64, torch.device("cpu"))
-            assert schedule.splits * schedule.split_rows <= 4 * 132 * 128
+@in_interpreter
+@pytest.mark.parametrize(
+    ("processors", "n", "m", "h", "with_bias", "whole_and_splits"),
+    [
+        (132, 70, 700, 5, True, [(0, 11), (0, 22), (11, 1)]),  # few rows: split along the columns
+        (132, 500, 40, 5, True, [(8, 1), (8, 1), (0, 16)]),  # few columns: only the gradient of w is split
+        (4, 300, 600, 9, True, [(4, 4), (4, 4), (8, 2)]),  # more blocks than processors: only the last are split
+        (4, 300, 600, 16, False, [(4, 4), (4, 4), (8, 2)]),
+    ],
+)
+def test_triton_splits(
+    monkeypatch: pytest.MonkeyPatch,
+    processors: int,
+    n: int,
+    m: int,
+    h: int,
+    with_bias: bool,
+    whole_and_splits: list[tuple[int, int]],
+) -> None:
+    monkeypatch.setattr(kernels, "_processors", lambda _: processors)
+    tiles = ((n, m, 64, 64), (n, m, 64, 32), (m, n, 64, 32))  # forward, gradient of u, gradient of w
+    assert [kernels._schedule(*tile, torch.device("cpu"))[:2] for tile in tiles] == whole_and_splits
+    given = linear_inputs(n, m, h, with_bias, seed=n)
+    if with_bias:
+        given[2][: m // 2] = -torch.inf  # whole splits without a column
+    assert_linear_agrees("triton", given)
 
 
-if not INTERPRETING:
+@in_interpreter
+@pytest.mark.parametrize(
+    ("rows", "whole", "splits"), [(2048, 0, 8), (16384, 128, 1), (18432, 132, 11), (40960, 264, 2)]
+)
+def test_triton_schedules_fill_the_processors(rows: int, whole: int, splits: int) -> None:
+    assert kernels._schedule(rows, 16384, 128, 128, torch.device("cpu"))[:2] == (whole, splits)
 
-    @settings(max_examples=25, deadline=None)
-    @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9), st.booleans(), st.integers(0, 999))
-    def test_any_size(n: int, m: int, h: int, with_bias: bool, seed: int) -> None:
-        assert_linear_agrees("chunked", linear_inputs(n, m, h, with_bias, seed))
 
-    def test_chunks_of_rows_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(chunked, "_CHUNK", 40)
-        assert_linear_agrees("chunked", linear_inputs(17, 20, 3, True, seed=2))
+@in_interpreter
+def test_triton_partial_results_are_bounded() -> None:
+    for rows in range(1, 200 * 128, 1000):
+        schedule = kernels._schedule(rows, 10**6, 128, 64, torch.device("cpu"))
+        assert schedule.splits * schedule.split_rows <= 4 * 132 * 128
 
-    def test_rows_of_a_normalized_transition_sum_to_one() -> None:
-        u, w = linear_inputs(30, 30, 4, False, seed=7)
-        rows = (u @ w.T - linear_logsumexp(u, w)[:, None]).exp().sum(1)
-        torch.testing.assert_close(rows, torch.ones(30, dtype=torch.float64))
 
-    def test_gradients_agree_with_finite_differences() -> None:
-        leaves = [x.requires_grad_() for x in linear_inputs(4, 5, 3, True, seed=8)]
-        assert torch.autograd.gradcheck(lambda u, w, b: linear_logsumexp(u, w, b, impl="chunked"), leaves)
+@outside_interpreter
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9), st.booleans(), st.integers(0, 999))
+def test_any_size(n: int, m: int, h: int, with_bias: bool, seed: int) -> None:
+    assert_linear_agrees("chunked", linear_inputs(n, m, h, with_bias, seed))
 
-    def test_narrow_products_round_the_operands_only() -> None:
-        """With bfloat16 products the value is exact for the rounded operands; gradients stay in float32."""
-        u, w = (x.float() for x in linear_inputs(40, 50, 32, False, seed=9))
-        rounded = [x.bfloat16().double() for x in (u, w)]
-        expected = linear_logsumexp(*rounded, impl="naive")
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            by_autocast = linear_logsumexp(u, w)
-        for value in (linear_logsumexp(u, w, product_dtype=torch.bfloat16), by_autocast):
-            assert value.dtype == torch.float32
-            torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-6)
-        assert not torch.allclose(linear_logsumexp(u, w).double(), expected, rtol=1e-6, atol=1e-6)
-        u.requires_grad_()
-        (gradient,) = torch.autograd.grad(linear_logsumexp(u, w, product_dtype=torch.bfloat16).sum(), [u])
-        exact = torch.softmax(rounded[0] @ rounded[1].T, 1) @ rounded[1]
-        assert (gradient - exact).norm() / exact.norm() < 5e-3
-        assert not torch.equal(gradient, gradient.bfloat16().float())
 
-    @pytest.mark.parametrize(
-        ("arguments", "options", "message"),
-        [
-            ((torch.ones(2, 3), torch.ones(4, 5)), {}, r"u \[2, 3\] and w \[4, 5\] must be \[N, h\] and \[M, h\]"),
-            ((torch.ones(2, 3), torch.ones(0, 3)), {}, "M > 0"),
-            ((torch.ones(2, 3), torch.ones(4, 3), torch.ones(2)), {}, r"bias \[2\] must be \[4\]"),
-            (
-                (torch.ones(2, 3), torch.ones(4, 3)),
-                {"impl": "cuda"},
-                "linear_logsumexp: unknown impl 'cuda': use auto, naive, chunked or triton",
-            ),
-            (
-                (torch.ones(2, 3), torch.ones(4, 3)),
-                {"product_dtype": torch.float16},
-                "float16 cannot represent probabilities: use bfloat16 or wider",
-            ),
-        ],
-    )
-    def test_bad_input_is_named(arguments: tuple[torch.Tensor, ...], options: dict[str, Any], message: str) -> None:
-        with pytest.raises(InputError, match=message):
-            linear_logsumexp(*arguments, **options)
+@outside_interpreter
+def test_chunks_of_rows_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "_CHUNK", 40)
+    assert_linear_agrees("chunked", linear_inputs(17, 20, 3, True, seed=2))
 
-    @needs_triton
-    def test_float64_is_not_for_the_kernels() -> None:
-        with pytest.raises(InputError, match="do not support float64: use impl='chunked'"):
-            linear_logsumexp(torch.ones(2, 3).double(), torch.ones(4, 3).double(), impl="triton")
+
+@outside_interpreter
+def test_rows_of_a_normalized_transition_sum_to_one() -> None:
+    u, w = linear_inputs(30, 30, 4, False, seed=7)
+    rows = (u @ w.T - linear_logsumexp(u, w)[:, None]).exp().sum(1)
+    torch.testing.assert_close(rows, torch.ones(30, dtype=torch.float64))
+
+
+@outside_interpreter
+def test_gradients_agree_with_finite_differences() -> None:
+    leaves = [x.requires_grad_() for x in linear_inputs(4, 5, 3, True, seed=8)]
+    assert torch.autograd.gradcheck(lambda u, w, b: linear_logsumexp(u, w, b, impl="chunked"), leaves)
+
+
+@outside_interpreter
+def test_narrow_products_round_the_operands_only() -> None:
+    """With bfloat16 products the value is exact for the rounded operands; gradients stay in float32."""
+    u, w = (x.float() for x in linear_inputs(40, 50, 32, False, seed=9))
+    rounded = [x.bfloat16().double() for x in (u, w)]
+    expected = linear_logsumexp(*rounded, impl="naive")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        by_autocast = linear_logsumexp(u, w)
+    for value in (linear_logsumexp(u, w, product_dtype=torch.bfloat16), by_autocast):
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(linear_logsumexp(u, w).double(), expected, rtol=1e-6, atol=1e-6)
+    u.requires_grad_()
+    (gradient,) = torch.autograd.grad(linear_logsumexp(u, w, product_dtype=torch.bfloat16).sum(), [u])
+    exact = torch.softmax(rounded[0] @ rounded[1].T, 1) @ rounded[1]
+    assert (gradient - exact).norm() / exact.norm() < 5e-3
+    assert not torch.equal(gradient, gradient.bfloat16().float())
+
+
+@outside_interpreter
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((torch.ones(2, 3), torch.ones(4, 5)), {}, r"u \[2, 3\] and w \[4, 5\] must be \[N, h\] and \[M, h\]"),
+        ((torch.ones(2, 3), torch.ones(0, 3)), {}, "M > 0"),
+        ((torch.ones(2, 3), torch.ones(4, 3), torch.ones(2)), {}, r"bias \[2\] must be \[4\]"),
+        (
+            (torch.ones(2, 3), torch.ones(4, 3)),
+            {"impl": "cuda"},
+            "linear_logsumexp: unknown impl 'cuda': use auto, naive, chunked or triton",
+        ),
+        (
+            (torch.ones(2, 3), torch.ones(4, 3)),
+            {"product_dtype": torch.float16},
+            "float16 cannot represent probabilities: use bfloat16 or wider",
+        ),
+    ],
+)
+def test_bad_input_is_named(arguments: tuple[torch.Tensor, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        linear_logsumexp(*arguments, **options)
+
+
+@outside_interpreter
+@needs_triton
+def test_float64_is_not_for_the_kernels() -> None:
+    with pytest.raises(InputError, match="do not support float64: use impl='chunked'"):
+        linear_logsumexp(torch.ones(2, 3).double(), torch.ones(4, 3).double(), impl="triton")
 
 
 @starts_interpreter

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.interpreter import INTERPRETING, needs_triton, run_in_interpreter, starts_interpreter
+from helpers.interpreter import (
+    in_interpreter,
+    needs_triton,
+    outside_interpreter,
+    run_in_interpreter,
+    starts_interpreter,
+)
 from helpers.layers import RESIDUAL_CASES, assert_residual_agrees, residual_inputs, solve_residual
 from torch import Tensor, nn
 
@@ -15,87 +21,105 @@ from hmmlm.errors import InputError
 from hmmlm.models.networks import Residual
 from hmmlm.ops.residual_norm import residual_norm
 
-if INTERPRETING:
 
-    @pytest.mark.parametrize(("n", "h"), RESIDUAL_CASES)
-    def test_triton_agrees_with_the_specification(n: int, h: int) -> None:
-        assert_residual_agrees("triton", residual_inputs(n, h, seed=h))
+@in_interpreter
+@pytest.mark.parametrize(("n", "h"), RESIDUAL_CASES)
+def test_triton_agrees_with_the_specification(n: int, h: int) -> None:
+    assert_residual_agrees("triton", residual_inputs(n, h, seed=h))
 
-    def test_triton_under_autocast_is_as_exact_as_the_composition() -> None:
-        """What is summed in float32 is more exact; the rest is set by ReLUs that rounding opens or shuts."""
-        given = residual_inputs(70, 48, seed=3)
-        exact = solve_residual("naive", given)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            mine, theirs = solve_residual("triton", given), solve_residual("naive", [x.float() for x in given])
-        for got, other, expected in zip(mine, theirs, exact, strict=True):
-            assert (got - expected).norm() < max(1.1 * (other - expected).norm(), 0.02 * expected.norm())
 
-    def test_triton_results_repeat_bit_by_bit() -> None:
-        given = residual_inputs(100, 12)
-        for first, second in zip(solve_residual("triton", given), solve_residual("triton", given), strict=True):
-            assert torch.equal(first, second)
+@in_interpreter
+def test_triton_under_autocast_is_as_exact_as_the_composition() -> None:
+    """What is summed in float32 is more exact; the rest is set by ReLUs that rounding opens or shuts."""
+    given = residual_inputs(70, 48, seed=3)
+    exact = solve_residual("naive", given)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mine, theirs = solve_residual("triton", given), solve_residual("naive", [x.float() for x in given])
+    for got, other, expected in zip(mine, theirs, exact, strict=True):
+        assert (got - expected).norm() < max(1.1 * (other - expected).norm(), 0.02 * expected.norm())
 
-    def test_triton_without_rows() -> None:
-        value, *gradients = solve_residual("triton", residual_inputs(0, 6))
-        assert value.shape == (0, 6) and all(bool((x == 0).all()) for x in gradients)
 
-    def test_triton_keeps_leading_dimensions() -> None:
-        given = residual_inputs(6, 4)
-        flat, folded = (solve_residual("triton", [e, *given[1:]]) for e in (given[0], given[0].view(2, 3, 4)))
-        assert folded[0].shape == (2, 3, 4)
-        for a, b in zip(flat, folded, strict=True):
-            assert torch.equal(a, b.view(a.shape))
+@in_interpreter
+def test_triton_results_repeat_bit_by_bit() -> None:
+    given = residual_inputs(100, 12)
+    for first, second in zip(solve_residual("triton", given), solve_residual("triton", given), strict=True):
+        assert torch.equal(first, second)
 
-    def test_triton_does_not_hide_nan() -> None:
-        given = residual_inputs(3, 4)
-        given[2][1] = torch.nan
-        assert solve_residual("triton", given)[0].isnan().all()
 
-else:
+@in_interpreter
+def test_triton_without_rows() -> None:
+    value, *gradients = solve_residual("triton", residual_inputs(0, 6))
+    assert value.shape == (0, 6) and all(bool((x == 0).all()) for x in gradients)
 
-    def test_the_specification_agrees_with_modules() -> None:
-        given = residual_inputs(7, 6)
-        first, second, norm = nn.Linear(6, 6).double(), nn.Linear(6, 6).double(), nn.LayerNorm(6).double()
-        parameters = (*first.parameters(), *second.parameters(), *norm.parameters())
-        with torch.no_grad():
-            for to, value in zip(parameters, given[1:], strict=True):
-                to.copy_(value)
-        inner = first(given[0]).relu()
-        torch.testing.assert_close(residual_norm(*given), norm(second(inner).relu() + inner))
 
-    def test_gradients_agree_with_finite_differences() -> None:
-        assert torch.autograd.gradcheck(residual_norm, [x.requires_grad_() for x in residual_inputs(4, 3, seed=1)])
+@in_interpreter
+def test_triton_keeps_leading_dimensions() -> None:
+    given = residual_inputs(6, 4)
+    flat, folded = (solve_residual("triton", [e, *given[1:]]) for e in (given[0], given[0].view(2, 3, 4)))
+    assert folded[0].shape == (2, 3, 4)
+    for a, b in zip(flat, folded, strict=True):
+        assert torch.equal(a, b.view(a.shape))
 
-    def test_dropout_is_for_training_only() -> None:
-        network, embedding = Residual(16, dropout=0.5), torch.randn(20, 16)
-        assert sum(parameter.numel() for parameter in network.parameters()) == 2 * (16 * 16 + 16) + 2 * 16
-        assert not torch.equal(network(embedding), network(embedding))
-        evaluated = network.eval()(embedding)
-        assert torch.equal(evaluated, network(embedding))
-        without = Residual(16)
-        without.load_state_dict(network.state_dict())
-        torch.testing.assert_close(evaluated, without(embedding))
 
-    @pytest.mark.parametrize(
-        ("change", "options", "message"),
-        [
-            ({}, {"impl": "cuda"}, "residual_norm: unknown impl 'cuda': use auto, naive or triton"),
-            ({}, {"impl": "triton"}, "do not support dtypes other than float32: use impl='naive'"),
-            ({}, {"impl": "triton", "dropout": 0.1}, "do not support dropout: use impl='naive'"),
-            ({2: torch.ones(5)}, {}, r"for rows of 4 .* not \[4, 4\], \[5\]"),
-        ],
-    )
-    def test_bad_input_is_named(change: dict[int, Tensor], options: dict[str, Any], message: str) -> None:
-        given = residual_inputs(3, 4)
-        for index, value in change.items():
-            given[index] = value
-        with pytest.raises(InputError, match=message):
-            residual_norm(*given, **options)
+@in_interpreter
+def test_triton_does_not_hide_nan() -> None:
+    given = residual_inputs(3, 4)
+    given[2][1] = torch.nan
+    assert solve_residual("triton", given)[0].isnan().all()
 
-    @needs_triton
-    def test_rows_too_wide_for_the_kernels_are_named() -> None:
-        with pytest.raises(InputError, match="do not support rows of more than 1024 elements: use impl='naive'"):
-            residual_norm(*(x.float() for x in residual_inputs(1, 1025)), impl="triton")
+
+@outside_interpreter
+def test_the_specification_agrees_with_modules() -> None:
+    given = residual_inputs(7, 6)
+    first, second, norm = nn.Linear(6, 6).double(), nn.Linear(6, 6).double(), nn.LayerNorm(6).double()
+    parameters = (*first.parameters(), *second.parameters(), *norm.parameters())
+    with torch.no_grad():
+        for to, value in zip(parameters, given[1:], strict=True):
+            to.copy_(value)
+    inner = first(given[0]).relu()
+    torch.testing.assert_close(residual_norm(*given), norm(second(inner).relu() + inner))
+
+
+@outside_interpreter
+def test_gradients_agree_with_finite_differences() -> None:
+    assert torch.autograd.gradcheck(residual_norm, [x.requires_grad_() for x in residual_inputs(4, 3, seed=1)])
+
+
+@outside_interpreter
+def test_dropout_is_for_training_only() -> None:
+    network, embedding = Residual(16, dropout=0.5), torch.randn(20, 16)
+    assert sum(parameter.numel() for parameter in network.parameters()) == 2 * (16 * 16 + 16) + 2 * 16
+    assert not torch.equal(network(embedding), network(embedding))
+    evaluated = network.eval()(embedding)
+    assert torch.equal(evaluated, network(embedding))
+    without = Residual(16)
+    without.load_state_dict(network.state_dict())
+    torch.testing.assert_close(evaluated, without(embedding))
+
+
+@outside_interpreter
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({}, {"impl": "cuda"}, "residual_norm: unknown impl 'cuda': use auto, naive or triton"),
+        ({}, {"impl": "triton"}, "do not support dtypes other than float32: use impl='naive'"),
+        ({}, {"impl": "triton", "dropout": 0.1}, "do not support dropout: use impl='naive'"),
+        ({2: torch.ones(5)}, {}, r"for rows of 4 .* not \[4, 4\], \[5\]"),
+    ],
+)
+def test_bad_input_is_named(change: dict[int, Tensor], options: dict[str, Any], message: str) -> None:
+    given = residual_inputs(3, 4)
+    for index, value in change.items():
+        given[index] = value
+    with pytest.raises(InputError, match=message):
+        residual_norm(*given, **options)
+
+
+@outside_interpreter
+@needs_triton
+def test_rows_too_wide_for_the_kernels_are_named() -> None:
+    with pytest.raises(InputError, match="do not support rows of more than 1024 elements: use impl='naive'"):
+        residual_norm(*(x.float() for x in residual_inputs(1, 1025)), impl="triton")
 
 
 @starts_interpreter

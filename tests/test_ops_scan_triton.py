@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import compiled
 from helpers.dense_scan import EXCLUDED_FUTURE, KERNEL_CASES, assert_agrees, make_problem, only_first, solve, sticky
-from helpers.interpreter import INTERPRETING, needs_triton, run_in_interpreter, starts_interpreter
+from helpers.interpreter import INTERPRETING, needs_triton, outside_interpreter, run_in_interpreter, starts_interpreter
 from helpers.oracle import random_hmm
 
 from hmmlm.errors import InputError
@@ -196,53 +196,56 @@ def test_gradients_stay_finite_where_nothing_explains_a_word() -> None:
     torch.testing.assert_close(result.log_likelihood[kept].double(), exact.log_likelihood[kept], rtol=1e-4, atol=1e-3)
 
 
-if not INTERPRETING:
+@outside_interpreter
+def test_a_sequence_that_is_not_suspect_is_not_doubtful() -> None:
+    """Where no column of the transition matrix varies by more than SURE_RATIO."""
+    generator, tested = torch.Generator().manual_seed(0), 0
+    for _ in range(20):
+        seed = int(torch.randint(999, (), generator=generator))
+        hmm = HMM(*(p.log().float() for p in random_hmm(5, 4, seed, 6)))
+        evidence = Evidence(torch.randint(4, (9, 30), generator=generator))
+        chain = scaled.make_chain(hmm.parameters, evidence, torch.float32)
+        result = scaled.forward(chain)
+        ratio = (hmm.log_transition.amax(0) - hmm.log_transition.amin(0)).amax()
+        if ratio < math.log(scaled.SURE_RATIO):
+            tested += 1
+            trusted = ~scaled.suspicious(result)
+            assert not (scaled.doubtful(hmm.parameters, chain, result) & trusted).any()
+    assert tested
 
-    def test_a_sequence_that_is_not_suspect_is_not_doubtful() -> None:
-        """Where no column of the transition matrix varies by more than SURE_RATIO."""
-        generator, tested = torch.Generator().manual_seed(0), 0
-        for _ in range(20):
-            seed = int(torch.randint(999, (), generator=generator))
-            hmm = HMM(*(p.log().float() for p in random_hmm(5, 4, seed, 6)))
-            evidence = Evidence(torch.randint(4, (9, 30), generator=generator))
-            chain = scaled.make_chain(hmm.parameters, evidence, torch.float32)
-            result = scaled.forward(chain)
-            ratio = (hmm.log_transition.amax(0) - hmm.log_transition.amin(0)).amax()
-            if ratio < math.log(scaled.SURE_RATIO):
-                tested += 1
-                trusted = ~scaled.suspicious(result)
-                assert not (scaled.doubtful(hmm.parameters, chain, result) & trusted).any()
-        assert tested
 
-    @needs_triton
-    def test_problems_that_the_kernels_do_not_support_are_named() -> None:
-        parameters, evidence = make_problem(4, 3, 2, 5)
-        narrow = Parameters(*(p.float() for p in parameters))
-        with pytest.raises(InputError, match=r"scan: .* do not support ragged lengths: use impl='scaled'"):
-            scan(narrow, Evidence(evidence.tokens, torch.tensor([5, 2])), "triton")
-        with pytest.raises(InputError, match=r"scan: .* do not support parameters in torch.float64: use impl='scaled'"):
-            scan(parameters, evidence, "triton")
-        with pytest.raises(InputError, match=r"scan: .* do not support windows of a single token"):
-            scan(narrow, Evidence(evidence.tokens[:, :1]), "triton")
+@outside_interpreter
+@needs_triton
+def test_problems_that_the_kernels_do_not_support_are_named() -> None:
+    parameters, evidence = make_problem(4, 3, 2, 5)
+    narrow = Parameters(*(p.float() for p in parameters))
+    with pytest.raises(InputError, match=r"scan: .* do not support ragged lengths: use impl='scaled'"):
+        scan(narrow, Evidence(evidence.tokens, torch.tensor([5, 2])), "triton")
+    with pytest.raises(InputError, match=r"scan: .* do not support parameters in torch.float64: use impl='scaled'"):
+        scan(parameters, evidence, "triton")
+    with pytest.raises(InputError, match=r"scan: .* do not support windows of a single token"):
+        scan(narrow, Evidence(evidence.tokens[:, :1]), "triton")
 
-    def test_the_benchmark_of_a_step_runs(tmp_path: Path) -> None:
-        script = Path(__file__).parents[1] / "benchmarks" / "dense_step.py"
-        out = tmp_path / "step.json"
-        sizes = ["--states", "6", "--batch", "3", "--length", "5", "--vocab", "12", "--steps", "1"]
-        options = ["--compare", "--profile", "--precision", "32-true", "--out", str(out)]
-        runpy.run_path(str(script))["main"]([*sizes, *options])
-        found = json.loads(out.read_text())
-        assert max(found["errors"].values()) < 1e-5
-        assert [(row["model"], row["impl"]) for row in found["rows"]] == [
-            (model, impl) for model in ("scalar", "linear", "em") for impl in ("auto", "scaled")
-        ]
-        profiles = out.with_suffix(".txt").read_text().split("\n\n")
-        for kind, text in zip(("scalar", "linear", "em"), profiles, strict=False):
-            heading, columns, *lines = text.splitlines()
-            spent = [float(line.split()[0]) for line in lines]
-            assert heading == f"{kind}, 6 states" and columns.split()[1] == "count"
-            assert len(spent) > 10 and spent == sorted(spent, reverse=True) and max(map(len, lines)) <= 89
-        assert all(row["tokens_per_second"] == pytest.approx(15 / row["ms"] * 1e3) for row in found["rows"])
+
+@outside_interpreter
+def test_the_benchmark_of_a_step_runs(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "dense_step.py"
+    out = tmp_path / "step.json"
+    sizes = ["--states", "6", "--batch", "3", "--length", "5", "--vocab", "12", "--steps", "1"]
+    options = ["--compare", "--profile", "--precision", "32-true", "--out", str(out)]
+    runpy.run_path(str(script))["main"]([*sizes, *options])
+    found = json.loads(out.read_text())
+    assert max(found["errors"].values()) < 1e-5
+    assert [(row["model"], row["impl"]) for row in found["rows"]] == [
+        (model, impl) for model in ("scalar", "linear", "em") for impl in ("auto", "scaled")
+    ]
+    profiles = out.with_suffix(".txt").read_text().split("\n\n")
+    for kind, text in zip(("scalar", "linear", "em"), profiles, strict=False):
+        heading, columns, *lines = text.splitlines()
+        spent = [float(line.split()[0]) for line in lines]
+        assert heading == f"{kind}, 6 states" and columns.split()[1] == "count"
+        assert len(spent) > 10 and spent == sorted(spent, reverse=True) and max(map(len, lines)) <= 89
+    assert all(row["tokens_per_second"] == pytest.approx(15 / row["ms"] * 1e3) for row in found["rows"])
 
 
 @starts_interpreter

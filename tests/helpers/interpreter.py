@@ -20,6 +20,10 @@ starts_interpreter = pytest.mark.skipif(
     INTERPRETING or find_spec("triton") is None, reason="triton is not installed, or this is its interpreter's process"
 )
 """For the test that calls `run_in_interpreter`."""
+in_interpreter = pytest.mark.skipif(not INTERPRETING, reason="run in the interpreter's process by run_in_interpreter")
+"""For tests of the kernels alone."""
+outside_interpreter = pytest.mark.skipif(INTERPRETING, reason="does not test the kernels")
+"""For tests of the portable implementation alone, in files that run in the interpreter too."""
 
 
 def implementations(portable: str) -> list[str]:

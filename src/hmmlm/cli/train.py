@@ -18,7 +18,7 @@ most used options:
   --resume FOLDER           resume a run (Ctrl-C saves and stops); may change how long it trains
   --recipe NAME             start from {", ".join(recipe_names())}
   --config FILE.toml        start from a recipe of your own
-  --model.kind KIND         scalar (default), linear, mlp, neural, …; all: hmmlm train --help model
+  --model.kind KIND         scalar (default), linear, mlp, neural, … (hmmlm train --help model)
   --model.states N          hidden states
   --model.blocks N          word clusters; each state emits the words of one cluster
   --tokenizer.kind KIND     word (default), bpe, file

@@ -46,16 +46,26 @@ def recipe_values(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{where}: not valid TOML: {error}") from None
+    identity = str(Path(name).resolve()) if name.endswith(".toml") else name
     base = values.pop("extends", None)
     if base is None:
         return values
-    base = str(Path(name).parent / base) if str(base).endswith(".toml") else str(base)
-    if base in (*above, name):
+    if not isinstance(base, str):
+        raise InputError(f"{where}: extends = {base!r}: give the name of a recipe or of a .toml file")
+    base = str((Path(name).parent / base).resolve()) if base.endswith(".toml") else base
+    if base in above or base == identity:
         raise InputError(f"{where}: extends {base!r}, which extends it in turn")
     from hmmlm.config.run import RunConfig  # see `load_recipe`
     from hmmlm.config.training import drop_other_kinds
 
-    return merge(drop_other_kinds(RunConfig, recipe_values(base, (*above, name)), values), values)
+    return merge(drop_other_kinds(RunConfig, _base_values(base, (*above, identity), where), values), values)
+
+
+def _base_values(base: str, above: tuple[str, ...], where: str) -> dict[str, Any]:
+    try:
+        return recipe_values(base, above)
+    except InputError as error:
+        raise InputError(f"{where}: extends {base!r}: {error}") from None
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

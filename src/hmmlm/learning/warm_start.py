@@ -12,7 +12,6 @@ from torch import Tensor
 from hmmlm.config.initialization import CountsConfig, LabelConfig, LvdConfig
 from hmmlm.config.run import RunConfig
 from hmmlm.data.batches import Batch, ChunkBatches
-from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.distillation.cache import (
     LabelStore,
@@ -32,7 +31,8 @@ from hmmlm.distillation.labels import (
 )
 from hmmlm.distillation.transfer import check_width, set_state_embeddings, set_word_vectors
 from hmmlm.errors import InputError
-from hmmlm.models.base import BlockedModel, Model
+from hmmlm.learning.prepare import reopen
+from hmmlm.models.base import Model
 from hmmlm.models.factored import Factored
 from hmmlm.runs.progress import Progress
 from hmmlm.teachers.checks import layer_index
@@ -98,12 +98,11 @@ class WarmStart:
         assert isinstance(config.initialization, LabelConfig)
         self.config, self.start, self.out = config, config.initialization, out
         self.tokenizer, self.model, self.progress, self.on_work = tokenizer, model, progress, on_work
-        self.train = TokenFile.open(out / "data" / "train", tokenizer.fingerprint())
+        data = reopen(out)
+        self.train, self.block_of_word = data.tokens["train"], data.block_of_word
         self.teacher = teacher or open_label_teacher(config)
         self.seed = config.train.seed if self.start.kmeans.seed is None else self.start.kmeans.seed
-        self.groups, self.block_of_word = 1, None
-        if isinstance(model, BlockedModel):
-            self.groups, self.block_of_word = model.blocks.num_blocks, model.blocks.block_of_word
+        self.groups = 1 if self.block_of_word is None else int(self.block_of_word.max()) + 1
 
     @property
     def rows(self) -> int:

@@ -33,7 +33,7 @@ class ModelConfig(Section, ABC):
 
     @property
     def blocks_needed(self) -> int:
-        """Number of word blocks that `build` expects; 0: none."""
+        """Number of word blocks; 0 unless a `BlockedConfig` has blocks."""
         return 0
 
     @property
@@ -59,13 +59,16 @@ class ModelConfig(Section, ABC):
         """Create the model on the CPU, with parameters that depend on the seed alone.
 
         Args:
-            block_of_word: [V] the block of each word, if `blocks_needed`.
+            block_of_word: [V] the block of each word, for a `BlockedConfig` with blocks.
             device: where the model will be trained.
         """
 
 
 class BlockedConfig(ModelConfig):
-    """A family whose states may be in blocks that emit the words of one Brown cluster each."""
+    """A family whose states may be in blocks that emit the words of one Brown cluster each.
+
+    With blocks, `build` returns a `BlockedModel`, or another model if it implements `dropout` itself.
+    """
 
     blocks: NonNegativeInt = 0
     """Brown clusters of words, each with states / blocks states; 0: every state may emit every word."""
@@ -126,7 +129,7 @@ class Model(nn.Module, ABC):
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> Scan:
         """Compute log p(x) [B] of a training batch and its carry; see `Primitives.scan`."""
-        return self.drop_underflowed(self().scan(tokens, lengths, carry, restart))
+        return self.drop_underflowed(self().scan(tokens, lengths, carry, restart_lost(restart, carry, tokens)))
 
     def drop_underflowed(self, result: Scan) -> Scan:
         """Set the log-likelihoods of suspect sequences, which have no gradient, to zero and count them in `skipped`."""
