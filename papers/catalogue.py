@@ -7,7 +7,7 @@ from papers.study import Study
 
 STUDIES: dict[str, Study] = {
     value.name: value
-    for module in (chiu2020, chiu2020_trials, lee2025, lee2025_initialization, lee2025_networks, other, record)
+    for module in (record, chiu2020, chiu2020_trials, lee2025, lee2025_initialization, lee2025_networks, other)
     for value in vars(module).values()
     if isinstance(value, Study)
 }

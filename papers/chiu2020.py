@@ -95,7 +95,6 @@ TABLE1 = Study(
             name="WikiText-2, KN 5-gram",
             paper={VALID: 248.7, TEST: 234.3},
             group="WikiText-2",
-            headline="Kneser-Ney 5-gram, WikiText-2",
         ),
     ),
     claims=(

@@ -11,6 +11,8 @@ from papers.study import Cell, Claim, Study
 
 Numbers = Mapping[str, Sequence[float | None]]
 """The numbers of every chain, None where there is none."""
+MOST_CHANGES = 6
+"""Changes that the cell of a claim lists; of more it shows the range."""
 
 
 def claims_table(studies: Iterable[Study], results: Results) -> list[list[str]]:
@@ -72,6 +74,9 @@ def _shown(claim: Claim, chains: Numbers, shape: str) -> str:
     known = {name: text for name, text in texts.items() if text}
     if claim.show == "values" and len(known) > 1 and len(set(known.values())) == 1:
         return next(iter(known.values()))
+    if claim.show == "change" and len(known) > MOST_CHANGES:
+        ordered = sorted(known.values(), key=lambda text: float(text.rstrip("%")))
+        return f"{ordered[0]} to {ordered[-1]} over {len(known)} comparisons"
     return "; ".join(f"{name}: {text}" if name else text for name, text in known.items())
 
 

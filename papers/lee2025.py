@@ -65,7 +65,7 @@ TUNED = Study(
     paper=LEE,
     columns=RATIO_COLUMNS,
     rows=(
-        _tuned(512, "scalar, tuned", "lee-scalar-tuned", is_baseline=True, headline="Scalar HMM, tuned"),
+        _tuned(512, "scalar, tuned", "lee-scalar-tuned", is_baseline=True),
         _tuned(512, "ablation A", "lee-table1-ablation-a"),
         _tuned(512, "ablation B", "lee-table1-ablation-b"),
         _tuned(512, "Chiu and Rush", "lee-table1-mlp"),
