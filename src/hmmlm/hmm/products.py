@@ -63,8 +63,9 @@ def filter_products(matrix: LogMatrix, log_first: Tensor, given: Observations) -
             log_scale = log_mass + tops
             before = log_mass[:-1].clone()  # what the sums of the next step are relative to
             before[::group] = 0.0
-            log_filtered = sums.log_().add_(given.at(log_factor)).sub_(log_scale[..., None])
-            log_filtered[0] = joint - log_scale[0, :, None]
+            total = log_scale.clamp_min(torch.finfo(log_scale.dtype).min)[..., None]  # −inf minus it is −inf, not NaN
+            log_filtered = sums.log_().add_(given.at(log_factor)).sub_(total)
+            log_filtered[0] = joint - total[0]
             log_scale[1:] -= before
             return log_filtered, log_scale
     return None
