@@ -32,6 +32,12 @@ def test_implementations_agree_with_enumeration(impl: Impl) -> None:
         torch.testing.assert_close(got, want)
 
 
+def test_kernels_without_a_gpu_are_named() -> None:
+    hmm = HMM.from_probs(START, TRANSITION, EMISSION, impl="triton")
+    with pytest.raises(hmmlm.InputError, match=r"scan: impl='triton' needs .*: use impl='scaled'"):
+        hmm.log_likelihood([[0, 1]])
+
+
 def test_an_unknown_implementation_is_named() -> None:
     hmm = HMM.from_probs(START, TRANSITION, EMISSION, impl="cuda")  # type: ignore[arg-type]
     with pytest.raises(hmmlm.InputError, match="scan: unknown impl 'cuda': use auto, naive, scaled or triton"):

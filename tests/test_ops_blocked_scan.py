@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.blocked_scan import KERNEL_CASES, Case, assert_agrees, make_case, solve, weights
+from helpers.dense_scan import sticky
 from helpers.interpreter import (
     implementations,
     needs_triton,
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, BlockedHMM
-from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan, scaled
+from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan, naive, scaled
 from hmmlm.ops.blocked_scan.problem import lay_out
 
 IMPLEMENTATIONS = implementations("scaled")
@@ -99,6 +100,62 @@ def test_later_words_may_reverse_the_evidence_of_earlier_ones(impl: str) -> None
         log_emission=torch.tensor([[0.0, -30.0], [-25.0, 0.0]], **double),
     )
     assert_agrees(Case(torch.tensor([[0, 0, 1, 1]]), factors), impl)
+
+
+@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "naive"])
+@pytest.mark.parametrize("impossible", [0, 2])
+def test_an_impossible_segment_leaves_no_gradient_of_the_others(impl: str, impossible: int) -> None:
+    case = make_case(2, 2, 2, 4, 1, 4, seed=1)
+    case.factors.log_emission[3] = -torch.inf
+    tokens, restart = torch.tensor([[0, 1, 0, 1]]), torch.tensor([[False, False, True, False]])
+    tokens[0, impossible] = 3
+    result = solve(case._replace(tokens=tokens, restart=restart), impl)
+    assert result.scan.log_likelihood.item() == -torch.inf
+    for gradient in result.gradients.values():
+        assert bool((gradient == 0).all())
+
+
+def two_regimes(log_leak: float, log_wrong: float) -> Factors:
+    """Return two states in one block that hardly ever change, each hardly ever emitting the other's word."""
+    parameters = sticky(log_leak, log_wrong)
+    return Factors(
+        block_of_word=torch.zeros(2, dtype=torch.long),
+        u=parameters.log_transition,
+        w=torch.eye(2, dtype=torch.float64),
+        log_normalizer=torch.zeros(2, dtype=torch.float64),
+        log_start=parameters.log_start,
+        log_emission=parameters.log_emission.t().contiguous(),
+    )
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("log_leak", [-10.0, -90.0, -400.0])
+def test_a_path_that_matters_only_later_is_not_lost(impl: str, log_leak: float) -> None:
+    """After four words, the state of the later words is below the range of float32; every single mass is above it."""
+    factors = two_regimes(log_leak, -25.0).to(torch.float32)
+    tokens = torch.tensor([[0] * 4 + [1] * 10, [0, 1] * 7, [0] * 14])
+    assert_agrees(Case(tokens, factors), impl, tolerance=3e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_what_is_not_suspect_is_accurate(impl: str) -> None:
+    """Inside a CUDA graph nothing is recomputed: there the bound alone has to find every sequence that lost mass."""
+    module = scaled
+    if impl == "triton":
+        from hmmlm.ops.blocked_scan import triton as module
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.cat([torch.randint(2, (4, 12), generator=generator), torch.tensor([[0] * 6 + [1] * 6])])
+    suspect = 0
+    for log_leak in (-5.0, -40.0, -60.0, -75.0, -90.0, -200.0):
+        for log_wrong in (-5.0, -15.0, -25.0, -40.0, -90.0):
+            factors = two_regimes(log_leak, log_wrong)
+            exact = naive.blocked_scan(factors, tokens, None, None, None).log_likelihood
+            problem = lay_out(factors.to(torch.float32), tokens, None, None, None, torch.float32)
+            result = module.forward(problem)
+            trusted = ~result.suspect
+            torch.testing.assert_close(result.log_likelihood[trusted].double(), exact[trusted], rtol=1e-5, atol=3e-5)
+            suspect += int(result.suspect.sum())
+    assert 0 < suspect < 75  # of 150: most models are too peaked for float32, but not all
 
 
 @outside_interpreter

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.compiled import check, loops_that_do_not_wait, record
+from helpers.compiled import check, loops_that_do_not_wait, ptx, record
 from helpers.interpreter import needs_triton
 
 H = 256
@@ -45,6 +45,11 @@ def test_blocked_scan(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
     launches = record(monkeypatch, kernels)
     kernels.backward(problem, forward, torch.ones(batch))
     check(launches, "tiles_kernel", "factor_kernel")
+    launches.clear()
+    kernels.forward(problem)
+    assert [kernel.__name__ for kernel, _, _ in launches] == ["tiles_kernel", "forward_kernel", "stray_kernel"]
+    for launch in launches[1:]:
+        assert "ld.global" in ptx(*launch)
 
 
 @needs_triton

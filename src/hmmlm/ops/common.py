@@ -4,6 +4,7 @@ Choice of implementation, log-space sums, precision of products, small probabili
 """
 
 import math
+import os
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -82,6 +83,10 @@ def choose_kernels(op: str, impl: str, reference: Tensor, portable: str, unsuppo
         raise InputError(f"{op}: the triton kernels do not support {unsupported}: use impl={portable!r}")
     if impl == "triton" and not find_spec("triton"):
         raise InputError(f"{op}: impl='triton' needs the package triton, which is not installed: use impl={portable!r}")
+    if impl == "triton" and not reference.is_cuda and "TRITON_INTERPRET" not in os.environ:
+        raise InputError(
+            f"{op}: impl='triton' needs tensors on a GPU, not on {reference.device}: use impl={portable!r}"
+        )
     return import_module(f"hmmlm.ops.{op}.{impl}")
 
 

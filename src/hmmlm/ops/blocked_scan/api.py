@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from hmmlm.errors import InputError
 from hmmlm.ops.blocked_scan import naive
 from hmmlm.ops.blocked_scan.problem import BlockedForward, CarriedRows, Factors, Problem, lay_out
-from hmmlm.ops.common import Carry, Impl, Scan, capturing, choose_kernels, wide
+from hmmlm.ops.common import Carry, Impl, Scan, capturing, choose_kernels
 from hmmlm.ops.common import product_dtype as resolve_dtype
 
 
@@ -36,9 +36,9 @@ def blocked_scan(
         restart: [B, T] bool; the word starts from log_start regardless of the preceding words, and the log-likelihood
             is the sum over the segments.
 
-    An impossible sequence has log-likelihood −inf and no gradient. A sequence whose mass underflows in scaled
-    arithmetic is recomputed in log space. During CUDA graph capture, where the device must not be synchronized, it is
-    returned as `suspect` instead, with −inf and no gradient.
+    An impossible sequence has log-likelihood −inf and no gradient. A sequence for which underflow in scaled arithmetic
+    may matter (see `Limits`) is recomputed in log space in float64. During CUDA graph capture, where the device must
+    not be synchronized, it is returned as `suspect` instead, with −inf and no gradient.
     """
     _check_shapes(factors, tokens, carried, restart)
     if not capturing(factors.u):
@@ -53,17 +53,17 @@ def blocked_scan(
     log_likelihood, final, suspect = _BlockedScan.apply(chosen, problem, *given)
     if capturing(factors.u) or not suspect.any():
         return Scan(log_likelihood, Carry(final), suspect)
-    again, exact = suspect.nonzero()[:, 0], wide(dtype)
+    again = suspect.nonzero()[:, 0]
     result = naive.blocked_scan(
-        factors.to(exact),
+        factors.to(torch.float64),
         tokens[again],
-        None if carried is None else carried.rows(again, exact),
+        None if carried is None else carried.rows(again, torch.float64),
         None if lengths is None else lengths[again],
         None if restart is None else restart[again],
     )
     return Scan(
-        log_likelihood.index_put((again,), result.log_likelihood),
-        Carry(final.index_put((again,), result.carry.probs)),
+        log_likelihood.index_put((again,), result.log_likelihood.to(log_likelihood.dtype)),
+        Carry(final.index_put((again,), result.carry.probs.to(final.dtype))),
         torch.zeros_like(suspect),
     )
 

@@ -125,6 +125,69 @@ def forward_kernel(
 
 
 @triton.jit
+def stray_kernel(
+    tiles,
+    word,
+    block,
+    source,
+    lengths,
+    log_start,
+    log_emission,
+    predicted,
+    stray,
+    suspect,
+    first,
+    end,
+    TIME,
+    FLOOR,
+    LOST,
+    TINY,
+    SURE,
+    TOLERATED,
+    ROWS: tl.constexpr,
+    KEPT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One program per sequence: bound the mass that `forward_kernel` may have lost (see `Limits`).
+
+    Step t reads stray[b, t % 2] and writes stray[b, (t + 1) % 2].
+    """
+    b = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < KEPT
+    dead = tl.load(suspect + b).to(tl.int32)
+    for t in range(first, tl.minimum(end, tl.load(lengths + b).to(tl.int32))):
+        at = b * TIME + t
+        scores = tl.load(log_emission + tl.load(word + at) * KEPT + column, mask=inside, other=-float("inf"))
+        reached = tl.full([WIDTH], 1.0, tl.float32)
+        strayed = tl.zeros([WIDTH], tl.float32)
+        if tl.load(source + at) == _START:
+            scores += tl.load(log_start + tl.load(block + at) * KEPT + column, mask=inside, other=-float("inf"))
+        else:
+            tile = tiles + (b * (end - first) + t - first) * ROWS * KEPT
+            sums = tl.zeros([CHUNK, WIDTH], tl.float32)
+            for top in tl.range(0, ROWS, CHUNK, num_stages=STAGES):
+                row = top + tl.arange(0, CHUNK)
+                s = tl.load(stray + (2 * b + t % 2) * ROWS + row, mask=row < ROWS, other=0.0)
+                mask = (row < ROWS)[:, None] & inside[None, :]
+                a = tl.load(tile + row[:, None] * KEPT + column[None, :], mask=mask, other=0.0)
+                sums += s[:, None] * a.to(tl.float32)
+            reached = tl.load(predicted + at * KEPT + column, mask=inside, other=0.0)
+            strayed = tl.sum(sums, 0) + tl.where(reached < SURE, 2 * FLOOR, 0.0)
+        shift = tl.max(scores, 0)
+        relative = tl.exp(scores - tl.where(shift == -float("inf"), 0.0, shift))
+        mass = tl.sum(relative * reached, 0)
+        strayed = tl.maximum((relative * strayed + 2 * TINY) / mass, LOST)
+        strayed = tl.where(inside, strayed, 0.0)
+        dead = tl.where(tl.sum(strayed, 0) <= TOLERATED, dead, 1)
+        tl.store(stray + (2 * b + (t + 1) % 2) * ROWS + column, strayed, mask=inside)
+        tl.debug_barrier()  # the next step reads what all threads wrote
+    tl.store(suspect + b, dead.to(tl.int8))
+
+
+@triton.jit
 def backward_kernel(
     tiles,
     source,

@@ -37,7 +37,9 @@ def blocked_scan(
                 reached = logsumexp(joint[:, None] + log_transition, 0)
             joint = reached + log_emission[word]
             tail = (u[states], log_normalizer[states])
-        log_likelihoods.append(total + logsumexp(joint, 0) if length else total)
+        total = total + logsumexp(joint, 0) if length else total
+        # One impossible segment makes the sequence impossible: the others then have no gradient either.
+        log_likelihoods.append(torch.where(total.detach() == NEG_INF, NEG_INF, total))
         finals.append(_normalize(joint.detach()) if length else u.new_zeros(kept))
     return Scan(torch.stack(log_likelihoods), Carry(torch.stack(finals)))
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hmmlm.ops.common import wide
+from hmmlm.ops.common import FLOOR, wide
 
 NOTHING, START = -2, -1  # sources of positions that are not steps: beyond the length, or a start
 
@@ -80,7 +80,7 @@ class BlockedForward(NamedTuple):
     log_likelihood: Tensor  # [B]
     filtered: Tensor  # [B, T + 1, R] entry t + 1 is p(z_t | x_0..t); entry 0 is the carry
     predicted: Tensor  # [B, T, kept] p(z_t | x_0..t−1) for steps; unspecified elsewhere
-    suspect: Tensor  # [B] bool
+    suspect: Tensor  # [B] bool; underflow may matter, see `Limits`
 
 
 class Gradients(NamedTuple):
@@ -94,13 +94,36 @@ class Gradients(NamedTuple):
     initial: Tensor  # [B, R]
 
 
-def floors(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the values below which a predicted probability becomes zero, and the mass of a step is suspect.
+class Limits(NamedTuple):
+    """Limits of scaled arithmetic in one dtype.
 
-    Together they bound the mass that a step loses by kept · 1e-7 of the mass it keeps. The reciprocal of the first
-    bounds the ratios of the backward pass.
+    Mass that underflows may matter later, when the states that kept theirs explain the words worse. The recursion
+    therefore also bounds `stray`, the mass that each state may be missing, relative to the mass kept:
+
+        stray_t(j) = max(lost, (e_j (Σ_i stray_t−1(i) A_ij + [predicted_j < sure] 2 floor) + 2 tiny) / mass_t),
+
+    with e_j the emission probability relative to the largest, and without the sum where the chain starts. The sum moves
+    earlier losses as the recursion moves mass; the other terms bound what the step itself sets to zero, which is
+    negligible where predicted_j ≥ sure. While stray sums to at most `tolerated` over the states, likelihoods, filtered
+    distributions and posteriors lack at most about that share. Otherwise the sequence is suspect.
     """
-    return (1e-34, 1e-27) if dtype == torch.float32 else (1e-290, 1e-270)
+
+    floor: (
+        float  # predicted probabilities below this become zero; the reciprocal bounds the ratios of the backward pass
+    )
+    suspicious: float  # mass of a step below which a sequence is suspect
+    lost: float  # filtered probabilities below this become zero
+    tiny: float  # smallest normal number
+    sure: float  # predicted probabilities from this on lose a negligible share to underflow
+    tolerated: float
+
+
+def limits(dtype: torch.dtype) -> Limits:
+    """Return the limits of a dtype."""
+    tiny = torch.finfo(dtype).tiny
+    if dtype == torch.float32:
+        return Limits(1e-34, 1e-27, FLOOR[dtype], tiny, 1e-26, 1e-6)
+    return Limits(1e-290, 1e-270, FLOOR[dtype], tiny, 1e-280, 1e-12)
 
 
 def lay_out(

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hmmlm.ops.blocked_scan.problem import START, BlockedForward, Gradients, Problem, floors
-from hmmlm.ops.common import FLOOR, exp, matmul
+from hmmlm.ops.blocked_scan.problem import START, BlockedForward, Gradients, Problem, limits
+from hmmlm.ops.common import FLOOR, NEG_INF, exp, matmul
 
 _TILE_BUDGET = 2**26  # elements of the transition tiles held at a time: 256 MB in float32
 _LIFT = {torch.float32: 2.0**120, torch.float64: 2.0**990}
@@ -39,9 +39,13 @@ class _Tiles(NamedTuple):
     def reach(self, k: int, vectors: Tensor) -> Tensor:
         """Multiply vectors [B, R] by the tiles at time first + k; return [B, kept]."""
         lift = _LIFT[vectors.dtype]
+        return self.product(k, lift * vectors).div_(lift)
+
+    def product(self, k: int, lifted: Tensor) -> Tensor:
+        """Multiply vectors that are not small; see `reach`."""
         if self.alike[k]:
-            return (lift * vectors @ self._one(k)).div_(lift)
-        return torch.bmm(lift * vectors[:, None], self._own(k))[:, 0].div_(lift)
+            return lifted @ self._one(k)
+        return torch.bmm(lifted[:, None], self._own(k))[:, 0]
 
     def look_back(self, k: int, vectors: Tensor) -> Tensor:
         """Multiply vectors [B, kept] by the transposed tiles at time first + k; return [B, R]."""
@@ -100,11 +104,13 @@ def forward(problem: Problem) -> BlockedForward:
     """Compute filtered distributions and log-likelihoods."""
     batch, time = problem.word.shape
     dtype, kept = problem.log_start.dtype, problem.w.shape[1]
-    (floor, suspicious), lost = floors(dtype), FLOOR[dtype]
+    limit, lift = limits(dtype), _LIFT[dtype]
     filtered = torch.zeros(batch, time + 1, problem.u.shape[1], dtype=dtype, device=problem.u.device)
     filtered[:, 0] = problem.initial
     predicted = torch.zeros(batch, time, kept, dtype=dtype, device=problem.u.device)
     log_likelihood = torch.zeros(batch, dtype=dtype, device=problem.u.device)
+    stray = torch.zeros_like(problem.initial)  # times `lift`: the mass that each state may be missing (see `Limits`)
+    missing = log_likelihood.new_zeros(time, batch)  # the sum of `stray` after each step
     alive = torch.ones(batch, dtype=torch.bool, device=problem.u.device)
     word, block = problem.word.clamp_min(0), problem.block.clamp_min(0)
     for tiles in _all_tiles(problem):
@@ -112,19 +118,30 @@ def forward(problem: Problem) -> BlockedForward:
             inside, starts = t < problem.lengths, (problem.source[:, t] == START)[:, None]
             emission = problem.log_emission[word[:, t]]
             reached = tiles.reach(t - tiles.first, filtered[:, t])
-            reached = reached.masked_fill(starts | (reached < floor), 0.0)
+            faint = reached < limit.sure
+            reached = reached.masked_fill(starts | (reached < limit.floor), 0.0)
             scores = torch.where(starts, problem.log_start[block[:, t]] + emission, emission)
             shift = scores.amax(1)
             shift = shift.masked_fill(shift == -torch.inf, 0.0)
-            weight = (scores - shift[:, None]).exp_() * torch.where(starts, 1.0, reached)
+            relative = (scores - shift[:, None]).exp_()
+            weight = relative * torch.where(starts, 1.0, reached)
             mass = weight.sum(1)
-            alive = alive & ((mass >= suspicious) | ~inside)
+            strayed = tiles.product(t - tiles.first, stray)
+            strayed = torch.where(faint, strayed + 2 * lift * limit.floor, strayed).masked_fill_(starts, 0.0)
+            strayed = (
+                strayed.mul_(relative).add_(2 * lift * limit.tiny).div_(mass[:, None]).clamp_min_(lift * limit.lost)
+            )
+            stray[:, :kept] = strayed
+            torch.sum(strayed, 1, out=missing[t])
+            alive = alive & ((mass >= limit.suspicious) | ~inside)
             going = inside & alive
             here = weight / mass[:, None]
-            filtered[:, t + 1, :kept] = here.masked_fill_(~going[:, None] | (here < lost), 0.0)
+            filtered[:, t + 1, :kept] = here.masked_fill_(~going[:, None] | (here < limit.lost), 0.0)
             predicted[:, t] = reached
             log_likelihood += torch.where(going, mass.log() + shift, 0.0)
-    return BlockedForward(log_likelihood.masked_fill(~alive, -torch.inf), filtered, predicted, ~alive)
+    beyond = torch.arange(time, device=missing.device)[:, None] >= problem.lengths
+    suspect = ~(alive & ((missing <= lift * limit.tolerated) | beyond).all(0))
+    return BlockedForward(log_likelihood.masked_fill(suspect, NEG_INF), filtered, predicted, suspect)
 
 
 def backward(problem: Problem, result: BlockedForward, grad: Tensor) -> Gradients:
