@@ -1,5 +1,7 @@
 """The blocked HMM against the equivalent dense one: whatever the pieces it is computed in; and its checks."""
 
+from typing import Any
+
 import pytest
 import torch
 from helpers.oracle import random_blocked_hmm
@@ -111,8 +113,23 @@ def test_a_model_is_rebuilt_from_its_tensors_and_moved() -> None:
 def test_bad_parameters_are_named() -> None:
     block_of_word, u, w, normalizer, start, emission = make().factors
     with pytest.raises(InputError, match=r"12 states do not divide into blocks of 5"):
-        BlockedHMM(block_of_word, u, w, normalizer, start, torch.zeros(V, 5))
+        BlockedHMM(block_of_word, u, w, normalizer, start, torch.zeros(V, 5, dtype=torch.float64))
     with pytest.raises(InputError, match=r"w must have shape \[12, 5\], not \[3, 5\]"):
         BlockedHMM(block_of_word, u, w[:3], normalizer, start, emission)
     with pytest.raises(InputError, match="between 0 and 2"):
         BlockedHMM(block_of_word + 1, u, w, normalizer, start, emission)
+    wrong: list[tuple[str, Any, str]] = [
+        ("u", u.tolist(), "u must be a float32 or float64 tensor, not list"),
+        ("w", w.half(), "w must be a float32 or float64 tensor, not float16"),
+        ("log_normalizer", normalizer.float(), "u, w, log_normalizer, log_start and log_emission must share one dtype"),
+        ("u", u[:, 0], r"u must have shape \[states, width\], not \[12\]"),
+        ("w", w[:, 0], r"w must have shape \[12, 5\], not \[12\]"),
+        ("log_start", start[None], r"log_start must have shape \[states\], not \[1, 12\]"),
+        ("log_emission", emission[:, 0], r"log_emission must have shape \[words, states per block\], not \[9\]"),
+        ("block_of_word", block_of_word.double(), "block_of_word must be an integer tensor"),
+        ("block_of_word", block_of_word.tolist(), "block_of_word must be an integer tensor"),
+        ("block_of_word", block_of_word[None], r"block_of_word must have shape \[9\], not \[1, 9\]"),
+    ]
+    for name, value, message in wrong:
+        with pytest.raises(InputError, match=message):
+            BlockedHMM(**make().factors._replace(**{name: value})._asdict())

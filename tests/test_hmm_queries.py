@@ -6,13 +6,14 @@ import math
 import pytest
 import torch
 from helpers.dense_scan import sticky
+from helpers.memory import LargestTensor
 from helpers.oracle import Enumeration, random_blocked_hmm, random_hmm, single_block
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, dense
+from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, blocked, dense, logmatrix
 from hmmlm.ops.scan import Evidence, Parameters, naive
 
 NEG_INF = -math.inf
@@ -363,6 +364,17 @@ def test_filter_keeps_the_prefix_before_an_impossible_token(kind: str) -> None:
     assert found.log_likelihood.item() == NEG_INF
 
 
+@pytest.mark.parametrize("tokens", [[[2]], [[0, 2]], [[0, 2, 0]]])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_filter_is_zero_from_a_word_that_no_state_emits(tokens: list[list[int]], dtype: torch.dtype) -> None:
+    hmm = HMM.from_probs([0.5, 0.5], [[0.9, 0.1], [0.2, 0.8]], [[0.6, 0.4, 0.0], [0.3, 0.7, 0.0]]).to(dtype)
+    result = hmm.filter(tokens)
+    at = tokens[0].index(2)
+    assert bool((result.probs[0, at:] == 0).all()) and bool((result.final == 0).all())
+    assert bool((result.probs[0, :at].sum(1) > 0.99).all())
+    assert float(result.log_likelihood) == NEG_INF
+
+
 @pytest.mark.parametrize("kind", ["dense", "blocked"])
 def test_gradients_of_impossible_sequences_with_missing_tokens_are_zero(kind: str) -> None:
     tensors = impossible_after(kind).tensors()
@@ -460,3 +472,36 @@ def test_products_of_probabilities_agree_with_log_space_in_every_cell(
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
     for got, want in zip(fast, results(), strict=True):
         torch.testing.assert_close(got, want, **close)
+
+
+# --- memory ---
+
+
+def test_infill_in_log_space_makes_nothing_of_size_z_by_z_per_position() -> None:
+    states, steps = 256, 80
+    generator = torch.Generator().manual_seed(0)
+
+    def rows(*shape: int) -> Tensor:
+        return (300 * torch.randn(*shape, generator=generator)).log_softmax(-1)
+
+    hmm = HMM(rows(states), rows(states, states), rows(states, 5))
+    tokens = hmm.sample(1, steps, generator)[0]
+    with LargestTensor() as largest:
+        hmm.infill(tokens)
+    assert largest.elements <= logmatrix._CELLS < steps * states**2
+
+
+@pytest.mark.parametrize("query", ["viterbi", "entropy", "infill"])
+def test_missing_tokens_of_a_blocked_hmm_make_no_matrix_per_sequence(
+    query: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, states = 16, 64
+    hmm = random_blocked_hmm(4, states // 4, 8, seed=0)
+    tokens = possible_tokens(hmm, batch, 4, 0, missing=0.5)
+    expected = getattr(hmm, query)(tokens)
+    monkeypatch.setattr(blocked, "_CELLS", 2**10)
+    monkeypatch.setattr(blocked, "_TABLE_CELLS", 0)
+    with LargestTensor() as largest:
+        found = getattr(hmm, query)(tokens)
+    torch.testing.assert_close(found, expected)
+    assert largest.elements <= batch * states * 4 < batch * states**2

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import ArrayLike
+from hmmlm.hmm.checks import ArrayLike, check_parameters
 from hmmlm.hmm.dense import HMM, log_group_sums
 from hmmlm.hmm.logmatrix import LogMatrix
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
@@ -51,12 +51,21 @@ class BlockedHMM(HiddenMarkovModel):
         log_emission: Tensor,
     ) -> None:
         self.factors = Factors(block_of_word, u, w, log_normalizer, log_start, log_emission)
+        named = self.factors._asdict()
+        del named["block_of_word"]
+        check_parameters(named)
+        if not isinstance(block_of_word, Tensor) or block_of_word.dtype not in (torch.int32, torch.int64):
+            raise InputError("block_of_word must be an integer tensor: the block of each word")
+        layouts = {"u": "states, width", "log_start": "states", "log_emission": "words, states per block"}
+        for name, layout in layouts.items():
+            if named[name].dim() != len(layout.split(", ")) or not named[name].numel():
+                raise InputError(f"{name} must have shape [{layout}], not {list(named[name].shape)}")
         states, k = log_start.shape[0], log_emission.shape[1]
         if states % k:
             raise InputError(f"{states} states do not divide into blocks of {k}, the width of log_emission")
         shapes = {
-            "u": (states, u.shape[-1]),
-            "w": (states, u.shape[-1]),
+            "u": (states, u.shape[1]),
+            "w": (states, u.shape[1]),
             "log_normalizer": (states,),
             "block_of_word": tuple(log_emission.shape[:1]),
         }
@@ -413,12 +422,25 @@ def last_tokens(tokens: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def _max_sum(values: Tensor, tiles: Tensor) -> Tensor:
-    return (values[:, :, None] + tiles).amax(1)
+    """Compute max_i values_i + tile_ij [b, K'] for values [b, K]; sums [b, K, K'] are taken in bounded pieces."""
+    return torch.cat([(piece[:, :, None] + tile).amax(1) for piece, tile in _row_pieces(values, tiles)])
+
+
+def _row_pieces(values: Tensor, tiles: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pieces of values [b, K] with their tiles: of one tile for all rows, pieces of _CELLS sums [·, K, K']."""
+    if tiles.dim() == 3:
+        yield values, tiles
+    else:
+        for piece in values.split(max(1, _CELLS // tiles.numel())):
+            yield piece, tiles
 
 
 def _conditional_entropy(values: Tensor, tiles: Tensor) -> Tensor:
     """Compute the entropy [b, K'] of the source given each state of the target."""
-    scores = values[:, :, None] + tiles
-    total = logsumexp(scores, 1)[:, None]
-    conditional = scores - torch.where(total == NEG_INF, 0.0, total)
-    return -torch.where(conditional == NEG_INF, 0.0, conditional.exp() * conditional).sum(1)
+    results = []
+    for piece, tile in _row_pieces(values, tiles):
+        scores = piece[:, :, None] + tile
+        total = logsumexp(scores, 1)[:, None]
+        conditional = scores - torch.where(total == NEG_INF, 0.0, total)
+        results.append(-torch.where(conditional == NEG_INF, 0.0, conditional.exp() * conditional).sum(1))
+    return torch.cat(results)

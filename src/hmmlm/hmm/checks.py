@@ -37,6 +37,17 @@ def as_log_probs(values: ArrayLike, name: str) -> tuple[Tensor, torch.dtype]:
     return probs.log(), dtype
 
 
+def check_parameters(named: dict[str, Tensor], hint: str = "") -> None:
+    """Raise an InputError unless all values are float32 tensors, or all float64 ones, on one device."""
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.float64):
+            what = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
+            raise InputError(f"{name} must be a float32 or float64 tensor, not {what}{hint}")
+    if len({(value.dtype, value.device) for value in named.values()}) > 1:
+        *names, last = named
+        raise InputError(f"{', '.join(names)} and {last} must share one dtype and device")
+
+
 def check_tokens(tokens: ArrayLike, vocab_size: int, device: torch.device) -> Tensor:
     """Return tokens [B, T] as int64 on `device`; each must be −1 (missing) or 0 … vocab_size − 1."""
     tokens = as_tensor(tokens, "tokens")

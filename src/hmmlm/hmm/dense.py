@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import ArrayLike, as_log_probs, check_distributions, check_lengths, check_tokens
+from hmmlm.hmm.checks import ArrayLike, as_log_probs, check_distributions, check_lengths, check_parameters, check_tokens
 from hmmlm.hmm.logmatrix import LogMatrix
 from hmmlm.hmm.products import Observations, filter_products, message_products
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
@@ -43,10 +43,7 @@ class HMM(HiddenMarkovModel):
 
     def __init__(self, log_start: Tensor, log_transition: Tensor, log_emission: Tensor, impl: Impl = "auto") -> None:
         named = {"log_start": log_start, "log_transition": log_transition, "log_emission": log_emission}
-        for name, value in named.items():
-            if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.float64):
-                what = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
-                raise InputError(f"{name} must be a float32 or float64 tensor, not {what}; HMM.from_probs takes arrays")
+        check_parameters(named, "; HMM.from_probs takes arrays")
         if log_start.dim() != 1 or log_start.shape[0] == 0:
             raise InputError(f"log_start must have shape [states], not {list(log_start.shape)}")
         states = log_start.shape[0]
@@ -54,8 +51,6 @@ class HMM(HiddenMarkovModel):
             raise InputError(f"log_transition must have shape [{states}, {states}], not {list(log_transition.shape)}")
         if log_emission.dim() != 2 or log_emission.shape[0] != states or log_emission.shape[1] == 0:
             raise InputError(f"log_emission must have shape [{states}, words], not {list(log_emission.shape)}")
-        if len({(value.dtype, value.device) for value in named.values()}) > 1:
-            raise InputError("log_start, log_transition and log_emission must share one dtype and device")
         self.log_start, self.log_transition, self.log_emission = log_start, log_transition, log_emission
         self.impl: Impl = impl
 
