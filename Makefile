@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint env benchmark clean
+.PHONY: demo test fuzz lint env benchmark clean
 
 # torch is installed first and by its exact version: that is the release with a CPU build, and later
 # requirements are then satisfied by it.
@@ -25,6 +25,12 @@ demo: $(VENV)/.installed
 # Two processes of one thread each: the models of tests are too small for several threads.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --cov --cov-report=term:skip-covered
+
+# Every query of random models against the enumeration of all paths: make fuzz SEED=1 COUNT=5000
+SEED ?= 1000
+COUNT ?= 2000
+fuzz: env
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m helpers.fuzz --seed $(SEED) --count $(COUNT)
 
 lint: env
 	$(BIN)/ruff check .

@@ -1,0 +1,209 @@
+"""Every query answered by listing all Z^T paths, in log space, in extended precision (numpy's long double).
+
+`oracle.py` has the same in float64 for tests with chosen tolerances; this one is the reference of the fuzz.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel
+from hmmlm.hmm.automaton import Automaton
+
+Array = np.ndarray
+LONG = np.longdouble
+NEG_INF = LONG(-np.inf)
+
+
+def log_sum(values: Array, axis: int | None = None) -> Array:
+    """Compute log Σ exp(values); −inf where every value is."""
+    peak = np.max(values, axis=axis, keepdims=True)
+    peak = np.where(peak == NEG_INF, LONG(0), peak)
+    with np.errstate(divide="ignore"):
+        total = np.log(np.exp(values - peak).sum(axis=axis, keepdims=True)) + peak
+    return total.squeeze(axis) if axis is not None else total.reshape(())
+
+
+def widen(values: Tensor) -> Array:
+    """Return a tensor in extended precision; values of float32 and float64 are represented exactly."""
+    return values.detach().to_dense().double().cpu().numpy().astype(LONG)
+
+
+class Truth(NamedTuple):
+    """The parameters of a model as log-probabilities in extended precision."""
+
+    start: Array  # [Z]
+    transition: Array  # [Z, Z]
+    emission: Array  # [Z, V]
+    magnitude: float  # largest number that a computation of these has to add up: bounds rounding errors
+
+    @classmethod
+    def of(cls, hmm: HiddenMarkovModel) -> "Truth":
+        if isinstance(hmm, HMM):
+            start, transition, emission = (widen(p) for p in hmm.parameters)
+            return cls(start, transition, emission, _largest(start, transition, emission))
+        assert isinstance(hmm, BlockedHMM)
+        factors, k = hmm.factors, hmm.states_per_block
+        u, w, normalizer, start, scores = (widen(p) for p in factors[1:])
+        emission = np.full((hmm.states, hmm.vocab_size), NEG_INF)
+        for word, block in enumerate(factors.block_of_word.tolist()):
+            emission[block * k : (block + 1) * k, word] = scores[word]
+        # Computed logits are rounded relative to their terms, not to their sum.
+        terms = float((abs(u) @ abs(w).T).max())
+        return cls(start, u @ w.T - normalizer[:, None], emission, _largest(start, normalizer, scores) + terms)
+
+    def all_paths(self, tokens: Sequence[int], **options: Array | None) -> "Paths":
+        return Paths(self, tokens, **options)
+
+
+def _largest(*values: Array) -> float:
+    finite = np.concatenate([np.abs(v[np.isfinite(v)]).ravel() for v in values])
+    return float(finite.max(initial=0))
+
+
+class Paths:
+    """All paths of one sequence, with log p(x, z) of each."""
+
+    def __init__(
+        self,
+        truth: Truth,
+        tokens: Sequence[int],
+        initial: Array | None = None,
+        restart: Sequence[bool] | None = None,
+        missing: Array | None = None,
+    ) -> None:
+        """`initial` [Z] precedes the first token; `restart` as in a scan; `missing` [Z] scores a missing token."""
+        self.truth, self.tokens, self.initial, self.missing = truth, list(tokens), initial, missing
+        states = len(truth.start)
+        self.paths = np.array(list(itertools.product(range(states), repeat=len(self.tokens))))  # [Z^T, T]
+        with np.errstate(divide="ignore"):
+            first = truth.start if initial is None else log_sum(np.log(initial)[:, None] + truth.transition, 0)
+        self.starts = [
+            restart[t] if restart is not None and restart[t] else t == 0 and initial is None for t in range(len(tokens))
+        ]
+        entered, emitted = [], []
+        for t, token in enumerate(self.tokens):
+            here = self.paths[:, t]
+            if self.starts[t]:
+                entered.append(truth.start[here])
+            else:
+                entered.append(truth.transition[self.paths[:, t - 1], here] if t else first[here])
+            emitted.append(self._score(token)[here])
+        self.emitted, self.total = np.array(emitted), np.array(entered).sum(0)
+        self.prefixes = [np.array(entered[: t + 1]).sum(0) + self.emitted[: t + 1].sum(0) for t in range(len(tokens))]
+        self.log_joint = self.prefixes[-1]
+
+    def _score(self, token: int) -> Array:
+        if token >= 0:
+            return self.truth.emission[:, token]
+        return np.zeros_like(self.truth.start) if self.missing is None else self.missing
+
+    def log_likelihood(self) -> Array:
+        return log_sum(self.log_joint)
+
+    def impossible_at(self) -> int | None:
+        """Return the position of the first token that has probability zero given those before it."""
+        return next((t for t, prefix in enumerate(self.prefixes) if log_sum(prefix) == NEG_INF), None)
+
+    def probabilities(self) -> Array:
+        """Return p(z | x) [Z^T]; all zero if x is impossible."""
+        total = self.log_likelihood()
+        return np.exp(self.log_joint - total) if total > NEG_INF else np.zeros_like(self.log_joint)
+
+    def _by_state(self, weights: Array, t: int) -> Array:
+        result = np.zeros(len(self.truth.start), dtype=LONG)
+        np.add.at(result, self.paths[:, t], weights)
+        return result
+
+    def posterior(self) -> Array:
+        """Return p(z_t | x) [T, Z]."""
+        weight = self.probabilities()
+        return np.array([self._by_state(weight, t) for t in range(len(self.tokens))])
+
+    def filtered(self) -> Array:
+        """Return p(z_t | x_1..t) [T, Z]; zero from the first impossible token on."""
+        rows = []
+        for t, prefix in enumerate(self.prefixes):
+            # every path of the prefix occurs once for each of its continuations, with the same weight
+            total = log_sum(prefix)
+            rows.append(self._by_state(np.exp(prefix - total) if total > NEG_INF else np.zeros_like(prefix), t))
+        return np.array(rows)
+
+    def counts(self) -> tuple[Array, Array, Array]:
+        """Return the expected counts of starts [Z], transitions [Z, Z] and emissions [Z, V]."""
+        weight = self.probabilities()
+        start, transition, emission = (np.zeros_like(p) for p in self.truth[:3])
+        for t, token in enumerate(self.tokens):
+            here = self.paths[:, t]
+            if self.starts[t]:
+                np.add.at(start, here, weight)
+            elif t:
+                np.add.at(transition, (self.paths[:, t - 1], here), weight)
+            elif self.initial is not None:
+                transition += self._before(self._by_state(weight, 0))
+            if token >= 0:
+                np.add.at(emission, (here, token), weight)
+        return start, transition, emission
+
+    def _before(self, posterior: Array) -> Array:
+        """Return p(z_0, z_1 | x) [Z, Z] of the state before the first token, given the posterior of the first."""
+        with np.errstate(divide="ignore"):
+            joint = np.log(self.initial)[:, None] + self.truth.transition
+        total = log_sum(joint, 0)
+        return np.where(joint == NEG_INF, 0, np.exp(joint - np.where(total == NEG_INF, 0, total))) * posterior
+
+    def entropy(self) -> Array:
+        """Return the entropy of p(z | x) in nats."""
+        weight = self.probabilities()
+        return -(weight * np.where(weight > 0, np.log(np.where(weight > 0, weight, 1)), 0)).sum()
+
+    def log_joint_of(self, path: Sequence[int]) -> Array:
+        """Return log p(x, z) of one path."""
+        return self.log_joint[(self.paths == np.array(path)).all(1)][0]
+
+    def predicted(self) -> Array:
+        """Return log p(state after the last token | x) [Z]."""
+        last = np.full(len(self.truth.start), NEG_INF)
+        for z in range(len(last)):
+            last[z] = log_sum(self.log_joint[self.paths[:, -1] == z])
+        return log_sum(last[:, None] + self.truth.transition, 0) - self.log_likelihood()
+
+    def next_token(self) -> Array:
+        """Return log p(next token | x) [V]."""
+        return log_sum(self.predicted()[:, None] + self.truth.emission, 0)
+
+    def infill(self) -> Array:
+        """Return log p(x_t = v | all other tokens) [T, V]."""
+        rows = []
+        for t in range(len(self.tokens)):
+            others = self.total + np.delete(self.emitted, t, 0).sum(0)
+            here = np.array([log_sum(others[self.paths[:, t] == z]) for z in range(len(self.truth.start))])
+            rows.append(log_sum(here[:, None] + self.truth.emission, 0) - log_sum(here))
+        return np.array(rows)
+
+
+def infill_blanks(truth: Truth, tokens: Sequence[int], excluded: int) -> Array | None:
+    """Return log p(blank = v | all observed tokens, no blank is `excluded`) [blanks, V]; None if impossible."""
+    others = np.delete(truth.emission, excluded, 1)
+    missing = log_sum(others, 1) if others.shape[1] else np.full_like(truth.start, NEG_INF)
+    paths = Paths(truth, tokens, missing=missing)
+    if paths.log_likelihood() == NEG_INF:
+        return None
+    scores = paths.infill()[[t for t, token in enumerate(tokens) if token < 0]]
+    scores[:, excluded] = NEG_INF
+    return scores - log_sum(scores, 1)[:, None] if len(scores) else scores
+
+
+def accepted(truth: Truth, automaton: Automaton, prefix: Sequence[int], length: int) -> Array:
+    """Return log p(next token = v, prefix and `length` more tokens are accepted | prefix) [V]."""
+    words = truth.emission.shape[1]
+    result = np.full(words, NEG_INF)
+    given = Paths(truth, prefix).log_likelihood() if prefix else LONG(0)
+    for more in itertools.product(range(words), repeat=length):
+        if automaton.accepts([*prefix, *more]):
+            score = Paths(truth, [*prefix, *more]).log_likelihood() - given
+            result[more[0]] = np.logaddexp(result[more[0]], score)
+    return result

@@ -1,0 +1,450 @@
+"""Random models, and every query of each against the enumeration of all paths in extended precision.
+
+`make fuzz SEED=1 COUNT=2000` runs a campaign; tests/test_fuzz.py runs a short one, tests/gpu one on a GPU.
+"""
+
+import argparse
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from helpers.extended import LONG, NEG_INF, Array, Paths, Truth, accepted, infill_blanks, log_sum, widen
+from hmmlm.errors import InputError
+from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, blocked, dense
+from hmmlm.hmm.automaton import Automaton
+from hmmlm.hmm.constraints import Guide
+from hmmlm.ops.blocked_scan import CarriedRows, blocked_scan
+from hmmlm.ops.common import Carry, Impl
+
+MOST_PATHS = 1300
+BASE = {torch.float32: 3e-5, torch.float64: 1e-10}  # error allowed to any answer
+SAMPLES = 2000
+
+
+class Batch(NamedTuple):
+    tokens: Tensor  # [B, T]
+    lengths: Tensor | None
+    initial: Tensor | None  # [B, Z]
+    restart: Tensor | None  # [B, T]
+
+    def row(self, b: int) -> list[int]:
+        """Return the tokens of a sequence."""
+        size = self.tokens.shape[1] if self.lengths is None else int(self.lengths[b])
+        return self.tokens[b, :size].tolist()
+
+    def rows(self, index: list[int]) -> "Batch":
+        return Batch(*(None if value is None else value[index] for value in self))
+
+
+class Fuzz:
+    """One random model with its batch; `run` counts right answers and lists wrong ones."""
+
+    def __init__(self, seed: int, device: str = "cpu") -> None:
+        self.seed, self.device, self.rng = seed, torch.device(device), np.random.default_rng(seed)
+        self.right: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.dtype = torch.float32 if self.rng.random() < 0.5 else torch.float64
+        self.regimes = self.rng.random() < 0.15
+        self.impl: Impl = str(self.rng.choice(["auto", "naive", "scaled"]))  # type: ignore[assignment]
+        self.hmm = (self._dense() if self.rng.random() < 0.5 else self._blocked()).to(self.device)
+        self.truth = Truth.of(self.hmm)
+        self.batch = self._batch()
+        steps = self.batch.tokens.shape[1] + 1
+        self.tolerance = BASE[self.dtype] + 8 * torch.finfo(self.dtype).eps * (1 + self.truth.magnitude) * steps
+
+    # --- random models and batches ---
+
+    def _log_rows(self, shape: tuple[int, ...], zeros: bool = True) -> Array:
+        """Return rows of log-probabilities: mild, peaked, or down to 1e-300, some of them exact zeros."""
+        rng = self.rng
+        style = rng.choice(["mild", "peaked", "extreme", "one"])
+        if self.regimes and len(shape) == 2:  # each state has its own word, and states hardly change
+            values = -rng.uniform(0.4, 1.0, size=shape) * rng.choice([45.0, 200.0])
+            np.fill_diagonal(values, 0.0)
+            return values.astype(LONG) - log_sum(values.astype(LONG), -1)[..., None]
+        if style in ("mild", "peaked"):
+            values = rng.normal(size=shape) * (1.0 if style == "mild" else 30.0)
+        else:
+            values = -rng.uniform(0, rng.choice([60.0, 200.0, 690.0]), size=shape)
+            if style == "one":
+                np.put_along_axis(values, rng.integers(shape[-1], size=(*shape[:-1], 1)), 0.0, -1)
+        if zeros and rng.random() < 0.6:
+            lost = rng.random(shape) < rng.choice([0.2, 0.6])
+            np.put_along_axis(lost, rng.integers(shape[-1], size=(*shape[:-1], 1)), False, -1)
+            values = np.where(lost, -np.inf, values)
+        values = values.astype(LONG)
+        return values - log_sum(values, -1)[..., None]
+
+    def _tensor(self, values: Array) -> Tensor:
+        return torch.from_numpy(values.astype(np.float64)).to(self.dtype)
+
+    def _dense(self) -> HMM:
+        states, words = (int(self.rng.choice([1, 2, 3, 4])) for _ in range(2))
+        rows = [self._log_rows(shape) for shape in ((states,), (states, states), (states, words))]
+        return HMM(*(self._tensor(row) for row in rows), impl=self.impl)
+
+    def _blocked(self) -> BlockedHMM:
+        rng = self.rng
+        blocks, kept = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (2, 3)][rng.integers(7)]
+        states, words = blocks * kept, int(blocks + rng.integers(3))
+        block_of_word = rng.permutation(np.concatenate([np.arange(blocks), rng.integers(blocks, size=words - blocks)]))
+        emission = np.full((words, kept), NEG_INF)
+        for block in range(blocks):
+            own = np.flatnonzero(block_of_word == block)
+            emission[own] = self._log_rows((kept, len(own))).T
+        if rng.random() < 0.5:  # any transition matrix
+            u, w = self._log_rows((states, states), zeros=False).astype(np.float64), np.eye(states)
+        else:
+            hidden = int(rng.integers(1, 4))
+            scale = rng.choice([1.0, 5.0, 15.0])
+            u, w = scale * rng.normal(size=(states, hidden)), scale * rng.normal(size=(states, hidden))
+        u, w = (self._tensor(x) for x in (u, w))
+        normalizer = self._tensor(log_sum(widen(u) @ widen(w).T, 1))
+        start, scores = self._tensor(self._log_rows((states,))), self._tensor(emission)
+        return BlockedHMM(torch.from_numpy(block_of_word), u, w, normalizer, start, scores)
+
+    def _batch(self) -> Batch:
+        rng, hmm = self.rng, self.hmm
+        longest = 8 if hmm.states == 1 else min(8, int(np.log(MOST_PATHS) / np.log(hmm.states)))
+        size, steps = int(rng.integers(1, 4)), longest if self.regimes else int(rng.integers(1, longest + 1))
+        tokens = hmm.sample(size, steps, self._generator())[0].cpu()
+        if rng.random() < 0.6:  # other tokens are surprising, or impossible
+            swapped = torch.from_numpy(rng.random((size, steps)) < rng.choice([0.2, 1.0]))
+            tokens = torch.where(swapped, torch.from_numpy(rng.integers(hmm.vocab_size, size=(size, steps))), tokens)
+        if self.regimes or rng.random() < 0.1:
+            tokens = tokens.sort(1, descending=bool(rng.random() < 0.5))[0]
+        if rng.random() < 0.4:
+            tokens = tokens.masked_fill(torch.from_numpy(rng.random((size, steps)) < 0.4), -1)
+        lengths = torch.from_numpy(rng.integers(1, steps + 1, size=size)) if rng.random() < 0.5 else None
+        initial = restart = None
+        if rng.random() < 0.5:
+            initial = self._tensor(np.exp(self._log_rows((size, hmm.states))))
+        if rng.random() < 0.5:
+            restart = torch.from_numpy(rng.random((size, steps)) < 0.3)
+        return Batch(*(None if x is None else x.to(self.device) for x in (tokens, lengths, initial, restart)))
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(self.seed)
+
+    # --- comparison ---
+
+    def check(self, name: str, good: bool, detail: str = "") -> None:
+        """Count one answer."""
+        if good:
+            self.right[name] += 1
+        else:
+            self.wrong.append(f"seed {self.seed}: {name} of {self.hmm}, {self.dtype}, impl {self.impl}: {detail}")
+
+    def agree(self, name: str, got: Tensor, want: Array, scale: float = 1.0) -> None:
+        """Count one answer: the same infinities, and otherwise errors within the tolerance times `scale`."""
+        found, want = widen(got), np.asarray(want, dtype=LONG)
+        good = found.shape == want.shape
+        if good:
+            infinite = np.isinf(want)
+            error = np.abs(np.where(infinite, 0, found) - np.where(infinite, 0, want))
+            good = bool((found[infinite] == want[infinite]).all()) and bool((error <= scale * self.tolerance).all())
+        self.check(name, good, f"{found.astype(float).tolist()} should be {want.astype(float).tolist()}")
+
+    def run(self) -> "Fuzz":
+        with small_pieces(self.rng.random() < 0.3):
+            self._likelihoods()
+            self._scans()
+            self._queries()
+            self._sequential()
+            self._guide()
+            if self.rng.random() < 0.1:
+                self._samples()
+        return self
+
+    # --- likelihoods and gradients ---
+
+    def _paths(self, batch: Batch, initial: bool = False, restart: bool = False) -> list[Paths]:
+        return [
+            Paths(
+                self.truth,
+                batch.row(b),
+                widen(batch.initial[b]) if initial and batch.initial is not None else None,
+                batch.restart[b].tolist() if restart and batch.restart is not None else None,
+            )
+            for b in range(len(batch.tokens))
+        ]
+
+    def _leaves(self) -> HiddenMarkovModel:
+        """Return the model with parameters that require gradients."""
+        values = [p.detach().clone() for p in self.hmm.tensors().values()]
+        leaves = [p.requires_grad_() if p.is_floating_point() else p for p in values]
+        return HMM(*leaves, impl=self.impl) if isinstance(self.hmm, HMM) else BlockedHMM(*leaves)
+
+    def _gradients(self, name: str, model: HiddenMarkovModel, log_likelihood: Tensor, paths: list[Paths]) -> None:
+        """Compare the gradient of a weighted sum of log-likelihoods with the expected counts."""
+        weight = torch.from_numpy(self.rng.normal(size=len(paths))).to(log_likelihood)
+        leaves = {key: value for key, value in model.tensors().items() if value.is_floating_point()}
+        inputs = list(leaves.values())
+        gradients = torch.autograd.grad(log_likelihood, inputs, weight, allow_unused=True, materialize_grads=True)
+        total = [np.zeros_like(p) for p in self.truth[:3]]
+        for w, own in zip(widen(weight), paths, strict=True):
+            total = [a + w * b for a, b in zip(total, own.counts(), strict=True)]
+        start, transition, emission = total
+        want = {"log_start": start, "log_transition": transition, "log_emission": emission}
+        scale = float(np.abs(widen(weight)).sum()) * max(1, self.batch.tokens.shape[1])
+        if isinstance(model, BlockedHMM):
+            u, w = widen(model.factors.u), widen(model.factors.w)
+            want |= {"u": transition @ w, "w": transition.T @ u, "log_normalizer": -transition.sum(1)}
+            k, block = model.states_per_block, model.factors.block_of_word.tolist()
+            rows = [emission[m * k : (m + 1) * k, v] for v, m in enumerate(block)]
+            want["log_emission"] = np.array(rows)
+            scale *= 1 + float(np.abs(u).max() + np.abs(w).max())
+        for (key, _), gradient in zip(leaves.items(), gradients, strict=True):
+            self.agree(f"{name}, gradient of {key}", gradient, want[key], scale)
+
+    def _likelihoods(self) -> None:
+        batch, paths = self.batch, self._paths(self.batch)
+        model = self._leaves()
+        log_likelihood = model.log_likelihood(batch.tokens, batch.lengths)
+        for b, own in enumerate(paths):
+            self.agree("log_likelihood", log_likelihood[b], own.log_likelihood())
+        self._gradients("log_likelihood", model, log_likelihood, paths)
+        counts = self.hmm.expected_counts(batch.tokens, batch.lengths)
+        total = [sum(column) for column in zip(*(own.counts() for own in paths), strict=True)]
+        for got, want in zip(counts, [*total, sum(own.log_likelihood() for own in paths)], strict=True):
+            self.agree("expected_counts", got, want, len(paths) * batch.tokens.shape[1])
+
+    def _scans(self) -> None:
+        """Scans continue from a carry, restart, and end anywhere; those of blocked models have no missing tokens."""
+        batch, hmm = self.batch, self.hmm
+        if isinstance(hmm, BlockedHMM):
+            random = torch.from_numpy(self.rng.integers(hmm.vocab_size, size=tuple(batch.tokens.shape)))
+            batch = batch._replace(tokens=torch.where(batch.tokens < 0, random.to(self.device), batch.tokens))
+        paths = self._paths(batch, initial=True, restart=True)
+        model, carry = self._leaves(), None if batch.initial is None else Carry(batch.initial)
+        result = model.scan(batch.tokens, batch.lengths, carry, batch.restart)
+        self._scan("scan", model, result.log_likelihood, result.carry, paths, batch)
+        if isinstance(hmm, BlockedHMM):
+            model = self._leaves()
+            assert isinstance(model, BlockedHMM)
+            carried = None
+            if batch.initial is not None:
+                carried = CarriedRows(batch.initial, model.factors.u[None], model.factors.log_normalizer[None])
+            given: dict[str, Any] = {"carried": carried, "lengths": batch.lengths, "restart": batch.restart}
+            again = blocked_scan(model.factors, batch.tokens, **given, impl="naive")
+            self._scan(
+                "naive scan", model, again.log_likelihood, Carry(again.carry.probs, result.carry.states), paths, batch
+            )
+
+    def _scan(
+        self,
+        name: str,
+        model: HiddenMarkovModel,
+        log_likelihood: Tensor,
+        carry: Carry,
+        paths: list[Paths],
+        batch: Batch,
+    ) -> None:
+        for b, own in enumerate(paths):
+            total = own.log_likelihood()
+            self.agree(name, log_likelihood[b], total)
+            if total == NEG_INF:
+                continue  # nothing continues from it
+            probs = carry.probs[b]
+            if carry.states is not None:
+                probs = torch.zeros(self.hmm.states, dtype=probs.dtype, device=self.device).scatter(
+                    0, carry.states[b], probs
+                )
+            self.agree(f"carry of {name}", probs, own.posterior()[-1])
+        self._gradients(name, model, log_likelihood, paths)
+
+    # --- queries ---
+
+    def _queries(self) -> None:
+        batch, hmm = self.batch, self.hmm
+        paths = self._paths(batch, initial=True)
+        model = self._leaves()
+        filtered = model.filter(batch.tokens, batch.lengths, batch.initial)
+        self._gradients("filter", model, filtered.log_likelihood, paths)
+        filtered = hmm.filter(batch.tokens, batch.lengths, batch.initial)
+        for b, own in enumerate(paths):
+            size = len(own.tokens)
+            self.agree("filter, log-likelihood", filtered.log_likelihood[b], own.log_likelihood())
+            self.agree("filter", filtered.probs[b, :size], own.filtered())
+            self.agree("filter, final", filtered.final[b], own.filtered()[-1])
+            self.check("filter, beyond the length", bool((filtered.probs[b, size:] == 0).all()))
+        paths = self._paths(batch)
+        possible = [b for b, own in enumerate(paths) if own.impossible_at() is None]
+        if len(possible) < len(paths):
+            self._errors(batch, paths)
+        if not possible:
+            return
+        batch, paths = batch.rows(possible), [paths[b] for b in possible]
+        given = batch.tokens, batch.lengths
+        posterior, infill, entropy, following = (
+            q(*given) for q in (hmm.posterior, hmm.infill, hmm.entropy, hmm.next_token)
+        )
+        states, best = hmm.viterbi(*given)
+        drawn = hmm.posterior_sample(*given, 2, self._generator())
+        for b, own in enumerate(paths):
+            size = len(own.tokens)
+            self.agree("posterior", posterior[b, :size], own.posterior())
+            self.agree("infill", infill[b, :size], own.infill(), 2)
+            self.agree("entropy", entropy[b], own.entropy(), size)
+            self.agree("next_token", following[b], own.next_token(), 2)
+            self.agree("viterbi, log-probability", best[b], own.log_joint.max())
+            self.agree("viterbi, path", best[b], own.log_joint_of(states[b, :size].tolist()), 2)
+            for beyond, fill in ((posterior, 0), (infill, NEG_INF), (states, -1), (drawn.movedim(0, 2), -1)):
+                self.check("beyond the length", bool((beyond[b, size:] == float(fill)).all()))
+            for path in drawn[:, b, :size].tolist():
+                self.check("posterior_sample, possible", bool(own.log_joint_of(path) > NEG_INF))
+
+    def _errors(self, batch: Batch, paths: list[Paths]) -> None:
+        """Queries of impossible sequences name the first one and its first impossible token."""
+        first = next(b for b, own in enumerate(paths) if own.impossible_at() is not None)
+        position = paths[first].impossible_at()
+        assert position is not None
+        want = rf"sequence {first} is impossible .* token {paths[first].tokens[position]} at position {position} "
+        hmm = self.hmm
+        for query in (hmm.posterior, hmm.infill, hmm.entropy, hmm.next_token, hmm.viterbi, hmm.posterior_sample):
+            message = error_of(lambda query=query: query(batch.tokens, batch.lengths))
+            self.check(f"error of {query.__name__}", bool(re.search(want, message)), f"{message!r} should be {want!r}")
+
+    def _sequential(self) -> None:
+        """One token at a time, blanks, and joint probabilities of tokens and states."""
+        hmm, rng = self.hmm, self.rng
+        tokens = self.batch.row(0)
+        log_state = hmm.begin()
+        for t, token in enumerate(tokens):
+            log_state = hmm.advance(log_state, token)
+            own = Paths(self.truth, tokens[: t + 1])
+            if own.impossible_at() is not None:
+                self.check("advance by an impossible token", bool((log_state == -torch.inf).all()), str(log_state))
+                break
+            self.agree("advance", log_state, own.predicted(), 2)
+            self.agree("emit", hmm.emit(log_state), own.next_token(), 2)
+            some = torch.from_numpy(rng.permutation(hmm.vocab_size)[:2]).to(self.device)
+            self.agree("emit of tokens", hmm.emit(log_state, some), own.next_token()[some.cpu().numpy()], 2)
+        excluded = int(rng.integers(hmm.vocab_size))
+        want = infill_blanks(self.truth, tokens, excluded)
+        if want is None:
+            message = error_of(lambda: hmm.infill_blanks([tokens], excluded))
+            self.check("error of infill_blanks", "probability zero" in message, message)
+        else:
+            self.agree("infill_blanks", hmm.infill_blanks([tokens], excluded), want, 2)
+        batch = self.batch
+        states = torch.from_numpy(rng.integers(hmm.states, size=tuple(batch.tokens.shape))).to(self.device)
+        if batch.lengths is not None:
+            states = states.masked_fill(torch.arange(states.shape[1], device=self.device) >= batch.lengths[:, None], -1)
+        joint = hmm.joint_scan(batch.tokens, states, batch.lengths, None, batch.restart).log_likelihood
+        for b, own in enumerate(self._paths(batch, restart=True)):
+            self.agree("joint_scan", joint[b], own.log_joint_of(states[b, : len(own.tokens)].tolist()))
+
+    def _guide(self) -> None:
+        """A random automaton over a few tokens."""
+        rng, hmm = self.rng, self.hmm
+        length = int(rng.integers(1, 4)) if hmm.states < 4 else int(rng.integers(1, 3))
+        count = int(rng.integers(1, 4))
+        table = torch.from_numpy(rng.integers(count, size=(count, hmm.vocab_size)))
+        automaton = Automaton(table, torch.from_numpy(rng.random(count) < 0.5))
+        prefix = [int(v) for v in hmm.sample(1, 2, self._generator())[0][0][: int(rng.integers(3))]]
+        guide = Guide(hmm, automaton, length)
+        position = guide.begin(prefix)
+        want, plain = accepted(self.truth, automaton, prefix, length), accepted(self.truth, anything(hmm), prefix, 1)
+        scale = 2.0 * (length + 2)
+        self.agree("guide, joint", guide.joint(position), want, scale)
+        self.agree(
+            "guide, chance",
+            torch.tensor(guide.chance(position), dtype=torch.float64),
+            np.minimum(log_sum(want), 0),
+            scale,
+        )
+        relative = np.where(plain > NEG_INF, want - np.where(plain > NEG_INF, plain, 0), NEG_INF)
+        self.agree("guide, chances", guide.chances(position), np.minimum(relative, 0), scale)
+        if log_sum(want) > NEG_INF:
+            self.agree("guide, next_token", guide.next_token(position), want - log_sum(want), scale)
+        else:
+            message = error_of(lambda: guide.next_token(position))
+            self.check("error of a guide", "no continuation" in message, message)
+
+    def _samples(self) -> None:
+        """Frequencies of samples: within six standard deviations of their probability."""
+        hmm = self.hmm
+        tokens, states = hmm.sample(SAMPLES, 2, self._generator())
+        start, transition, emission = self.truth[:3]
+        expected = np.exp(
+            start[:, None, None, None] + transition[:, :, None, None]
+            + emission[:, None, :, None] + emission[None, :, None, :]
+        )  # fmt: skip
+        self._frequencies("sample", [*states.cpu().numpy().T, *tokens.cpu().numpy().T], expected)
+        own = Paths(self.truth, self.batch.row(0))
+        if own.impossible_at() is None:
+            drawn = hmm.posterior_sample([own.tokens], None, SAMPLES, self._generator())[:, 0]
+            shape = (hmm.states,) * len(own.tokens)
+            self._frequencies("posterior_sample", list(drawn.cpu().numpy().T), own.probabilities().reshape(shape))
+
+    def _frequencies(self, name: str, index: Sequence[Array], expected: Array) -> None:
+        found = np.zeros(expected.shape)
+        np.add.at(found, tuple(index), 1)
+        mean = SAMPLES * expected.astype(float)
+        good = np.abs(found - mean) <= 6 * np.sqrt(mean) + 6 * (mean > 0)
+        self.check(name, bool(good.all()), f"{found[~good]} times instead of {mean[~good]}")
+
+
+def anything(hmm: HiddenMarkovModel) -> Automaton:
+    return Automaton(torch.zeros(1, hmm.vocab_size, dtype=torch.long), torch.ones(1, dtype=torch.bool))
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return the message of the InputError that a call raises; empty if it raises none."""
+    try:
+        call()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@contextmanager
+def small_pieces(small: bool) -> Iterator[None]:
+    """Let queries of small models take the paths of large ones: step by step, in pieces, without a table."""
+    sizes = [(dense, "_BULK_CELLS", 0), (dense, "_CELLS", 8), (dense, "_CACHE_CELLS", 8), (blocked, "_CELLS", 8)]
+    sizes += [(blocked, "_TABLE_CELLS", 0)]
+    before = [getattr(module, name) for module, name, _ in sizes]
+    for module, name, value in sizes if small else []:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(sizes, before, strict=True):
+            setattr(module, name, value)
+
+
+def campaign(seeds: Sequence[int], device: str = "cpu") -> tuple[Counter[str], list[str]]:
+    """Return the numbers of right answers by kind of answer, and the wrong ones."""
+    right, wrong = Counter[str](), list[str]()
+    for seed in seeds:
+        done = Fuzz(seed, device).run()
+        right += done.right
+        wrong += done.wrong
+        for line in done.wrong:
+            print(f"WRONG {line}", flush=True)
+    return right, wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the first model; the others follow")
+    parser.add_argument("--count", type=int, default=1000, help="number of models")
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    right, wrong = campaign(range(arguments.seed, arguments.seed + arguments.count), arguments.device)
+    for name, count in sorted(right.items()):
+        print(f"{count:8d} right: {name}")
+    print(f"{arguments.count} models, {right.total() + len(wrong)} answers, {len(wrong)} wrong")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Every query of random models against the enumeration of all paths in extended precision.
+
+`make fuzz SEED=1 COUNT=2000` runs more models than the few hundred here.
+"""
+
+import pytest
+from helpers.fuzz import Fuzz, campaign
+
+COUNT = 300
+
+
+@pytest.mark.parametrize("first", range(0, COUNT, 50))
+def test_answers_of_random_models_agree_with_enumeration(first: int) -> None:
+    right, wrong = campaign(range(first, first + 50))
+    assert not wrong, "\n".join(wrong)
+    assert right.total() > 2500
+
+
+def test_the_models_cover_both_kinds_both_dtypes_and_the_smallest_sizes() -> None:
+    models = [Fuzz(seed) for seed in range(COUNT)]
+    kinds = {(type(fuzz.hmm).__name__, fuzz.dtype, fuzz.impl) for fuzz in models}
+    assert len(kinds) == 12
+    assert {fuzz.hmm.states for fuzz in models} >= {1, 2, 3, 4, 6}
+    assert {fuzz.hmm.vocab_size for fuzz in models} >= {1, 2, 3, 4}
+    assert {fuzz.batch.tokens.shape[1] for fuzz in models} >= {1, 2, 8}
