@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from hmmlm.config.networks import BaselineConfig, TeacherConfig
 from hmmlm.config.recipe import load_recipe, recipe_names
@@ -14,8 +16,7 @@ from hmmlm.config.run import RunConfig
 from hmmlm.config.sections import FileTokenizerConfig
 from hmmlm.config.training import TrainingConfig, read_config
 from hmmlm.errors import InputError
-from hmmlm.models.neural import NeuralConfig
-from hmmlm.models.scalar import ScalarConfig
+from hmmlm.models.config import NeuralConfig, ScalarConfig
 
 
 @pytest.mark.parametrize(
@@ -182,3 +183,18 @@ def test_recipe_errors(tmp_path: Path) -> None:
     broken.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match=r"broken\.toml cannot be read"):
         load_recipe(broken)
+
+
+@pytest.mark.parametrize("kind", [RunConfig, TeacherConfig, BaselineConfig])
+def test_every_number_has_an_upper_bound(kind: type[BaseModel]) -> None:
+    def unbounded(node: Any, path: str) -> Iterator[str]:
+        if isinstance(node, dict):
+            if node.get("type") in ("integer", "number") and not {"maximum", "exclusiveMaximum"} & node.keys():
+                yield path
+            for key, value in node.items():
+                yield from unbounded(value, f"{path}/{key}")
+        elif isinstance(node, list):
+            for i, value in enumerate(node):
+                yield from unbounded(value, f"{path}/{i}")
+
+    assert list(unbounded(kind.model_json_schema(), "")) == []

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from hmmlm.models.factored import Factored, LinearConfig, MlpConfig, TransformerConfig
+from hmmlm.models.config import LinearConfig, MlpConfig, TransformerConfig
+from hmmlm.models.factored import Factored
 
 CONFIGS = {"linear": LinearConfig, "mlp": MlpConfig, "transformer": TransformerConfig}
 

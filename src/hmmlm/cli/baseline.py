@@ -36,11 +36,13 @@ def run(argv: list[str]) -> int:
     from hmmlm.cli.parse import parse
     from hmmlm.cli.training import BaselineArguments, config_of, run_training
     from hmmlm.config.networks import BaselineConfig
+
+    arguments = parse(BaselineArguments, argv, "baseline", OVERVIEW, defaults=BaselineConfig())
+
     from hmmlm.data.files import read_json
     from hmmlm.learning.train import PERPLEXITY, train_baseline
     from hmmlm.runs.progress import perplexity_text
 
-    arguments = parse(BaselineArguments, argv, "baseline", OVERVIEW, defaults=BaselineConfig())
     config = config_of(BaselineConfig, arguments)
     name = Path(arguments.data).stem
     result = run_training("baseline", "baselines", config, arguments, name, train_baseline)

@@ -38,10 +38,12 @@ def run(argv: list[str]) -> int:
     from hmmlm.cli.parse import parse
     from hmmlm.cli.training import TeacherArguments, config_of, run_training
     from hmmlm.config.networks import TeacherConfig
+
+    arguments = parse(TeacherArguments, argv, "teacher", OVERVIEW, defaults=TeacherConfig())
+
     from hmmlm.learning.train import train_teacher
     from hmmlm.runs.progress import perplexity_text
 
-    arguments = parse(TeacherArguments, argv, "teacher", OVERVIEW, defaults=TeacherConfig())
     if arguments.convert is not None:
         return _convert(arguments.convert, arguments.out)
     config = config_of(TeacherConfig, arguments)

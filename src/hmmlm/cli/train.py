@@ -47,12 +47,15 @@ def run(argv: list[str]) -> int:
     from hmmlm.cli.parse import parse
     from hmmlm.cli.training import TrainArguments, config_of, run_training
     from hmmlm.config.run import RunConfig
+
+    arguments = parse(TrainArguments, argv, "train", OVERVIEW, SHORTCUTS, RunConfig())
+
+    # After parsing: mistakes in options are reported without importing torch.
     from hmmlm.learning.train import train
     from hmmlm.report.page import write_report
     from hmmlm.report.results import evaluate_run
     from hmmlm.runs.progress import perplexity_text
 
-    arguments = parse(TrainArguments, argv, "train", OVERVIEW, SHORTCUTS, RunConfig())
     name = arguments.recipe or Path(arguments.config or arguments.data).stem
     result = run_training("train", "runs", config_of(RunConfig, arguments), arguments, name, train)
     if not result.finished:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -17,8 +17,10 @@ from hmmlm.config.recipe import recipe_source, recipe_values
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import TrainingConfig, drop_other_kinds
 from hmmlm.errors import InputError
-from hmmlm.learning.train import TrainResult
 from hmmlm.runs.folders import new_folder, saved_config
+
+if TYPE_CHECKING:
+    from hmmlm.learning.train import TrainResult
 
 
 class StartingPoint(PydanticBaseSettingsSource):

@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from hmmlm.section import Section
+from hmmlm.section import MAX_TOKENS, Pseudocount, Section, Seed, TokenCount
 
 
 class KMeansConfig(Section):
     """Clusters of the teacher's embeddings, one per state."""
 
-    tokens: PositiveInt = 1_000_000
+    tokens: TokenCount = 1_000_000
     """Tokens of the training text, drawn at random by chunks, whose embeddings are clustered."""
-    passes: PositiveInt = 10
+    passes: Annotated[int, Field(gt=0, le=1_000)] = 10
     """Maximum number of passes over the embeddings; they end when centroids hardly move."""
-    memory_gb: NonNegativeFloat = 16.0
+    memory_gb: Annotated[float, Field(ge=0, le=1e6)] = 16.0
     """Embeddings kept between passes, on the teacher's device; the teacher recomputes the others in every pass."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Seed of the chunks and the first centroids; None: train.seed. Set it to share clusters between seeds."""
 
 
@@ -38,7 +38,7 @@ class LabelConfig(Section):
     """The file in the teacher's folder or hub repository, if it is a GGUF."""
     random_teacher: bool = False
     """Use a teacher of this shape with random weights."""
-    layer: int = -1
+    layer: Annotated[int, Field(ge=-1_000, le=1_000)] = -1
     """Which of the teacher's hidden states; −1: the last."""
     align: Literal["read", "predict"] = "read"
     """read: the hidden state at the token itself; predict: the one that predicts it."""
@@ -53,7 +53,7 @@ class LvdConfig(LabelConfig):
     """Maximize P(O, S) with clusters as states S for some tokens, then P(O)."""
 
     kind: Literal["lvd"] = "lvd"
-    tokens: PositiveInt | None = None
+    tokens: TokenCount | None = None
     """Training tokens of the P(O, S) phase, counted in the total; None: 5 million, at most a tenth of the run."""
     labels: Literal["fly", "cached"] = "fly"
     """fly: the teacher reads every batch; cached: it reads the whole training text once, before training."""
@@ -61,7 +61,7 @@ class LvdConfig(LabelConfig):
     """Initialize the state embeddings with the centroids (linear, mlp, transformer without blocks)."""
     head: bool = False
     """Initialize the word embeddings with the teacher's language-model head (linear, mlp, transformer)."""
-    frozen_tokens: NonNegativeInt = 0
+    frozen_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     """Training tokens for which the embeddings set by `centroids` and `head` are frozen."""
 
     @model_validator(mode="after")
@@ -75,9 +75,9 @@ class CountsConfig(LabelConfig):
     """Start from the closed-form maximum of P(O, S) (scalar without blocks)."""
 
     kind: Literal["counts"] = "counts"
-    tokens: PositiveInt | None = None
+    tokens: TokenCount | None = None
     """Tokens that are counted, before training; None: those clustered."""
-    pseudocount: PositiveFloat = 0.01
+    pseudocount: Annotated[Pseudocount, Field(gt=0)] = 0.01
     """Added to every count."""
 
 

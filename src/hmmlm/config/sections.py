@@ -5,20 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
-from hmmlm.section import Fraction, Momentum, Section
+from hmmlm.section import MAX_TOKENS, MAX_VOCABULARY, Fraction, Momentum, Pseudocount, Section, Seed, TokenCount
 
 # --- tokenizer ---
+
+VocabularySize = Annotated[int, Field(gt=0, le=MAX_VOCABULARY)]
 
 
 class WordTokenizerConfig(Section):
     """A vocabulary of whole words."""
 
     kind: Literal["word"] = "word"
-    vocab_size: PositiveInt = 10_000
+    vocab_size: VocabularySize = 10_000
     """Maximum vocabulary size; rarer words become <unk>."""
-    min_count: PositiveInt | None = None
+    min_count: TokenCount | None = None
     """Words that occur less often in the training text become <unk>. None: 2, so that the model learns where unknown
     words occur; 1 if the text has <unk> itself, as PTB and WikiText do."""
     split: Literal["whitespace", "words"] = "words"
@@ -31,7 +33,7 @@ class BpeTokenizerConfig(Section):
     """A byte-level BPE, trained on the training text."""
 
     kind: Literal["bpe"] = "bpe"
-    vocab_size: PositiveInt = 10_000
+    vocab_size: VocabularySize = 10_000
     """Vocabulary size."""
 
 
@@ -47,13 +49,15 @@ TokenizerConfig = Annotated[WordTokenizerConfig | BpeTokenizerConfig | FileToken
 
 # --- batches ---
 
+BatchSide = Annotated[int, Field(gt=0, le=2**20)]
+
 
 class BatchConfig(Section):
     """How tokens become batches."""
 
-    batch_size: PositiveInt = 64
+    batch_size: BatchSide = 64
     """Sequences per batch."""
-    length: PositiveInt = 32
+    length: BatchSide = 32
     """Tokens per sequence in one batch."""
     shuffle: bool = True
     """Shuffle every epoch: documents before they are cut into streams, or chunks."""
@@ -85,15 +89,15 @@ class AdamWConfig(Section):
     """Gradients of the mean negative log-likelihood per token."""
 
     kind: Literal["adamw"] = "adamw"
-    rate: PositiveFloat = 0.01
+    rate: Annotated[float, Field(gt=0, le=1_000)] = 0.01
     """Peak learning rate. The default depends on the model family."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.95)
     """Decay of the running means of gradient and squared gradient."""
-    eps: PositiveFloat = 1e-8
+    eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
     """Added to the denominator. The default depends on the model family."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: Annotated[float, Field(ge=0, le=1_000)] = 0.0
     """Decoupled weight decay. The default depends on the model family."""
-    clip: NonNegativeFloat = 1.0
+    clip: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     """Maximum norm of the whole gradient; 0: no clipping."""
 
 
@@ -106,7 +110,7 @@ class BaumWelchConfig(Section):
     one per batch."""
     step: Annotated[float, Field(gt=0, le=1)] = 1.0
     """α in θ ← α θ_new + (1 − α) θ; multiplied by the schedule."""
-    pseudocount: NonNegativeFloat = 0.0
+    pseudocount: Pseudocount = 0.0
     """Added to every expected count before normalizing; keeps words unseen in a mini-batch possible."""
     momentum: Momentum = 0.0
     """Fraction of the past kept in a running average of the expected counts; 0: counts of the last update only."""
@@ -120,7 +124,7 @@ OptimizerConfig = Annotated[AdamWConfig | BaumWelchConfig, Field(discriminator="
 class WarmupConfig(Section):
     """A linear rise of the rate to its peak."""
 
-    warmup: NonNegativeFloat = 0.05
+    warmup: Annotated[float, Field(ge=0, le=MAX_TOKENS)] = 0.05
     """Linear warm-up: below 1 a fraction of all training tokens, otherwise a number of tokens; 0: none."""
 
 
@@ -142,9 +146,9 @@ class PlateauConfig(WarmupConfig):
     """Division of the rate when validation stops improving."""
 
     kind: Literal["plateau"] = "plateau"
-    factor: Annotated[float, Field(gt=1)] = 4.0
+    factor: Annotated[float, Field(gt=1, le=1e6)] = 4.0
     """Divisor of the rate."""
-    patience: PositiveInt = 8
+    patience: Annotated[int, Field(gt=0, le=1_000_000)] = 8
     """Validation checks without a new best before a division."""
 
 
@@ -157,21 +161,21 @@ class TrainConfig(Section):
     """Duration, device, and what is saved."""
 
     # The best validation check is kept, so that too many epochs cost time, not quality.
-    epochs: PositiveInt | None = 8
+    epochs: Annotated[int, Field(gt=0, le=1_000_000)] | None = 8
     """Passes over the training text; None: until `max_tokens`."""
-    max_tokens: PositiveInt | None = None
+    max_tokens: TokenCount | None = None
     """Maximum number of training tokens; training ends at the first of the two limits."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Seed of the initial parameters and of the shuffling."""
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     """bf16-mixed: bfloat16 products, float32 parameters and sums."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
-    checks_per_epoch: PositiveInt = 1
+    checks_per_epoch: Annotated[int, Field(gt=0, le=1_000)] = 1
     """Validation checks per epoch, evenly spaced, the last at its end."""
-    log_every: PositiveInt = 20
+    log_every: Annotated[int, Field(gt=0, le=100_000)] = 20
     """Steps between two records of the loss."""
-    checkpoint_every: PositiveInt = 1000
+    checkpoint_every: Annotated[int, Field(gt=0, le=1_000_000_000)] = 1000
     """Steps between two checkpoints (one is also written at every validation check)."""
     tensorboard: bool = True
     """Write TensorBoard events beside the JSON-lines history."""

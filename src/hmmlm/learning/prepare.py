@@ -29,12 +29,13 @@ from hmmlm.data.files import link_or_copy, read_bytes, write_bytes
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, Tokenizer, WordTokenizer, load_tokenizer
 from hmmlm.errors import InputError
-from hmmlm.models.base import BlockedConfig, ModelConfig
+from hmmlm.models.config import BlockedConfig, ModelConfig
 from hmmlm.runs.folders import BLOCKS
 from hmmlm.runs.progress import Progress
 from hmmlm.structure.brown import BrownClustering, brown_clusters
 from hmmlm.structure.paths import read_paths
 
+MAX_CLUSTERS = 4_096  # the time of clustering grows with their square
 MIN_STREAM_TOKENS = 2_000  # of a stream in evaluation that carries through <eos>: each starts without context
 
 Item = TypeVar("Item")
@@ -184,6 +185,17 @@ def make_blocks(config: BlockedConfig, tokenizer: Tokenizer, train: TokenFile, p
         words = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
         clustering = read_paths(config.clusters, words)
     else:
+        words_seen = len(np.unique(train.tokens))
+        if config.blocks > words_seen:
+            raise InputError(
+                f"model.blocks is {config.blocks:,}, but the training text has {words_seen:,} different words: set it "
+                f"to {words_seen:,} or less"
+            )
+        if config.blocks > MAX_CLUSTERS:
+            raise InputError(
+                f"model.blocks is {config.blocks:,}: clustering words into more than {MAX_CLUSTERS:,} takes hours; use "
+                "fewer, or give clusters of your own with model.clusters"
+            )
         progress.note(f"clustering {tokenizer.vocab_size:,} words into {config.blocks}")
         clustering = cluster_words(train, config.blocks, config.exchange_passes)
     found = len(clustering.paths)

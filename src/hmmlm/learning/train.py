@@ -28,6 +28,7 @@ from hmmlm.errors import InputError
 from hmmlm.learning.evaluate import perplexity
 from hmmlm.learning.fit import Fit, Phase, TrainingError
 from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner, HmmLearner, Learner, NetworkLearner
+from hmmlm.learning.memory import check_memory
 from hmmlm.learning.prepare import (
     Prepared,
     check_data,
@@ -38,7 +39,7 @@ from hmmlm.learning.prepare import (
     with_actual_tokenizer,
 )
 from hmmlm.learning.warm_start import WarmStart, check_start, freeze_embeddings, joint_tokens, open_label_teacher
-from hmmlm.models.base import ModelConfig
+from hmmlm.models.config import ModelConfig, ModelSize
 from hmmlm.runs.folders import (
     CONFIG,
     new_run,
@@ -118,7 +119,7 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
         return _plan_phases(config, fit, fit.learner, opened, request)
 
     config = with_actual_tokenizer(config, saved_config(RunConfig, out) if resume else None)
-    return _train(config, Path(out), resume, progress or Progress(), check, make, plan, config.model)
+    return _train(config, Path(out), resume, progress or Progress(), check, make, plan, config.model.size, config.model)
 
 
 def train_teacher(
@@ -165,7 +166,7 @@ def _train_network(config: TeacherConfig | BaselineConfig, out: Path, resume: bo
         return [Phase("marginal", fit.total_tokens, fit.train)]
 
     config = with_actual_tokenizer(config, saved_config(type(config), out) if resume else None)
-    return _train(config, out, resume, progress, lambda config: None, make, plan, None)
+    return _train(config, out, resume, progress, lambda config: None, make, plan, config.model.size, None)
 
 
 def _train(
@@ -176,16 +177,22 @@ def _train(
     check: Callable[[AnyConfig], None],
     make: Callable[[Fabric, Prepared], Learner[Any]],
     plan: Plan,
+    size: Callable[[int], ModelSize],
     model: ModelConfig | None,
 ) -> TrainResult:
-    """Run training: `check` raises errors before anything is written, `make` creates the learner."""
+    """Run training: `check` raises errors before anything is written, `make` creates the learner.
+
+    `size` returns what training holds at least, for a number of words.
+    """
     if resume:
         refuse_changes(saved_config(type(config), out), config, out)
     else:
         refuse_used(out)
     settings = (json.dumps(config.dump(), indent=1) + "\n").encode()
+    device = pick_device(config.train.device)
 
     def make_fit(data: Prepared) -> Fit:
+        check_memory(size(data.tokenizer.vocab_size), config.optimizer.kind, device)
         learner = make(make_fabric(config), data)
         training, validation = (make_batches(config, data, split) for split in ("train", "valid"))
         return Fit(config, out, learner, data.tokenizer, training, validation, progress)
@@ -199,7 +206,7 @@ def _train(
         progress.note(f"run folder: {out}")
     else:
         check_data(config.data, config.tokenizer)
-        pick_device(config.train.device)
+        check_memory(size(1), config.optimizer.kind, device)  # whatever the vocabulary will be
         check(config)
         source = find_data(config)
         with new_run(out, settings, begun=resume):
@@ -208,6 +215,8 @@ def _train(
     try:
         with stop_on_signals() as request:
             finished = fit.run(lambda: plan(fit, request), request)
+    except BrokenPipeError:  # of standard output: nobody reads the progress
+        raise
     except OSError as error:
         raise InputError(
             f"cannot write in {out}: {error.strerror or error}; the last checkpoint, {out / 'last'}, is intact: "
