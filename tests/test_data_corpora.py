@@ -9,9 +9,12 @@ import lzma
 import os
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +203,7 @@ def test_a_local_file_with_another_checksum_is_used_with_a_warning(
 
 
 def test_a_missing_corpus_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no ptb in .*ptb\.train\.txt.*set HMMLM_DATA, or download it"):
+    with pytest.raises(InputError, match=r"no ptb in .*ptb\.train\.txt.*give its folder with --data-folder"):
         load_text("ptb", folder=tmp_path)
     with pytest.raises(InputError, match=r"no corpus 'pbt'.* one of embedded, ptb, wikitext-2"):
         load_text("pbt")
@@ -246,6 +249,48 @@ def test_a_download_with_another_checksum_leaves_nothing(tmp_path: Path, remote:
     with pytest.raises(InputError, match=r"cannot download ptb: file:.* does not respond"):
         fetch(replace(remote, addresses=((tmp_path / "nothing").as_uri(),)), tmp_path / "data")
     assert not os.listdir(tmp_path / "data")
+
+
+@pytest.mark.parametrize(
+    ("length", "message"), [("abc", "has an unexpected checksum"), ("9" * 30, "checksum|respond"), (None, "checksum")]
+)
+def test_a_server_that_lies_about_the_size(
+    tmp_path: Path, remote: PublicCorpus, monkeypatch: pytest.MonkeyPatch, length: str | None, message: str
+) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            if length is not None:
+                self.send_header("Content-Length", length)
+            self.end_headers()
+            with suppress(ConnectionError):
+                self.wfile.write(b"a" * (1 << 20))
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        corpus = replace(remote, addresses=(f"http://127.0.0.1:{server.server_port}/{{file}}",))
+        with pytest.raises(InputError, match=f"cannot download ptb: .*({message}).*--data-folder"):
+            fetch(corpus, tmp_path / "data")
+        monkeypatch.setattr(public, "MAX_DOWNLOAD", 1 << 16)
+        with pytest.raises(InputError, match="sends more than"):
+            fetch(corpus, tmp_path / "data")
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert not os.listdir(tmp_path / "data")
+
+
+def test_a_zip_with_a_huge_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "w.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in public.WIKITEXT_2.files.values():
+            archive.writestr(f"wikitext-2/{file}", bytes(1 << 20))
+    monkeypatch.setattr(public, "MAX_DOWNLOAD", 1 << 16)
+    with pytest.raises(InputError, match="is not the expected zip"):
+        fetch(replace(public.WIKITEXT_2, addresses=((tmp_path / "w.zip").as_uri(),)), tmp_path / "data")
 
 
 def test_a_text_file_is_split_by_line(tmp_path: Path) -> None:

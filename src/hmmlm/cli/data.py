@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg
 
 from hmmlm.cli.parse import Arguments, parse
 from hmmlm.config.sections import TokenizerConfig, WordTokenizerConfig
 from hmmlm.config.training import TrainingConfig, fill_in_kinds
+from hmmlm.section import Passes
 
 DESCRIPTION = """Write the token files of a corpus (train, valid, test) and its tokenizer.
 
@@ -34,9 +35,9 @@ class DataArguments(Arguments):
     """New folder for the token files (data/) and the tokenizer (tokenizer/)."""
     data_folder: Path | None = None
     """Folder of named corpora, to which missing ones are downloaded."""
-    clusters: NonNegativeInt = 0
+    clusters: Annotated[int, Field(ge=0, le=4_096)] = 0
     """Also cluster the words of the training text into this many Brown clusters, for --model.clusters; 0: none."""
-    exchange_passes: NonNegativeInt = 0
+    exchange_passes: Passes = 0
     """Passes over all words that move each to the best cluster afterwards."""
     tokenizer: TokenizerConfig = WordTokenizerConfig()
 
@@ -76,7 +77,6 @@ def run(argv: list[str]) -> int:
     for split, tokens in prepared.tokens.items():
         unknown = unknown_fraction(tokens, prepared.tokenizer.unk_id, prepared.tokenizer.eos_id)
         table.add_row(split, f"{len(tokens):,}", f"{len(tokens.documents) - 1:,}", f"{unknown:.2%}")
-    console = Console()
-    console.print(table)
-    console.print(f"vocabulary {prepared.tokenizer.vocab_size:,}; written to {out}", soft_wrap=True)
+    Console().print(table)
+    print(f"vocabulary {prepared.tokenizer.vocab_size:,}; written to {out}")
     return 0

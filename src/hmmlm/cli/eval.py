@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from hmmlm.cli.parse import Arguments, ModelPath, parse
 
@@ -23,17 +23,18 @@ validation text.
 examples:
   hmmlm eval runs/mine
   hmmlm eval runs/mine --splits valid,test
-  hmmlm eval runs/mine --data another.txt"""
+  hmmlm eval runs/mine --data another.txt
+  hmmlm eval runs/mine --data /dev/stdin"""
 
 
 class EvalArguments(Arguments):
     model: ModelPath
     data: str | None = None
-    """A text file, a folder with train, valid and test files, a folder made by `hmmlm data`, or a corpus by name; None:
-    the data the model was trained on."""
+    """A text file or a pipe (/dev/stdin), a folder with train, valid and test files, a folder made by `hmmlm data`, or
+    a corpus by name; None: the data the model was trained on."""
     data_folder: Path | None = None
     """Folder of named corpora."""
-    splits: tuple[Literal["train", "valid", "test"], ...] = ("test",)
+    splits: Annotated[tuple[Literal["train", "valid", "test"], ...], Field(min_length=1)] = ("test",)
     """Splits of a corpus, separated by commas."""
 
     @field_validator("splits", mode="before")
@@ -47,7 +48,9 @@ def run(argv: list[str]) -> int:
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
+    from hmmlm.report.labels import printable
     from hmmlm.report.results import bits_per_token, evaluate_tokens, unknown_fraction
     from hmmlm.runs.progress import perplexity_text
     from hmmlm.text.lm import load
@@ -61,13 +64,15 @@ def run(argv: list[str]) -> int:
             result = evaluate_tokens(lm, tokens)
             unknown = unknown_fraction(tokens, lm.tokenizer.unk_id, lm.tokenizer.eos_id)
             figures = (perplexity_text(result.perplexity, 2), f"{bits_per_token(result.perplexity):.3f}")
-            table.add_row(split, f"{result.tokens:,}", *figures, f"{unknown:.2%}")
+            # Text, not markup: a file may be named "[red].txt".
+            table.add_row(Text(printable(split)), f"{result.tokens:,}", *figures, f"{unknown:.2%}")
     Console().print(table)
     return 0
 
 
 def _token_files(arguments: EvalArguments, lm: LanguageModel, scratch: Path) -> dict[str, TokenFile]:
     from hmmlm.data.corpora import encode_documents, file_documents, load_text
+    from hmmlm.data.text import is_pipe
     from hmmlm.errors import InputError
     from hmmlm.learning.prepare import is_prepared, reopen
     from hmmlm.report.results import run_folder
@@ -80,7 +85,7 @@ def _token_files(arguments: EvalArguments, lm: LanguageModel, scratch: Path) -> 
                 f"the token files in {folder} have another vocabulary than the model: give the text itself with --data"
             )
         return {split: prepared.tokens[split] for split in arguments.splits}
-    if arguments.data is not None and Path(arguments.data).is_file():
+    if arguments.data is not None and (Path(arguments.data).is_file() or is_pipe(Path(arguments.data))):
         documents = {Path(arguments.data).name: file_documents(Path(arguments.data))}
     else:
         trained_on, trained_folder = lm.config.get("data", "embedded"), lm.config.get("data_folder")

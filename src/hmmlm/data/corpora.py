@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hmmlm.data.embedded import embedded_corpus
 from hmmlm.data.public import PTB, WIKITEXT_2, locate
-from hmmlm.data.text import held_out, read_documents, read_lines
+from hmmlm.data.text import check_text_file, held_out, is_pipe, read_documents, read_lines
 from hmmlm.data.tokenfile import TokenFile, write_tokens
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
@@ -55,6 +55,8 @@ def load_text(name_or_path: str, *, folder: Path | None = None, download: bool =
         return {split: file_documents(_split_file(path, split)) for split in SPLITS}
     if not path.exists():
         raise InputError(f"no corpus {name_or_path!r}: give a file, a folder, or one of {', '.join(NAMES)}")
+    if is_pipe(path):
+        raise InputError(f"{path} is a pipe, which can be read only once, and its splits are read one by one: save it")
     return _held_out_splits(path)
 
 
@@ -122,8 +124,7 @@ def _split_file(folder: Path, split: str) -> Path:
 
 def _file_source(path: Path) -> str:
     """Return a text that changes when the file does: its path, size and modification time."""
-    if not path.exists():
-        raise InputError(f"no file {path}: check the name")
+    check_text_file(path)
     status = path.stat()
     return f"{path.resolve()} {status.st_size} bytes {status.st_mtime_ns}"
 

@@ -72,19 +72,27 @@ def write_new(path: Path, content: bytes) -> bool:
 
 def read_bytes(path: Path) -> bytes:
     """Read a file; raise an InputError that names the file if it cannot be read."""
+    _check_regular(path)
     try:
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
 
 
+def _check_regular(path: Path) -> None:
+    """Raise an InputError for a device or a pipe: the one may have no end, the other no writer."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"cannot read {path}: it is not a regular file")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raise an InputError that names the file if it is missing or damaged."""
+    _check_regular(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is truncated or not JSON ({error}): save or copy it again") from None
     if not isinstance(content, dict):
         raise InputError(f"{path} is not a JSON object: it may belong to another program")

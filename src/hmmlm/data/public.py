@@ -22,6 +22,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from hmmlm.data.files import replacing
 from hmmlm.errors import InputError
 
+MAX_DOWNLOAD = 1 << 26  # bytes of a file or an archive member: the largest has 11 MB
+
 
 @dataclass(frozen=True)
 class PublicCorpus:
@@ -79,7 +81,7 @@ def locate(corpus: PublicCorpus, folder: Path | None, download: bool) -> dict[st
     else:
         if not download:
             files = ", ".join(corpus.files.values())
-            raise InputError(f"no {corpus.name} in {root} ({files}): give its folder, set HMMLM_DATA, or download it")
+            raise InputError(f"no {corpus.name} in {root} ({files}): give its folder with --data-folder")
         paths = fetch(corpus, root / corpus.name)
     located = {split: (path, _sha256(path)) for split, path in paths.items()}
     for split, (path, checksum) in located.items():
@@ -105,7 +107,10 @@ def fetch(corpus: PublicCorpus, folder: Path) -> dict[str, Path]:
                 return paths
             except InputError as error:
                 reasons.append(str(error))
-        raise InputError(f"cannot download {corpus.name}: {'; '.join(reasons)}")
+        raise InputError(
+            f"cannot download {corpus.name}: {'; '.join(reasons)}; copy {', '.join(corpus.files.values())} into a "
+            "folder and give it with --data-folder"
+        )
 
 
 def _fetch_from(address: str, corpus: PublicCorpus, parts: Mapping[str, Path]) -> None:
@@ -116,8 +121,12 @@ def _fetch_from(address: str, corpus: PublicCorpus, parts: Mapping[str, Path]) -
             try:
                 with zipfile.ZipFile(archive) as opened:
                     for split, part in parts.items():
-                        part.write_bytes(opened.read(corpus.member.format(file=corpus.files[split])))
-            except (zipfile.BadZipFile, zlib.error, KeyError) as error:
+                        with opened.open(corpus.member.format(file=corpus.files[split])) as member:
+                            content = member.read(MAX_DOWNLOAD + 1)
+                        if len(content) > MAX_DOWNLOAD:
+                            raise zipfile.BadZipFile(f"a file of more than {MAX_DOWNLOAD >> 20} MiB")
+                        part.write_bytes(content)
+            except (zipfile.BadZipFile, zlib.error, KeyError, RuntimeError, NotImplementedError, EOFError) as error:
                 raise InputError(f"{address} is not the expected zip ({error})") from None
     else:
         for split, part in parts.items():
@@ -138,12 +147,19 @@ def _download(address: str, out: BinaryIO) -> None:
             urllib.request.urlopen(request, timeout=30) as answer,
             Progress(*columns, console=Console(stderr=True), transient=True) as progress,
         ):
-            size = int(answer.headers.get("Content-Length") or 0) or None
+            given = str(answer.headers.get("Content-Length"))
+            size = int(given) if given.isdecimal() and len(given) < 20 else None  # of the display only
             task = progress.add_task(address.rsplit("/", 1)[-1], total=size)
+            received = 0
             while block := answer.read(1 << 16):
+                received += len(block)
+                if received > MAX_DOWNLOAD:
+                    raise InputError(f"{address} sends more than {MAX_DOWNLOAD >> 20} MiB, which is not the corpus")
                 out.write(block)
                 progress.update(task, advance=len(block))
-    except (urllib.error.URLError, TimeoutError, ConnectionError, HTTPException) as error:
+    except (urllib.error.URLError, TimeoutError, ConnectionError, HTTPException, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"{address} does not respond ({getattr(error, 'reason', None) or error})") from None
 
 

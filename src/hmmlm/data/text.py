@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import lzma
+import os
+import select
+import stat
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from hmmlm.errors import InputError
+
+MAX_LINE = 1 << 24  # bytes of a line: a text without line breaks is not read into memory, whatever its size
+PIPE_TIMEOUT_S = 3.0  # how long a pipe may have no writer
+
+
+def is_pipe(path: Path) -> bool:
+    """Return whether a path is a pipe, whose text can be read once: a FIFO, `<(command)`, /dev/stdin."""
+    try:
+        return path.is_fifo()
+    except ValueError:  # a NUL in the name
+        return False
 
 
 def read_lines(path: Path) -> Iterator[str]:
     """Yield the stripped lines of a UTF-8 text (plain, .gz or .xz), blank lines included, without loading the file."""
-    if not path.exists():
-        raise InputError(f"no file {path}: check the name")
-    if path.is_dir():
-        raise InputError(f"{path} is a folder: give a text file")
-    offset = 0  # in bytes of the text, after decompression
+    offset, number = 0, 0  # offset in bytes of the text, after decompression
     try:
         with _open(path) as file:
-            for raw in file:
+            while raw := file.readline(MAX_LINE + 1):
+                number += 1
+                if len(raw) > MAX_LINE and b"\0" not in raw:
+                    raise InputError(
+                        f"{path}: line {number} is longer than {MAX_LINE >> 20} MiB: write one example per line"
+                    )
                 yield _decode(raw, path, offset)
                 offset += len(raw)
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
@@ -50,12 +67,61 @@ def held_out(text: str) -> str:
     return {0: "valid", 1: "test"}.get(place, "train")
 
 
+def check_text_file(path: Path) -> None:
+    """Raise an InputError unless a path is a file or a pipe: a device has no end, or no text."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise InputError(f"no file {path}: check the name") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    if stat.S_ISDIR(mode):
+        raise InputError(f"{path} is a folder: give a text file")
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+        raise InputError(f"{path} is a device, not a text file: give a file or a pipe")
+
+
 def _open(path: Path) -> BinaryIO:
+    check_text_file(path)
+    if is_pipe(path):
+        return io.BufferedReader(_Pipe(path))
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.open(path))
     if path.suffix == ".xz":
         return cast(BinaryIO, lzma.open(path))
     return path.open("rb")
+
+
+class _Pipe(io.RawIOBase):
+    """A pipe, opened without waiting for a writer that may never come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.pipe = path, os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        self.deadline: float | None = time.monotonic() + PIPE_TIMEOUT_S
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self.pipe)
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            try:
+                block = os.read(self.pipe, len(buffer))
+            except BlockingIOError:  # a writer is there, but slow
+                self.deadline = None
+                select.select([self.pipe], [], [])
+                continue
+            if block or self.deadline is None:
+                self.deadline = None
+                buffer[: len(block)] = block
+                return len(block)
+            if time.monotonic() > self.deadline:
+                raise InputError(f"nothing was written to the pipe {self.path} in {PIPE_TIMEOUT_S:.0f} s: give a file")
+            time.sleep(0.01)
 
 
 def _decode(raw: bytes, path: Path, offset: int) -> str:
