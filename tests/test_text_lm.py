@@ -5,11 +5,14 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmmlm
 from hmmlm.data.tokenizers import HuggingFaceTokenizer
@@ -470,3 +473,82 @@ def test_texts_without_blanks_are_named(lm: LanguageModel) -> None:
     only_the = LanguageModel(HMM.from_probs(one, one[None], torch.eye(len(WORDS))[2:3]), WordTokenizer(WORDS))
     with pytest.raises(InputError, match="probability zero under the model, whatever its blanks are"):
         only_the.infill("the ___")
+
+
+# --- wrong types, threads, memory ---
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda lm: lm.score(text for text in ["a"]), "not a generator: write list"),
+        (lambda lm: lm.score({"a", "b"}), "not a set"),
+        (lambda lm: lm.score(None), "not a NoneType"),
+        (lambda lm: lm.score(b"a"), "not a bytes"),
+        (lambda lm: lm.score([b"a"]), r"texts\[0\] is a bytes, not a string"),
+        (lambda lm: lm.score(["a", "b\udcff"]), r"texts\[1\] has a lone surrogate, '\\udcff', at position 1"),
+        (lambda lm: lm.perplexity(iter(["a"])), "not a list_iterator"),
+        (lambda lm: lm.perplexity([]), "at least one text"),
+        (lambda lm: lm.encode(5), "the text is a int, not a string"),
+        (lambda lm: lm.generate("\udcff"), "the prompt has a lone surrogate"),
+        (lambda lm: lm.infill("\udcff ___"), "the text has a lone surrogate"),
+        (lambda lm: lm.guide(["a"], max_new_tokens="5"), "max_new_tokens must be an integer"),
+        (lambda lm: lm.guide(["a"], max_new_tokens=1.5), "max_new_tokens must be an integer"),
+        (lambda lm: load(5), "a model is a folder, not a int"),
+        (lambda lm: lm.save(None), "a model is a folder, not a NoneType"),
+        (lambda lm: lm.to("nowhere"), "unknown device 'nowhere'"),
+    ],
+)
+def test_wrong_types_are_named(lm: LanguageModel, call: Callable[[LanguageModel], Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        call(lm)
+
+
+def test_a_guide_of_another_thread_is_never_returned(lm: LanguageModel) -> None:
+    """Another thread may ask for another constraint between any two reads of the cache."""
+
+    class Interleaved(LanguageModel):
+        reads = 0
+        """Reads of the cache until the other thread asks."""
+
+        @property
+        def _guide(self) -> Any:
+            cached, self.reads = self.cache, self.reads - 1
+            if self.reads == 0:
+                self.guide([second], max_new_tokens=9)
+            return cached
+
+        @_guide.setter
+        def _guide(self, value: Any) -> None:
+            self.cache = value
+
+    first, second = (lm.tokenizer.token(i) for i in (2, 3))
+    shared = Interleaved(lm.hmm, lm.tokenizer)
+    expected = lm.guide([first], max_new_tokens=9)[0].automaton.next
+    for reads in range(1, 4):
+        shared.guide([first], max_new_tokens=9)
+        shared.reads = reads
+        assert torch.equal(shared.guide([first], max_new_tokens=9)[0].automaton.next, expected)
+
+
+def test_infilling_one_blank_holds_the_vocabulary_once() -> None:
+    """Not once per position of the text: the largest tensor has fewer numbers than positions × words."""
+
+    class Largest(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                self.numbers = max(self.numbers, result.numel())
+            return result
+
+    words = ["<unk>", "<eos>", *map(str, range(398))]
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((2,), (2, 2), (2, len(words)))
+    lm = LanguageModel(
+        HMM(*(torch.randn(*size, generator=generator).log_softmax(-1) for size in sizes)), WordTokenizer(words)
+    )
+    with Largest() as largest:
+        lm.infill("1 " * 300 + "___" + " 2" * 300)
+    assert largest.numbers < 600 * len(words) / 10

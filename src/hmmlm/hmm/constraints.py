@@ -64,9 +64,13 @@ class Guide:
         log_classes = self.hmm.group_emission(class_of.to(hmm.device), by_class.shape[1])
         by_class = by_class.to(hmm.device)
         ahead = torch.where(automaton.accepting.to(hmm.device), 0.0, NEG_INF).to(hmm.dtype)[:, None]
-        self._ahead = [ahead.expand(-1, hmm.states)]  # [S, Z] for 0, 1, … more tokens
+        # [S, Z] for 0, 1, … more tokens. The recursion is linear, with coefficients of at least 0, so the relative
+        # change never grows from one step to the next: once it is a rounding error, more tokens change nothing.
+        self._ahead = [ahead.expand(-1, hmm.states)]
         for _ in range(length - 1):
             self._ahead.append(self.hmm.push(_read(log_classes, by_class, self._ahead[-1])))
+            if _converged(*self._ahead[-2:]):
+                break
 
     def begin(self, tokens: Sequence[int] = ()) -> Position:
         """Return the position after `tokens`, which the automaton reads but which do not count toward the length."""
@@ -98,7 +102,8 @@ class Guide:
             if position.remaining < 1:
                 raise InputError(f"all {self.length} tokens of the guide have been generated")
             for state, tokens in self._moves(position.automaton):
-                log_states = position.log_state + self._ahead[position.remaining - 1][state]
+                ahead = self._ahead[min(position.remaining, len(self._ahead)) - 1]
+                log_states = position.log_state + ahead[state]
                 if not bool(log_states.amax() > NEG_INF):
                     continue
                 if len(tokens) > FEW:
@@ -142,6 +147,13 @@ class Guide:
         possible = plain > NEG_INF
         # Clamped to probability one: the two terms are rounded differently.
         return torch.where(possible, self._joint(positions) - torch.where(possible, plain, 0.0), NEG_INF).clamp(max=0)
+
+
+def _converged(before: Tensor, after: Tensor) -> bool:
+    """Return whether two steps of a recursion in log space differ by rounding errors only."""
+    change = torch.where(before == after, 0.0, after - before).abs()  # −inf equals −inf
+    size = 1 + torch.minimum(before.abs(), after.abs())
+    return bool((change <= 4 * torch.finfo(after.dtype).eps * size).all())
 
 
 def _read(log_classes: Tensor, by_class: Tensor, log_ahead: Tensor) -> Tensor:

@@ -54,7 +54,11 @@ class LanguageModel:
 
     def to(self, device: str | torch.device) -> LanguageModel:
         """Return the model on another device."""
-        return LanguageModel(self.hmm.to(device), self.tokenizer, self.config)
+        try:
+            where = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise InputError(f"unknown device {device!r}: use 'cpu' or 'cuda'") from None
+        return LanguageModel(self.hmm.to(where), self.tokenizer, self.config)
 
     @property
     def restarts(self) -> bool:
@@ -66,6 +70,7 @@ class LanguageModel:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text as they are scored: each line's, then `<eos>`; an empty text is one `<eos>`."""
+        _check_text("the text", text)
         return [token for line in _lines(text) for token in (*self.tokenizer.encode(line), self._eos)]
 
     def sequences(self, tokens: Sequence[int]) -> list[list[int]]:
@@ -80,11 +85,12 @@ class LanguageModel:
         """Compute the natural log-likelihood of each text, `<eos>` included, [len(texts)]; a single str is an error."""
         sequences: list[list[int]] = []
         owner: list[int] = []  # the text that a sequence belongs to
-        for i, tokens in enumerate(self._encode_all(texts)):
+        encoded = self._encode_all(texts)
+        for i, tokens in enumerate(encoded):
             parts = self.sequences(tokens)
             sequences += parts
             owner += [i] * len(parts)
-        scores = torch.zeros(len(texts), dtype=self.hmm.dtype)
+        scores = torch.zeros(len(encoded), dtype=self.hmm.dtype)
         for chosen in _batches([len(tokens) for tokens in sequences]):
             log_likelihood = self.hmm.log_likelihood(*padded([sequences[i] for i in chosen])).cpu()
             scores.index_add_(0, torch.tensor([owner[i] for i in chosen]), log_likelihood)
@@ -95,9 +101,9 @@ class LanguageModel:
 
         It is infinite if a text is impossible.
         """
-        if not len(texts):
-            raise InputError("perplexity needs at least one text")
         tokens = sum(map(len, self._encode_all(texts)))
+        if not tokens:
+            raise InputError("perplexity needs at least one text")
         loss = -float(self.score(texts).double().sum()) / tokens
         return math.exp(loss) if loss < 700 else math.inf
 
@@ -153,13 +159,14 @@ class LanguageModel:
         given = self._encode_prompt(prompt)
         context, line = self._context(given), split_at(given, self._eos)[-1]
         wanted = tuple(text if isinstance(text, str) else tuple(text) for text in must)
+        check_count("max_new_tokens", max_new_tokens, 1)
         asked = (wanted, tuple(never), max_new_tokens, unknown, ended)
-        if self._guide is None or self._guide[0] != asked:
+        cached = self._guide  # read once: another thread may replace it
+        if cached is None or cached[0] != asked:
             automaton = self._phrases.lines(must, never, ended)
-            check_count("max_new_tokens", max_new_tokens, 1)
             banned = automaton if unknown or self.tokenizer.unk_id is None else automaton.without(self.tokenizer.unk_id)
-            self._guide = asked, automaton, Guide(self.hmm, banned, max_new_tokens)
-        _, automaton, guide = self._guide
+            cached = self._guide = asked, automaton, Guide(self.hmm, banned, max_new_tokens)
+        _, automaton, guide = cached
         position = guide.begin(context)._replace(automaton=automaton.read(line))
         hopeful = automaton.hopeful()
         if not bool(hopeful[0]):
@@ -188,8 +195,7 @@ class LanguageModel:
         after the blank, including the end of the line; other blanks are summed over. A blank is one token (part of a
         word, with subword tokenizers), and never `<eos>`.
         """
-        if not isinstance(text, str):
-            raise InputError(f"the text is a {type(text).__name__}, not a string")
+        _check_text("the text", text)
         check_count("top", top, 1)
         tokens = [token for line in _lines(text) for token in (*self._encode_blanks(line), self._eos)]
         if -1 not in tokens:
@@ -222,15 +228,15 @@ class LanguageModel:
         """Return the tokens of each text; raise an InputError unless `texts` is a list of strings."""
         if isinstance(texts, str):
             raise InputError("texts must be a list of strings: write [text] for a single one")
+        if isinstance(texts, bytes) or not (hasattr(texts, "__getitem__") and hasattr(texts, "__len__")):
+            raise InputError(f"texts must be a list of strings, not a {type(texts).__name__}: write list(texts)")
         for i, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise InputError(f"texts[{i}] is a {type(text).__name__}, not a string")
+            _check_text(f"texts[{i}]", text)
         return [self.encode(text) for text in texts]
 
     def _encode_prompt(self, prompt: str) -> list[int]:
         """Return the tokens of a prompt, with `<eos>` between its lines."""
-        if not isinstance(prompt, str):
-            raise InputError(f"the prompt is a {type(prompt).__name__}, not a string")
+        _check_text("the prompt", prompt)
         first, *others = (self.tokenizer.encode(line.strip()) for line in prompt.split("\n"))
         return [*first, *(token for line in others for token in (self._eos, *line))]
 
@@ -238,6 +244,7 @@ class LanguageModel:
 
     def save(self, path: str | Path) -> None:
         """Write the model into the folder `path`. A failure leaves an existing model unchanged."""
+        folder = _as_path(path)
         header = {
             "model": self.hmm.kind,
             "states": self.hmm.states,
@@ -245,12 +252,12 @@ class LanguageModel:
             "eos_id": self._eos,
             "training": self.config,
         }
-        save_model(Path(path), FORMAT, header, self.hmm.tensors(), self.tokenizer)
+        save_model(folder, FORMAT, header, self.hmm.tensors(), self.tokenizer)
 
     @staticmethod
     def load(path: str | Path) -> LanguageModel:
         """Return the model in the folder `path`, or the best one of a training run there."""
-        folder, header, tensors, tokenizer = load_model(Path(path), FORMAT)
+        folder, header, tensors, tokenizer = load_model(_as_path(path), FORMAT)
         kind, states, words = header.get("model"), header.get("states"), header.get("vocab_size")
         if kind not in KINDS:
             raise InputError(f"{folder} has a model of kind {kind!r}; this hmmlm reads {', '.join(KINDS)}")
@@ -267,6 +274,23 @@ class LanguageModel:
 def load(path: str | Path) -> LanguageModel:
     """Return the language model in the folder `path`, or the best one of a training run there."""
     return LanguageModel.load(path)
+
+
+def _as_path(path: object) -> Path:
+    """Return the path of a model's folder; raise an InputError for anything else."""
+    if not isinstance(path, str | Path):
+        raise InputError(f"a model is a folder, not a {type(path).__name__}: give its path")
+    return Path(path)
+
+
+def _check_text(name: str, text: object) -> None:
+    """Raise an InputError unless `text` is a string of valid Unicode."""
+    if not isinstance(text, str):
+        raise InputError(f"{name} is a {type(text).__name__}, not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{name} has a lone surrogate, {text[error.start]!r}, at position {error.start}") from None
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
