@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 from pydantic_settings import CliPositionalArg
 
 from hmmlm.cli.parse import Arguments, ModelPath, parse
@@ -21,7 +21,7 @@ examples:
 class InfillArguments(Arguments):
     model: ModelPath
     text: Annotated[CliPositionalArg[str], Field(description="The text; ___ is a blank.")]
-    top: int = 5
+    top: PositiveInt = 5
     """Words per blank."""
 
 
@@ -32,6 +32,7 @@ def run(argv: list[str]) -> int:
     from rich.table import Table
     from rich.text import Text
 
+    from hmmlm.report.labels import printable
     from hmmlm.text.lm import load
 
     table = Table(box=None, pad_edge=False)
@@ -40,6 +41,6 @@ def run(argv: list[str]) -> int:
     for number, words in enumerate(load(arguments.model).infill(arguments.text, arguments.top), 1):
         for rank, (word, p) in enumerate(words):
             # Text, not markup: a word may be "[/b]".
-            table.add_row("" if rank else str(number), Text(word), f"{p:.4f}")
+            table.add_row("" if rank else str(number), Text(printable(word)), f"{p:.4f}")
     Console().print(table)
     return 0

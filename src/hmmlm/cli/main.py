@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -46,21 +47,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
         os.environ.update(SPIN)
     try:
-        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        _check_streams()
+        code = _dispatch(_check_unicode(list(sys.argv[1:] if argv is None else argv)))
         sys.stdout.flush()  # a closed pipe is noticed here, not while Python shuts down
         return code
     except KeyboardInterrupt:
         print("\nhmmlm: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return BROKEN_PIPE
     except Exception as error:
         message = _explain(error)
         if message is None:
             raise
-        print(f"hmmlm: error: {' '.join(message.split())}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # a full disk: what was not written cannot be written while Python shuts down either
+            _discard_output()
+        line = " ".join(message.split())  # no line breaks, and below no terminal escapes of file names
+        print(f"hmmlm: error: {''.join(c if c.isprintable() else repr(c)[1:-1] for c in line)}", file=sys.stderr)
         return 2
+
+
+def _check_streams() -> None:
+    """Raise an InputError if standard output is closed; escape characters that its encoding lacks, such as ASCII."""
+    from hmmlm.errors import InputError
+
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
+    if sys.stdout is None:
+        # Not discarded: the next file that is opened would take its number, and get what libraries print.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        raise InputError("standard output is closed: redirect it to a file, or to /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _check_unicode(argv: list[str]) -> list[str]:
+    """Return the arguments; raise an InputError that names one that is not valid UTF-8."""
+    from hmmlm.errors import InputError
+
+    for argument in argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"the argument {argument!r} is not UTF-8: rename the file, or convert the text") from None
+    return argv
+
+
+def _discard_output() -> None:
+    """Discard what could not be written to standard output."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -97,6 +135,7 @@ def _explain(error: Exception) -> str | None:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror or error}"
     text = str(error)
-    if isinstance(error, MemoryError) or "can't allocate memory" in text or "out of memory" in text:
+    no_memory = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
+    if isinstance(error, MemoryError) or any(phrase in text for phrase in no_memory):
         return "not enough memory: use fewer states (--model.states), a smaller vocabulary or smaller batches"
     return None

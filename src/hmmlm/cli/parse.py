@@ -188,6 +188,8 @@ def parse(
         raise InputError(f"{explain(kind, error, _option)}; see hmmlm {command} --help") from None
     except SettingsError as error:
         raise InputError(f"{_unreadable(argv, error)}; see hmmlm {command} --help") from None
+    except RecursionError:
+        raise InputError(f"a value is nested too deeply; see hmmlm {command} --help") from None
 
 
 def _unreadable(argv: list[str], error: SettingsError) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import NonNegativeInt, PositiveInt
+from typing import Annotated
+
+from pydantic import Field
 
 from hmmlm.cli.parse import Arguments, ModelPath, parse
+from hmmlm.section import Seed
 
 DESCRIPTION = """Print exact samples from a model, each until <eos>. The same seed gives the same text.
 
@@ -17,17 +20,17 @@ examples:
 
 class SampleArguments(Arguments):
     model: ModelPath
-    num: PositiveInt = 5
+    num: Annotated[int, Field(gt=0, le=1_000_000)] = 5
     """Number of samples."""
     prompt: str = ""
     """What the samples start with."""
-    max_new_tokens: int = 100
+    max_new_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 100
     """Maximum number of tokens of a sample."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Field(ge=0)] = 1.0
     """Below 1: likely words become more likely; 0: always the most likely."""
-    top_k: int | None = None
+    top_k: Annotated[int, Field(gt=0)] | None = None
     """Sample among the k most likely words only."""
-    seed: NonNegativeInt | None = None
+    seed: Seed | None = None
     """Sample i uses seed + i; None: different samples every time."""
     unknown: bool = True
     """Whether <unk> may be sampled; --no-unknown samples every word given that it is known."""
@@ -41,6 +44,7 @@ class SampleArguments(Arguments):
 def run(argv: list[str]) -> int:
     arguments = parse(SampleArguments, argv, "sample", DESCRIPTION)
 
+    from hmmlm.report.labels import without_controls
     from hmmlm.text.lm import load
 
     lm = load(arguments.model)
@@ -56,5 +60,5 @@ def run(argv: list[str]) -> int:
             must=must,
             never=arguments.never,
         )
-        print(text)
+        print(without_controls(text))
     return 0

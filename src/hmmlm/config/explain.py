@@ -39,8 +39,14 @@ def explain(kind: type[BaseModel], error: ValidationError, name: Callable[[str],
         return f"{field}: required" + (f" for {name(f'{path[0]}.kind')} = {section!r}" if section else "")
     if not path:
         return reason
-    given = "" if isinstance(first["input"], Mapping | BaseModel) else f" (given {first['input']!r})"
+    given = "" if isinstance(first["input"], Mapping | BaseModel) else f" (given {_short(first['input'])})"
     return f"{field}: {reason}{given}".replace("\n", " ")
+
+
+def _short(value: object) -> str:
+    """Return a value for an error, without its middle if it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:40]}…{text[-20:]}"
 
 
 def _hint(kind: type[BaseModel], path: list[str], name: Callable[[str], str]) -> str:

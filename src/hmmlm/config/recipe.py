@@ -44,7 +44,7 @@ def recipe_values(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     text, where = _read_file(Path(name)) if name.endswith(".toml") else _read_packaged(name), recipe_source(name)
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"{where}: not valid TOML: {error}") from None
     identity = str(Path(name).resolve()) if name.endswith(".toml") else name
     base = values.pop("extends", None)
@@ -78,6 +78,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise InputError(f"recipe {path} is not a file")
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

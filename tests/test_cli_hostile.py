@@ -1,0 +1,351 @@
+"""Hostile command lines and files: each is answered with one line and exit code 2, soon and without much memory."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.commands import failure, python_environment, run_python
+
+from hmmlm.cli.main import main
+from hmmlm.data.words import WordTokenizer
+from hmmlm.hmm import HMM
+from hmmlm.text.lm import LanguageModel, load
+
+SMALL = shlex.split(
+    "--model.states 4 --batches.batch-size 4 --batches.length 8 --train.epochs 1 --no-train.tensorboard"
+)
+BILLION, OVER_64_BITS = str(10**9), str(2**64)
+WORDS = ["<unk>", "<eos>", "the", "cat", "[red]", "\x1b[31mred", "$x^$", "é"]
+TEXT = "the cat é $x^$ [red] \x1b[31mred\n"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model and texts of all kinds."""
+    folder = tmp_path_factory.mktemp("hostile")
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((3,), (3, 3), (3, len(WORDS)))
+    hmm = HMM(*(torch.randn(*size, generator=generator).log_softmax(-1) for size in sizes))
+    LanguageModel(hmm, WordTokenizer(WORDS)).save(folder / "model")
+    text = "".join(f"{i % 7} {TEXT}" for i in range(100))
+    for name in ("text.txt", "[red].txt", "\x1b[31mred.txt"):
+        (folder / name).write_text(text)
+    (folder / "zeros.txt").write_bytes(bytes(1 << 20))
+    (folder / "utf16.txt").write_text(text, encoding="utf-16")
+    (folder / "blank.txt").write_text("\n \n")
+    (folder / "mark.txt").write_bytes(b"\xef\xbb\xbf")
+    with gzip.open(folder / "line.txt.gz", "wb", compresslevel=1) as file:
+        file.write(b"a" * (20 << 20))
+    (folder / "loop.txt").symlink_to(folder / "loop.txt")
+    (folder / "zero.toml").symlink_to("/dev/zero")
+    (folder / "deep.toml").write_text("a = " + "[" * 5_000)
+    (folder / "broken.toml").write_text('[train]\nepochs = "many"\n')
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+OPTIONS = [
+    # numbers: every size has a bound, whatever its family
+    ("train --model.states {over}", "--model.states: Input should be less than or equal to 4194304"),
+    ("train --model.states {billion}", "--model.states: Input should be less than or equal to"),
+    ("train --model.states 1e9", "--model.states: Input should be a valid integer"),
+    ("train --model.states 0x10", "--model.states: Input should be a valid integer"),
+    ("train --model.states ''", "--model.states: Input should be a valid integer"),
+    ("train --model.states 1.5", "--model.states: Input should be a valid integer"),
+    ("train --model.states []", "--model.states: Input should be a valid integer"),
+    ("train --model.blocks {billion}", "--model.blocks: Input should be less than or equal to 65536"),
+    ("train --model.blocks -1", "--model.blocks: Input should be greater than or equal to 0"),
+    ("train --model.scale 1e300", "--model.scale: Input should be less than or equal to 100"),
+    ("train --model.exchange-passes {billion}", "--model.exchange-passes: Input should be less than"),
+    ("train --model.kind linear --model.hidden {over}", "--model.hidden: Input should be less than"),
+    ("train --model.kind linear --model.capacity {over}", "--model.capacity: Input should be less than"),
+    ("train --model.kind mlp --model.layers {billion}", "--model.layers: Input should be less than or equal to 1000"),
+    ("train --model.kind transformer --model.layers {billion}", "--model.layers: Input should be less than"),
+    ("train --model.kind transformer --model.heads {billion}", "--model.heads: Input should be less than"),
+    ("train --model.kind neural --model.states {over}", "--model.states: Input should be less than"),
+    ("train --model.kind uniform --model.states-per-word {over}", "--model.states-per-word: Input should be less than"),
+    ("train --train.seed {over}", "--train.seed: Input should be less than 9223372036854775808"),
+    ("train --train.log-every {billion}", "--train.log-every: Input should be less than or equal to 100000"),
+    (
+        "train --train.checks-per-epoch {billion}",
+        "--train.checks-per-epoch: Input should be less than or equal to 1000",
+    ),
+    ("train --train.checkpoint-every {over}", "--train.checkpoint-every: Input should be less than"),
+    ("train --train.epochs {over}", "--train.epochs: Input should be less than or equal to 1000000"),
+    ("train --train.max-tokens {over}", "--train.max-tokens: Input should be less than"),
+    ("train --batches.batch-size {billion}", "--batches.batch-size: Input should be less than"),
+    ("train --batches.length {over}", "--batches.length: Input should be less than"),
+    ("train --tokenizer.vocab-size {over}", "--tokenizer.vocab-size: Input should be less than"),
+    ("train --tokenizer.min-count {over}", "--tokenizer.min-count: Input should be less than"),
+    ("train --tokenizer.kind bpe --tokenizer.vocab-size {billion}", "--tokenizer.vocab-size: Input should be less"),
+    ("train --optimizer.rate 1e300", "--optimizer.rate: Input should be less than or equal to 1000"),
+    ("train --optimizer.rate nan", "--optimizer.rate: Input should be a finite number"),
+    ("train --optimizer.rate 1e400", "--optimizer.rate: Input should be"),
+    ("train --optimizer.eps 2", "--optimizer.eps: Input should be less than"),
+    ("train --optimizer.clip 1e300", "--optimizer.clip: Input should be less than"),
+    ("train --optimizer.weight-decay 1e38", "--optimizer.weight-decay: Input should be less than"),
+    ("train --optimizer.kind baum-welch --optimizer.pseudocount 1e38", "--optimizer.pseudocount: Input should be less"),
+    ("train --schedule.warmup 1e300", "--schedule.warmup: Input should be less than"),
+    ("train --schedule.kind plateau --schedule.factor 1e300", "--schedule.factor: Input should be less than"),
+    ("train --schedule.kind plateau --schedule.patience {over}", "--schedule.patience: Input should be less than"),
+    ("train --init lvd --teacher x --initialization.layer {over}", "--initialization.layer: Input should be less than"),
+    ("train --init lvd --teacher x --initialization.tokens {over}", "--initialization.tokens: Input should be less"),
+    ("train --init lvd --teacher x --initialization.kmeans.seed -1", "--initialization.kmeans.seed: Input should be"),
+    ("teacher --model.hidden {over}", "--model.hidden: Input should be less than"),
+    ("teacher --model.layers {billion}", "--model.layers: Input should be less than"),
+    ("baseline --model.layers {billion}", "--model.layers: Input should be less than"),
+    ("baseline --model.kind feedforward --model.order {billion}", "--model.order: Input should be less than"),
+    ("data {place}/text.txt --out new --clusters {billion}", "--clusters: Input should be less than or equal to 4096"),
+    # values that are not what they should be
+    ("train --optimizer.betas " + "[" * 100_000, "nested too deeply"),
+    ("train --model '" + '{{"states":' * 5_000 + "'", "nested too deeply"),
+    ("train --data a --model.kind \udcff", r"the argument '\udcff' is not UTF-8"),
+    ("train --\udcff", "is not UTF-8"),
+    ("\udcff", "is not UTF-8"),
+    ("train --recipe ../../x", "no recipe named"),
+    ("train --recipe ''", "no recipe named"),
+    ("train --help \udcff", "is not UTF-8"),
+    ("train --config {place}/zero.toml", "zero.toml is not a file"),
+    ("train --config {place}/deep.toml", "deep.toml: not valid TOML"),
+    ("train --config {place}/broken.toml", "broken.toml: train.epochs: Input should be a valid integer"),
+    ("train --resume /dev/zero", "no run to resume in /dev/zero"),
+    ("train --resume {place}/pipe", "no run to resume in"),
+    ("eval", "the following arguments are required: MODEL"),
+    ("eval {place}/model --splits", "argument --splits: expected one argument"),
+    ("eval {place}/model --splits ''", "--splits.0: Input should be 'train', 'valid' or 'test'"),
+    ("eval {place}/model --splits ,", "--splits.0: Input should be 'train', 'valid' or 'test'"),
+    ("sample {place}/model --num {over}", "--num: Input should be less than or equal to 1000000"),
+    ("sample {place}/model --max-new-tokens {over}", "--max-new-tokens: Input should be less than"),
+    ("sample {place}/model --seed {over}", "--seed: Input should be less than"),
+    ("sample {place}/model --temperature inf", "--temperature: Input should be a finite number"),
+    ("sample {place}/model --prompt \udcff", "is not UTF-8"),
+]
+FILES = [
+    ("train --data /dev/zero", "/dev/zero is a device, not a text file"),
+    ("train --data /dev/urandom", "/dev/urandom is a device"),
+    ("train --data {place}/pipe", "pipe is a pipe, which can be read only once"),
+    ("train --data {place}/line.txt.gz", "line.txt.gz: line 1 is longer than 16 MiB"),
+    ("train --data {place}/zeros.txt", "zeros.txt is not text: it has a NUL at byte 0"),
+    ("train --data {place}/utf16.txt", "utf16.txt is not"),
+    ("train --data {place}/blank.txt", "blank.txt has only blank lines"),
+    ("train --data {place}/mark.txt", "mark.txt has only blank lines"),
+    ("train --data {place}/loop.txt", "no corpus"),
+    ("train --data ''", "in .: a corpus folder needs train, valid and test"),
+    ("train --data '\x1b[31mnothing'", r"no corpus '\x1b[31mnothing'"),
+    ("train --data {place}/text.txt --out '{place}/\x1b[31mred.txt'", r"\x1b[31mred.txt is a file"),
+    ("train --data {place}/text.txt --out /dev/null/x", "/dev/null/x"),
+    ("train --data {place}/text.txt --tokenizer.kind file --tokenizer.file /dev/zero", "not a regular file"),
+    ("train --data {place}/text.txt --tokenizer.kind file --tokenizer.file {place}/pipe", "not a regular file"),
+    ("train --data {place}/text.txt --model.blocks 2 --model.clusters /dev/zero", "model.clusters: no file /dev/zero"),
+    ("eval {place}/model --data /dev/zero", "/dev/zero is a device, not a text file"),
+    ("eval {place}/model --data {place}/line.txt.gz", "line 1 is longer than 16 MiB"),
+    ("eval {place}/model --data {place}/zeros.txt", "it has a NUL at byte 0"),
+    ("eval {place}/model --data {place}", "a corpus folder needs train, valid and test"),
+    ("eval /dev/zero", "/dev/zero is a file, but a model is a folder"),
+    ("eval {place}/pipe", "pipe is a file, but a model is a folder"),
+    ("data /dev/zero --out {place}/tokens", "/dev/zero is a device"),
+    ("data {place}/pipe --out {place}/tokens", "can be read only once"),
+    ("infill {place}/model 'no blank'", "the text has no blank"),
+    ("infill {place}/model ___ --top 0", "--top: Input should be greater than 0"),
+    ("inspect {place}/model --contexts", "--contexts needs the text of a run"),
+    ("sample {place}/model --must ''", "is not a word or phrase"),
+    ("sample {place}/model --must zebra", "has a word outside the vocabulary"),
+    ("sample {place}/model --never '<eos>'", "is not a word or phrase"),
+]
+
+
+def split(command: str, place: Path) -> list[str]:
+    return shlex.split(command.format(place=place, billion=BILLION, over=OVER_64_BITS))
+
+
+@pytest.mark.parametrize(("command", "message"), OPTIONS, ids=[command[:60] for command, _ in OPTIONS])
+def test_mistakes_in_options(command: str, message: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in failure(capsys, *split(command, place))
+
+
+@pytest.mark.parametrize(("command", "message"), FILES, ids=[command[:60] for command, _ in FILES])
+def test_files_that_are_no_text(command: str, message: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = split(command, place)
+    if argv[0] == "train":
+        argv += SMALL + ([] if "--out" in argv else ["--out", str(place / "new")])
+    assert message in failure(capsys, *argv)
+    assert not (place / "new").exists()
+
+
+def test_mistakes_in_options_are_found_without_torch() -> None:
+    """Run them in a process of its own, because this one has imported torch."""
+    program = """
+import sys
+from hmmlm.cli.main import main
+for line in ("train --model.states x", "train --bogus", "train --recipe x", "train --resume nowhere",
+             "train --recipe demo --model.kind x", "teacher --model.hidden 0", "baseline --train.seed -1", "data",
+             "eval", "sample m --num 0", "infill", "inspect", "demo x"):
+    assert main(line.split()) == 2, line
+    assert "torch" not in sys.modules, line
+"""
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
+
+
+# --- sizes ---
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--model.states 40000",
+        "--model.kind linear --model.states 100000",
+        "--model.kind mlp --model.hidden 65536",
+        "--model.kind mlp --model.layers 1000 --model.hidden 2048",
+        "--model.kind transformer --model.capacity 1000000000000",
+        "--model.kind neural --model.states 100000 --model.blocks 1",
+        "--model.kind uniform --model.states 65536",
+    ],
+)
+def test_models_that_cannot_fit_are_refused_before_the_text_is_read(
+    options: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hmmlm.learning.memory.total_memory", lambda device: 16 * 10**9)
+    argv = ["train", "--data", str(place / "text.txt"), "--out", str(place / "new"), *options.split()]
+    assert re.search(r"takes at least [\d,]+ GB, and this machine has 16 GB", failure(capsys, *argv))
+    assert not (place / "new").exists()
+
+
+def test_a_vocabulary_that_cannot_fit_is_refused_before_the_model_is_made(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states, words = 100, 15
+    monkeypatch.setattr("hmmlm.learning.memory.total_memory", lambda device: 24 * states * (states + words) - 1)
+    argv = ["train", "--data", str(place / "text.txt"), "--out", str(place / "new"), "--tokenizer.split", "whitespace"]
+    assert "takes at least" in failure(capsys, *argv, "--model.states", str(states))
+    assert not (place / "new").exists()
+
+
+def test_more_blocks_than_words_are_refused_before_clustering(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["train", "--data", str(place / "text.txt"), "--out", str(place / "new"), "--model.states", "60000"]
+    argv += ["--model.kind", "neural", "--model.hidden", "2"]
+    message = "model.blocks is 60,000, but the training text has 19 different words: set it to 19 or less"
+    assert message in failure(capsys, *argv, "--model.blocks", "60000")
+    monkeypatch.setattr("hmmlm.learning.prepare.MAX_CLUSTERS", 10)
+    assert "into more than 10 takes hours" in failure(capsys, *argv, "--model.blocks", "12")
+
+
+def test_a_constraint_of_a_million_tokens_takes_no_longer_than_its_recursion_needs(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(place / "model")
+    assert main(["sample", model, "--must", "the cat", "--max-new-tokens", "1000000", "--num", "2"]) == 0
+    assert capsys.readouterr().out.count("the cat") >= 2
+    lm = load(model)
+    long, short = (lm.guide(["the cat"], max_new_tokens=tokens) for tokens in (1_000_000, 5_000))
+    assert len(long[0]._ahead) < 1_000
+    torch.testing.assert_close(long[0].next_token(long[1]), short[0].next_token(short[1]))
+
+
+# --- what is printed ---
+
+
+def test_odd_words_train_and_are_printed_without_effect(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = place / "odd"
+    options = ["--tokenizer.split", "whitespace", *SMALL]
+    assert main(["train", "--data", str(place / "\x1b[31mred.txt"), "--out", str(run), *options]) == 0
+    assert (run / "report.html").exists()  # the plots have labels such as "$x^$"
+    capsys.readouterr()
+    for argv in (
+        ["sample", str(run), "--num", "20", "--seed", "1"],
+        ["infill", str(run), "the ___ é", "--top", "20"],
+        ["inspect", str(run), "--contexts", "--text", "$x^$ [red] \x1b[31mred [/b]"],
+        ["eval", str(run), "--data", str(place / "\x1b[31mred.txt")],
+    ):
+        assert main(argv) == 0
+        out = capsys.readouterr().out
+        assert "\x1b" not in out, argv
+        assert r"\x1b[31mred" in out
+    assert main(["eval", str(run), "--data", str(place / "[red].txt")]) == 0
+    assert "[red].txt" in capsys.readouterr().out
+    assert main(["data", str(place / "text.txt"), "--out", str(place / "[bold]tokens")]) == 0
+    assert "[bold]tokens" in capsys.readouterr().out
+
+
+def test_an_ascii_terminal(place: Path) -> None:
+    environment = {**python_environment(), "PYTHONIOENCODING": "ascii"}
+    done = hmmlm("sample", str(place / "model"), "--num", "20", "--seed", "1", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii() and r"\xe9" in done.stdout
+    assert hmmlm("train", "--help", "all", env=environment).returncode == 0
+    done = hmmlm("eval", "é", env=environment)
+    assert (done.returncode, done.stderr) == (2, "hmmlm: error: no model at \\xe9: the folder does not exist\n")
+
+
+def hmmlm(*argv: str | bytes, env: dict[str, str] | None = None, **options: object) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    command = [sys.executable, "-m", "hmmlm", *argv]
+    return subprocess.run(command, env=env or python_environment(), text=True, timeout=300, **streams)  # type: ignore[call-overload, no-any-return]
+
+
+def test_arguments_that_are_not_utf_8(place: Path) -> None:
+    done = hmmlm("eval", os.fsencode(place / "model"), b"--data", b"bad\xff.txt")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(r"hmmlm: error: the argument 'bad\udcff.txt' is not UTF-8")
+
+
+def test_standard_output_that_is_closed_or_full(place: Path) -> None:
+    model = str(place / "model")
+    done = hmmlm("sample", model, stdout=None, preexec_fn=lambda: os.close(1))
+    assert done.returncode == 2
+    assert done.stderr == "hmmlm: error: standard output is closed: redirect it to a file, or to /dev/null\n"
+    with open("/dev/full", "w") as full:
+        done = hmmlm("sample", model, stdout=full)
+    assert (done.returncode, done.stderr) == (2, "hmmlm: error: No space left on device\n")
+    assert hmmlm("sample", model, stderr=None, preexec_fn=lambda: os.close(2)).returncode == 0
+
+
+def test_training_into_a_closed_pipe_ends_without_a_message(place: Path) -> None:
+    out = place / "piped"
+    argv = ["train", "--data", str(place / "text.txt"), "--out", str(out), *SMALL, "--train.epochs", "1000"]
+    command = [sys.executable, "-m", "hmmlm", *argv]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, text=True, env=python_environment(), stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None and process.stderr is not None
+        while "epoch 1.00" not in process.stdout.readline():
+            assert process.poll() is None
+        process.stdout.close()
+        assert process.wait(timeout=300) == 141
+        assert process.stderr.read() == ""
+    assert (out / "last").exists()  # and can be resumed
+
+
+# --- pipes ---
+
+
+def test_a_pipe_is_evaluated_like_the_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command, text = [sys.executable, "-m", "hmmlm", "eval", str(place / "model"), "--data"], str(place / "text.txt")
+    capsys.readouterr()
+    assert main([*command[3:], text]) == 0
+    outputs = [capsys.readouterr().out]
+    # The second writer is slow: a pipe is refused only if it has none.
+    for shell in (f"cat {text} | {shlex.join(command)} /dev/stdin", f"{shlex.join(command)} <(sleep 4; cat {text})"):
+        done = subprocess.run(
+            ["bash", "-c", shell], env=python_environment(), capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    figures = {tuple(output.splitlines()[-1].split()[1:]) for output in outputs}
+    assert len(figures) == 1 and "800" in next(iter(figures))
+
+
+def test_a_pipe_without_a_writer(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nothing was written to the pipe" in failure(
+        capsys, "eval", str(place / "model"), "--data", str(place / "pipe")
+    )
