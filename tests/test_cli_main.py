@@ -204,7 +204,7 @@ def test_infill_and_samples_without_unknown_words(trained: Path, capsys: pytest.
     assert [row[-2:] for row in rows] == [[word, f"{p:.4f}"] for blank in want for word, p in blank]
     assert [row[0] for row in rows if len(row) == 3] == ["1", "2"]
     assert "no blank" in failure(capsys, "infill", str(trained), "the cat")
-    assert "top must be at least 1" in failure(capsys, "infill", str(trained), "___", "--top", "0")
+    assert "--top: Input should be greater than 0" in failure(capsys, "infill", str(trained), "___", "--top", "0")
     options = ["--num", "1", "--seed", "3", "--no-unknown"]
     assert main(["sample", str(trained), *options]) == 0
     assert capsys.readouterr().out == load(trained).generate(seed=3, unknown=False) + "\n"
@@ -275,8 +275,8 @@ def test_bad_models(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     [
         (["sample", "--num", "0"], "--num: Input should be greater than 0 (given '0')"),
         (["sample", "--seed", "-1"], "--seed: Input should be greater than or equal to 0 (given '-1')"),
-        (["sample", "--temperature", "-1"], "temperature must be"),
-        (["sample", "--top-k", "0"], "top_k must be at least 1"),
+        (["sample", "--temperature", "-1"], "--temperature: Input should be greater than or equal to 0"),
+        (["sample", "--top-k", "0"], "--top-k: Input should be greater than 0 (given '0')"),
         (["inspect", "--states", "0"], "--states: Input should be greater than 0 (given '0')"),
         (["inspect", "--text", " "], "at least one word"),
         (["eval", "--splits", "valid,dev"], "--splits.1: Input should be 'train', 'valid' or 'test' (given 'dev')"),
