@@ -18,7 +18,8 @@ from hmmlm.config.explain import member_types
 from hmmlm.config.recipe import load_recipe, recipe_names
 from hmmlm.config.run import RunConfig
 from hmmlm.learning.train import train
-from hmmlm.models.config import LinearConfig, ScalarConfig
+from hmmlm.models.factored import LinearConfig
+from hmmlm.models.scalar import ScalarConfig
 
 TRAINING = {"train": TrainArguments, "teacher": TeacherArguments, "baseline": BaselineArguments}
 

@@ -16,7 +16,8 @@ from hmmlm.config.run import RunConfig
 from hmmlm.config.sections import FileTokenizerConfig
 from hmmlm.config.training import TrainingConfig, read_config
 from hmmlm.errors import InputError
-from hmmlm.models.config import NeuralConfig, ScalarConfig
+from hmmlm.models.neural import NeuralConfig
+from hmmlm.models.scalar import ScalarConfig
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from hmmlm.distillation.kmeans import fit_clusters
 from hmmlm.distillation.labels import EmbeddedText, LabelledBatches, StoredLabels, TeacherLabels, hmm_from_labels
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.models.config import LinearConfig, MlpConfig, TransformerConfig
+from hmmlm.models.factored import LinearConfig, MlpConfig, TransformerConfig
 from hmmlm.models.neural import Neural
 from hmmlm.models.scalar import BlockedScalar, Scalar
 from hmmlm.structure.blocks import Blocks

@@ -24,8 +24,7 @@ from hmmlm.distillation.transfer import (
 )
 from hmmlm.errors import InputError
 from hmmlm.learning.train import train
-from hmmlm.models.config import LinearConfig, MlpConfig
-from hmmlm.models.factored import Factored
+from hmmlm.models.factored import Factored, LinearConfig, MlpConfig
 from hmmlm.runs.checkpoint import read_state
 from hmmlm.teachers.gpt import GPT, GPTShape
 from hmmlm.teachers.teacher import open_teacher

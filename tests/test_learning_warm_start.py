@@ -18,7 +18,7 @@ from hmmlm.hmm import HiddenMarkovModel
 from hmmlm.learning.fit import Fit
 from hmmlm.learning.train import train
 from hmmlm.models.base import Model
-from hmmlm.models.config import LinearConfig
+from hmmlm.models.factored import LinearConfig
 from hmmlm.runs.checkpoint import read_state
 from hmmlm.runs.folders import saved_config
 

@@ -21,8 +21,7 @@ from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.learning.train import train
 from hmmlm.models.capacity import transformer_layers
-from hmmlm.models.config import LinearConfig, MlpConfig, TransformerConfig
-from hmmlm.models.factored import Factored
+from hmmlm.models.factored import Factored, LinearConfig, MlpConfig, TransformerConfig
 from hmmlm.models.networks import CHIU_RUSH_2020, CHIU_RUSH_2025, Mlp, MlpForm, Residual, Transformer, default_heads
 from hmmlm.models.scalar import Scalar
 from hmmlm.runs.history import read_history

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -37,3 +37,11 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True
     )
+
+
+class ModelSize(NamedTuple):
+    """Numbers that training holds at least, to refuse what cannot fit in memory before it is allocated."""
+
+    parameters: int
+    probabilities: int
+    """Of the HMM that a step or a validation check makes, as far as it is held as a whole."""

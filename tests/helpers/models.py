@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-from hmmlm.models.config import LinearConfig, MlpConfig, TransformerConfig
-from hmmlm.models.factored import Factored
+from hmmlm.models.factored import Factored, LinearConfig, MlpConfig, TransformerConfig
 
 CONFIGS = {"linear": LinearConfig, "mlp": MlpConfig, "transformer": TransformerConfig}
 

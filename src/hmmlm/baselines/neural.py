@@ -9,20 +9,59 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from hmmlm.baselines.config import BaselineModelConfig, FeedForwardConfig, LstmConfig
 from hmmlm.data.modelfolder import CONFIG, MODEL, load_model, load_weights, save_model
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
+from hmmlm.section import Fraction, Layers, ModelSize, Section, Width
 
 Hidden = tuple[Tensor, ...]
 FORMAT = "hmmlm baseline"
+
+
+class BaselineModelConfig(Section, ABC):
+    """A neural baseline."""
+
+    hidden: Width = 256
+    """Size of word embeddings and layers."""
+    layers: Layers = 2
+    """Layers between word embeddings and the prediction."""
+    dropout: Fraction = 0.3
+    """Dropout of word embeddings and of each layer's output."""
+
+    def size(self, words: int) -> ModelSize:
+        """Return a lower bound of what training holds (see `ModelConfig.size`)."""
+        return ModelSize((words + self.layers * self.hidden) * self.hidden, 0)
+
+    @abstractmethod
+    def build(self, vocabulary: Tokenizer, length: int, generator: torch.Generator | None) -> NeuralBaseline:
+        """Create the network."""
+
+
+class FeedForwardConfig(BaselineModelConfig):
+    """A feed-forward network on the last words."""
+
+    kind: Literal["feedforward"] = "feedforward"
+    order: Annotated[int, Field(ge=2, le=100)] = 5
+    """Words of an n-gram, the predicted one included."""
+
+    def build(self, vocabulary: Tokenizer, length: int, generator: torch.Generator | None) -> NeuralBaseline:
+        return FeedForward(self, vocabulary, generator)
+
+
+class LstmConfig(BaselineModelConfig):
+    """An LSTM over all previous words."""
+
+    kind: Literal["lstm"] = "lstm"
+
+    def build(self, vocabulary: Tokenizer, length: int, generator: torch.Generator | None) -> NeuralBaseline:
+        return Lstm(self, vocabulary, generator)
 
 
 class NeuralBaseline(nn.Module, ABC):

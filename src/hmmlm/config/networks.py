@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from hmmlm.baselines.config import FeedForwardConfig, LstmConfig
+from hmmlm.baselines.neural import FeedForwardConfig, LstmConfig
 from hmmlm.config.sections import AdamWConfig, BatchesConfig, ChunkConfig, StreamConfig
 from hmmlm.config.training import TrainingConfig
-from hmmlm.teachers.config import GPTConfig
+from hmmlm.teachers.gpt import GPTConfig
 
 
 class TeacherConfig(TrainingConfig):

@@ -11,15 +11,11 @@ from hmmlm.config.explain import member_types
 from hmmlm.config.initialization import InitializationConfig, LabelConfig, LvdConfig, NoInitialization
 from hmmlm.config.training import TrainingConfig
 from hmmlm.distillation.pretrained import PretrainedConfig
-from hmmlm.models.config import (
-    LinearConfig,
-    MlpConfig,
-    ModelConfig,
-    NeuralConfig,
-    ScalarConfig,
-    TransformerConfig,
-    UniformConfig,
-)
+from hmmlm.models.base import ModelConfig
+from hmmlm.models.factored import LinearConfig, MlpConfig, TransformerConfig
+from hmmlm.models.neural import NeuralConfig
+from hmmlm.models.scalar import ScalarConfig
+from hmmlm.models.uniform import UniformConfig
 
 AnyModelConfig = Annotated[
     ScalarConfig | LinearConfig | MlpConfig | TransformerConfig | NeuralConfig | UniformConfig | PretrainedConfig,

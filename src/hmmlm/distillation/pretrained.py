@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from hmmlm.models.config import ModelConfig
+import torch
+from torch import Tensor
+
+from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.distillation.transfer import from_pretrained, word_vectors
+from hmmlm.models.base import Model, ModelConfig
 from hmmlm.section import Fraction
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from hmmlm.data.tokenizers import Tokenizer
-    from hmmlm.models.base import Model
+from hmmlm.teachers.teacher import check_teacher, open_teacher
 
 
 class PretrainedConfig(ModelConfig):
@@ -40,16 +39,9 @@ class PretrainedConfig(ModelConfig):
         return True
 
     def check_files(self) -> None:
-        from hmmlm.teachers.teacher import check_teacher
-
         check_teacher(self.teacher, random=self.weights == "random", gguf_file=self.gguf_file)
 
     def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
-        import torch
-
-        from hmmlm.distillation.transfer import from_pretrained, word_vectors
-        from hmmlm.teachers.teacher import open_teacher
-
         with torch.random.fork_rng(devices=[]):  # a resumed run opens it at another moment, and must draw the same
             network = open_teacher(
                 self.teacher, random=self.weights == "random", gguf_file=self.gguf_file, device="cpu", seed=seed

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from hmmlm.errors import InputError
-from hmmlm.models.config import ModelSize
+from hmmlm.section import ModelSize
 
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 

@@ -29,7 +29,7 @@ from hmmlm.data.files import link_or_copy, read_bytes, write_bytes
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, Tokenizer, WordTokenizer, load_tokenizer
 from hmmlm.errors import InputError
-from hmmlm.models.config import BlockedConfig, ModelConfig
+from hmmlm.models.base import BlockedConfig, ModelConfig
 from hmmlm.runs.folders import BLOCKS
 from hmmlm.runs.progress import Progress
 from hmmlm.structure.brown import BrownClustering, brown_clusters

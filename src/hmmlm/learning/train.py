@@ -39,7 +39,7 @@ from hmmlm.learning.prepare import (
     with_actual_tokenizer,
 )
 from hmmlm.learning.warm_start import WarmStart, check_start, freeze_embeddings, joint_tokens, open_label_teacher
-from hmmlm.models.config import ModelConfig, ModelSize
+from hmmlm.models.base import ModelConfig
 from hmmlm.runs.folders import (
     CONFIG,
     new_run,
@@ -50,6 +50,7 @@ from hmmlm.runs.folders import (
 )
 from hmmlm.runs.interrupt import StopRequest, stop_on_signals
 from hmmlm.runs.progress import Progress
+from hmmlm.section import ModelSize
 from hmmlm.teachers.teacher import Teacher
 
 __all__ = ["TrainResult", "TrainingError", "train", "train_baseline", "train_teacher"]

@@ -1,20 +1,121 @@
-"""The interface of model families: a module whose forward pass makes an HMM."""
+"""The interface of model families: a configuration that builds a module whose forward pass makes an HMM."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Carry, HiddenMarkovModel, Scan
 from hmmlm.hmm.blocked import BlockedHMM, last_tokens
 from hmmlm.ops.blocked_emission import make_tiles
 from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
 from hmmlm.ops.common import product_dtype
+from hmmlm.section import Fraction, ModelSize, Passes, Section, States
 from hmmlm.structure.blocks import Blocks
 from hmmlm.structure.dropout import global_states, sample_states, states_kept
+
+BlockCount = Annotated[int, Field(ge=0, le=2**16)]
+
+
+class ModelConfig(Section, ABC):
+    """A model family. Each adds `kind`, its own fields, and `build`."""
+
+    states: States = 512
+    """Number of hidden states."""
+
+    optimizer_defaults: ClassVar[dict[str, Any]] = {}
+    """AdamW settings that suit the family, where the configuration does not set them."""
+
+    @property
+    def blocks_needed(self) -> int:
+        """Number of word blocks; 0 unless a `BlockedConfig` has blocks."""
+        return 0
+
+    @property
+    def assignable(self) -> bool:
+        """Whether the model can be set to given probabilities, as Baum-Welch needs."""
+        return False
+
+    @property
+    def distillable(self) -> bool:
+        """Whether the model can be trained on P(O, S)."""
+        return True
+
+    @property
+    def has_embeddings(self) -> bool:
+        """Whether states and words have embeddings that a teacher's can be copied into."""
+        return False
+
+    def check_files(self) -> None:
+        """Raise an InputError if a file that the configuration names is missing."""
+
+    def size(self, words: int) -> ModelSize:
+        """Return a lower bound of what training holds, for a vocabulary of `words`: here that of a dense HMM."""
+        return ModelSize(0, self.states * (self.states + words))
+
+    @abstractmethod
+    def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
+        """Create the model on the CPU, with parameters that depend on the seed alone.
+
+        Args:
+            block_of_word: [V] the block of each word, for a `BlockedConfig` with blocks.
+            device: where the model will be trained.
+        """
+
+
+class BlockedConfig(ModelConfig):
+    """A family whose states may be in blocks that emit the words of one Brown cluster each.
+
+    With blocks, `build` returns a `BlockedModel`, or another model if it implements `dropout` itself.
+    """
+
+    blocks: BlockCount = 0
+    """Brown clusters of words, each with states / blocks states; 0: every state may emit every word."""
+    clusters: Path | None = None
+    """A `paths` file as written by Liang's `brown-cluster`; None: the training text is clustered."""
+    exchange_passes: Passes = 0
+    """Passes over all words that move each to the best cluster, after clustering."""
+    dropout: Fraction = 0.0
+    """State dropout: the fraction of each block's states left out of a batch."""
+
+    @property
+    def blocks_needed(self) -> int:
+        return self.blocks
+
+    def check_files(self) -> None:
+        if self.clusters is not None and not self.clusters.is_file():
+            raise InputError(f"model.clusters: no file {self.clusters}; `hmmlm data --clusters` makes one")
+
+    def size(self, words: int) -> ModelSize:
+        if not self.blocks:
+            return super().size(words)
+        in_block = self.states // self.blocks  # emissions, and the transitions between two blocks
+        return ModelSize(0, in_block * (in_block + words))
+
+    @model_validator(mode="after")
+    def _blocks_divide_states(self) -> BlockedConfig:
+        if self.blocks and self.states % self.blocks:
+            raise ValueError(f"states ({self.states}) must be a multiple of blocks ({self.blocks})")
+        return self
+
+    @model_validator(mode="after")
+    def _settings_of_blocks(self) -> BlockedConfig:
+        unused = {"clusters": self.clusters, "exchange_passes": self.exchange_passes, "dropout": self._dense_dropout()}
+        for name, value in unused.items():
+            if value and not self.blocks:
+                raise ValueError(f"{name} = {value} needs blocks: set blocks to the number of word clusters")
+        return self
+
+    def _dense_dropout(self) -> float:
+        """State dropout that a model without blocks does not support."""
+        return self.dropout
 
 
 class Model(nn.Module, ABC):

@@ -3,22 +3,202 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.models.base import FactoredBlockedModel, Model
-from hmmlm.models.config import FactorScale
-from hmmlm.models.networks import Mlp, Transformer, initialize_linears_
+from hmmlm.models.base import BlockedConfig, FactoredBlockedModel, Model, ModelConfig
+from hmmlm.models.capacity import fit_width, transformer_layers
+from hmmlm.models.networks import Mlp, MlpForm, Skip, Transformer, initialize_linears_
 from hmmlm.ops.blocked_emission import blocked_emission
 from hmmlm.ops.blocked_scan import Factors
 from hmmlm.ops.common import factor_logits
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
+from hmmlm.section import Layers, ModelSize, Scale, Width
 from hmmlm.structure.blocks import Blocks
 
+FactorScale = Literal["unit", "normal"]
 Network = Mlp | Transformer
+
+
+class FactoredConfig(ModelConfig):
+    """Low-rank factors of the logits, from tables of state embeddings or networks on them."""
+
+    hidden: Width = 256
+    """Size of embeddings and networks."""
+    capacity: Annotated[int, Field(gt=0, le=10**12)] | None = None
+    """Total number of parameters, approximately: sets `hidden`, and the depth of transformers."""
+    split: bool = True
+    """One table of state embeddings per role instead of one for all; with linear: ablation B instead of A."""
+    factor_start: bool = True
+    """Whether the start logits are factored; otherwise they are free parameters."""
+    factor_transition: bool = True
+    """Whether the transition logits are factored."""
+    factor_emission: bool = True
+    """Whether the emission logits are factored."""
+    init: FactorScale = "unit"
+    """unit: initial logits have variance 1; normal: tables from N(0, 1), as in the released code."""
+    scale: Scale = 1.0
+    """Standard deviation of the initial free logits."""
+
+    @property
+    def has_embeddings(self) -> bool:
+        return not self.blocks_needed
+
+    @model_validator(mode="after")
+    def _capacity_sets_hidden(self) -> FactoredConfig:
+        if self.capacity is not None and self.hidden != type(self).model_fields["hidden"].default:
+            raise ValueError(f"hidden follows from capacity: leave out hidden = {self.hidden}, or capacity")
+        return self
+
+    @model_validator(mode="after")
+    def _blocks_are_factored(self) -> FactoredConfig:
+        if self.blocks_needed and not (self.factor_start and self.factor_transition and self.factor_emission):
+            raise ValueError("a model with blocks is factored throughout: leave out factor_*, or set blocks to 0")
+        return self
+
+    def make_network(self, hidden: int) -> Callable[[], Mlp | Transformer] | None:
+        """Return what creates a network of width `hidden`; None: no network between embeddings and factors."""
+        return None
+
+    @property
+    def network_weights(self) -> int:
+        """Weights of the smallest set of networks of width `hidden` that the family has."""
+        return 0
+
+    @property
+    def one_network(self) -> bool:
+        """Whether all roles share one network."""
+        return False
+
+    @property
+    def width_step(self) -> int:
+        """The width of the network is a multiple of this."""
+        return 1
+
+    def size(self, words: int) -> ModelSize:
+        embeddings = (self.states + (words if self.factor_emission else 0)) * self.hidden
+        parameters = self.capacity or embeddings + self.network_weights
+        return ModelSize(parameters, super().size(words).probabilities)
+
+    def make_dense(self, vocab_size: int, hidden: int, generator: torch.Generator | None) -> Factored:
+        """Create the dense model with embeddings of width `hidden`."""
+        return Factored(
+            self.states,
+            vocab_size,
+            hidden,
+            make_network=self.make_network(hidden),
+            split=self.split,
+            mono=self.one_network,
+            start=self.factor_start,
+            transition=self.factor_transition,
+            emission=self.factor_emission,
+            init=self.init,
+            scale=self.scale,
+            generator=generator,
+        )
+
+    def width(self, vocab_size: int) -> int:
+        """Return `hidden`, or the width whose number of parameters is nearest to `capacity`."""
+        if self.capacity is None:
+            return self.hidden
+        # Nothing is drawn or scaled, only counted.
+        unscaled = self.model_copy(update={"init": "normal"})
+        what = f"{self.states} states and {vocab_size:,} words"
+        return fit_width(lambda w: unscaled.make_dense(vocab_size, w, None), self.capacity, self.width_step, what)
+
+    def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
+        words = vocabulary.vocab_size
+        dense = self.make_dense(words, self.width(words), torch.Generator().manual_seed(seed))
+        if block_of_word is None:
+            return dense
+        assert isinstance(self, BlockedConfig)
+        return BlockedFactored(Blocks.from_clusters(block_of_word, self.states, vocab_size=words), dense, self.dropout)
+
+
+class LinearConfig(FactoredConfig, BlockedConfig):
+    """Low-rank factors from tables of embeddings."""
+
+    kind: Literal["linear"] = "linear"
+
+    optimizer_defaults: ClassVar[dict[str, Any]] = {"rate": 0.03, "weight_decay": 0.1}
+
+
+class MlpConfig(FactoredConfig, BlockedConfig):
+    """Low-rank factors from MLPs on state embeddings."""
+
+    kind: Literal["mlp"] = "mlp"
+    mono: bool = False
+    """One network for all roles instead of one for each."""
+    layers: Layers = 2
+    """Linear layers of each network."""
+    skip: Skip = "activation"
+    """Added to the output of layers after the first: nothing, the input of the ReLU, or that of the layer."""
+    relu: bool = True
+    """A ReLU after every linear layer."""
+    norm: bool = True
+    """A LayerNorm after every layer but the first, or after the only one."""
+
+    optimizer_defaults: ClassVar[dict[str, Any]] = {"rate": 0.01, "weight_decay": 0.1}
+
+    @model_validator(mode="after")
+    def _form_is_consistent(self) -> MlpConfig:
+        MlpForm(self.layers, self.skip, self.relu, self.norm)
+        return self
+
+    @property
+    def one_network(self) -> bool:
+        return self.mono
+
+    @property
+    def network_weights(self) -> int:
+        return self.layers * self.hidden**2
+
+    def make_network(self, hidden: int) -> Callable[[], Mlp]:
+        return partial(Mlp, hidden, MlpForm(self.layers, self.skip, self.relu, self.norm))
+
+
+class TransformerConfig(FactoredConfig):
+    """Low-rank factors from transformers over the sequence of states."""
+
+    kind: Literal["transformer"] = "transformer"
+    mono: bool = False
+    """One network for all roles instead of one for each."""
+    layers: Layers | None = None
+    """Blocks of each network; None: 2, and more for a `capacity` above 2^22."""
+    heads: Annotated[int, Field(gt=0, le=1_024)] | None = None
+    """Attention heads; None: heads of at least 64 dimensions."""
+
+    # A third of the best rate of the studies at 2^22 parameters; networks of 15M parameters and more need less.
+    optimizer_defaults: ClassVar[dict[str, Any]] = {"rate": 0.003, "weight_decay": 0.1}
+
+    @model_validator(mode="after")
+    def _heads_divide_hidden(self) -> TransformerConfig:
+        if self.heads is not None and self.capacity is None and self.hidden % self.heads:
+            raise ValueError(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
+        return self
+
+    @property
+    def one_network(self) -> bool:
+        return self.mono
+
+    @property
+    def width_step(self) -> int:
+        return self.heads or 1
+
+    @property
+    def network_weights(self) -> int:
+        return (self.layers or 2) * 12 * self.hidden**2
+
+    def make_network(self, hidden: int) -> Callable[[], Transformer]:
+        depth = self.layers or (2 if self.capacity is None else transformer_layers(self.capacity))
+        return partial(Transformer, hidden, depth, self.heads)
 
 
 class Factored(Model):

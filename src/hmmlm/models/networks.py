@@ -5,14 +5,17 @@ Those of Chiu & Rush 2020, and the MLPs and transformers of Lee & Berg-Kirkpatri
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from hmmlm.errors import InputError
-from hmmlm.models.config import MlpForm
 from hmmlm.ops.residual_norm import residual_norm
 
+Skip = Literal["none", "activation", "layer"]
 HEAD = 64  # smallest size of an attention head, where the number of heads is not given
 
 
@@ -49,6 +52,26 @@ def initialize_linears_(module: nn.Module, kaiming: bool, generator: torch.Gener
             if layer.bias is not None:
                 bound = 0.0 if kaiming else bound
                 nn.init.uniform_(layer.bias, -bound, bound, generator=generator)
+
+
+@dataclass(frozen=True)
+class MlpForm:
+    """One point of the grid of Lee & Berg-Kirkpatrick 2025, Table 3."""
+
+    layers: int = 2
+    """Linear layers, of the width of the embeddings, with biases."""
+    skip: Skip = "activation"
+    """Added to the output of every layer but the first: nothing, the input of its ReLU, or its own input."""
+    relu: bool = True
+    """A ReLU after every linear layer."""
+    norm: bool = True
+    """A LayerNorm after every layer but the first (after the only one, if there is one)."""
+
+    def __post_init__(self) -> None:
+        if self.skip != "none" and self.layers == 1:
+            raise InputError(f"skip = {self.skip!r} needs a second layer, and layers is 1: set skip to 'none'")
+        if self.skip == "activation" and not self.relu:
+            raise InputError("skip = 'activation' skips the ReLU, and relu is false: set skip to 'none'")
 
 
 CHIU_RUSH_2020 = MlpForm(skip="layer")

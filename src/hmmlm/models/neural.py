@@ -2,17 +2,70 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar, Literal
+
 import torch
 from torch import Tensor, nn
 
+from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
-from hmmlm.models.base import FactoredBlockedModel
-from hmmlm.models.config import Form
+from hmmlm.models.base import BlockCount, BlockedConfig, FactoredBlockedModel, Model, ModelConfig, one_block
 from hmmlm.models.networks import Residual, initialize_linears_
 from hmmlm.ops.blocked_emission import blocked_emission
 from hmmlm.ops.blocked_scan import Factors
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
+from hmmlm.section import Fraction, ModelSize, States, Width
 from hmmlm.structure.blocks import Blocks
+
+Form = Literal["released", "printed"]
+
+
+class NetworkConfig(ModelConfig):
+    """Networks on state embeddings (Chiu & Rush 2020)."""
+
+    states: States = 2048
+    """Number of hidden states."""
+    hidden: Width = 256
+    """Size of embeddings and networks."""
+    form: Form = "printed"
+    """printed: the networks of the paper; released: those of its code, with bare embeddings on the incoming side."""
+    network_dropout: Fraction = 0.0
+    """Dropout inside the networks."""
+
+    optimizer_defaults: ClassVar[dict[str, Any]] = {"rate": 0.003, "weight_decay": 0.1}
+
+    def network_size(self, words: int) -> int:
+        """Return a lower bound of the number of parameters."""
+        return (self.states // 2 + words + 6 * self.hidden) * self.hidden
+
+
+class NeuralConfig(NetworkConfig, BlockedConfig):
+    """Networks on state embeddings (Chiu & Rush 2020), for thousands of states."""
+
+    kind: Literal["neural"] = "neural"
+    blocks: BlockCount = 64
+    """Brown clusters of words, each with states / blocks states; 0: every state may emit every word."""
+    block_embeddings: bool = False
+    """Half of each state embedding is shared by its block."""
+
+    def _dense_dropout(self) -> float:
+        return 0.0  # a single block has state dropout too
+
+    def size(self, words: int) -> ModelSize:
+        # Without blocks, the transitions are computed in tiles all the same.
+        cells = super().size(words).probabilities if self.blocks else self.states * words
+        return ModelSize(self.network_size(words), cells)
+
+    def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
+        return Neural(
+            one_block(vocabulary.vocab_size, self.states, block_of_word),
+            hidden=self.hidden,
+            form=self.form,
+            dropout=self.dropout,
+            block_embeddings=self.block_embeddings,
+            network_dropout=self.network_dropout,
+            generator=torch.Generator().manual_seed(seed),
+        )
 
 
 class Neural(FactoredBlockedModel):

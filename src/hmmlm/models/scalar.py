@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar, Literal
+
 import torch
 from torch import Tensor, nn
 
+from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, BlockedHMM, Carry, Scan
-from hmmlm.models.base import BlockedModel, Model, restart_lost
+from hmmlm.models.base import BlockedConfig, BlockedModel, Model, restart_lost
 from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
+from hmmlm.section import ModelSize, Scale
 from hmmlm.structure.blocks import Blocks
 from hmmlm.structure.dropout import global_states, sample_states
+
+
+class ScalarConfig(BlockedConfig):
+    """One logit per probability."""
+
+    kind: Literal["scalar"] = "scalar"
+    scale: Scale = 1.0
+    """Standard deviation of the initial logits."""
+
+    # A high rate with a high eps: where gradients are smaller than eps, AdamW is gradient descent with momentum. With
+    # eps 1e-8 it moves the logit of a word that a state never meets as fast as any other, and overfits.
+    optimizer_defaults: ClassVar[dict[str, Any]] = {"rate": 1.0, "eps": 3e-5, "weight_decay": 0.0}
+
+    @property
+    def assignable(self) -> bool:
+        return not self.blocks
+
+    def size(self, words: int) -> ModelSize:
+        words_of_state = words // max(1, self.blocks)
+        return ModelSize(self.states * (self.states + words_of_state), super().size(words).probabilities)
+
+    def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
+        generator, words = torch.Generator().manual_seed(seed), vocabulary.vocab_size
+        if block_of_word is None:
+            return Scalar(self.states, words, self.scale, generator)
+        blocks = Blocks.from_clusters(block_of_word, self.states, vocab_size=words)
+        return BlockedScalar(blocks, self.dropout, self.scale, generator)
 
 
 def _logits(scale: float, generator: torch.Generator | None, *shape: int) -> nn.Parameter:

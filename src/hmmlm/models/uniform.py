@@ -2,24 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.hmm import HMM, Carry, Scan
 from hmmlm.hmm.blocked import last_tokens
 from hmmlm.models.base import Model, one_block, restart_lost
-from hmmlm.models.config import Form
-from hmmlm.models.neural import Neural
+from hmmlm.models.neural import Form, NetworkConfig, Neural
 from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
 from hmmlm.ops.common import accumulate, matmul, product_dtype
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
+from hmmlm.section import Fraction, ModelSize, States
 from hmmlm.structure.blocks import UniformSubsets
 from hmmlm.structure.dropout import sample_columns, states_kept
 
 _SCORES = 2**25  # products of states and words held at a time: 128 MB in float32
+
+
+class UniformConfig(NetworkConfig):
+    """The networks of Chiu & Rush 2020 where every word is emitted by states drawn at random."""
+
+    kind: Literal["uniform"] = "uniform"
+    states_per_word: States = 128
+    """States that may emit a word."""
+    dropout: Fraction = 0.0
+    """State dropout: the fraction of states left out of a batch."""
+
+    @property
+    def distillable(self) -> bool:
+        return False
+
+    @model_validator(mode="after")
+    def _states_suffice(self) -> UniformConfig:
+        if self.states_per_word > self.states:
+            raise ValueError(f"states_per_word ({self.states_per_word}) must be at most states ({self.states})")
+        return self
+
+    def size(self, words: int) -> ModelSize:
+        return ModelSize(self.network_size(words), super().size(words).probabilities)
+
+    def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
+        return UniformNeural(
+            UniformSubsets.sample(vocabulary.vocab_size, self.states, self.states_per_word, seed=seed),
+            hidden=self.hidden,
+            form=self.form,
+            dropout=self.dropout,
+            network_dropout=self.network_dropout,
+            generator=torch.Generator().manual_seed(seed),
+        )
 
 
 class WordLists(NamedTuple):

@@ -7,23 +7,71 @@ of text is read after an eos token.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from hmmlm.data.files import read_bytes
 from hmmlm.data.modelfolder import CONFIG, MODEL, load_model, load_weights, save_model
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
+from hmmlm.section import Layers, ModelSize, Section, Width
 from hmmlm.teachers.checks import check_vocabulary, layer_index
-from hmmlm.teachers.config import GPTShape
 from hmmlm.teachers.tokenizers import TeacherTokenizer, gpt_tokenizer
 
 FORMAT = "hmmlm teacher"
 ROPE_BASE = 10_000.0
+
+
+class GPTConfig(Section):
+    """A small decoder-only transformer."""
+
+    hidden: Width = 256
+    """Width."""
+    layers: Layers = 4
+    """Blocks of attention and an MLP."""
+    heads: Annotated[int, Field(gt=0, le=1_024)] = 4
+    """Attention heads per block."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> GPTConfig:
+        GPTShape(vocab_size=1, context=1, **self.model_dump())
+        return self
+
+    def size(self, words: int) -> ModelSize:
+        """Return a lower bound of what training holds (see `ModelConfig.size`)."""
+        return ModelSize((words + self.layers * 12 * self.hidden) * self.hidden, 0)
+
+    def build(self, vocabulary: Tokenizer, length: int, generator: torch.Generator | None) -> GPT:
+        """Create the network; `length` is its longest context."""
+        shape = GPTShape(vocab_size=vocabulary.vocab_size, context=length, **self.model_dump())
+        return GPT(shape, vocabulary.eos_id, generator)
+
+
+@dataclass(frozen=True)
+class GPTShape:
+    """Sizes of a GPT; `context` is the chunk length it is trained on."""
+
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    context: int
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, int) or value < 1:
+                raise InputError(f"the teacher's {name} is {value!r}: it must be an integer of at least 1")
+        if self.hidden % self.heads or self.hidden // self.heads % 2:
+            raise InputError(
+                f"hidden ({self.hidden}) must be a multiple of twice the heads ({self.heads}): rotary positions rotate "
+                "pairs of dimensions of each head"
+            )
 
 
 class GPT(nn.Module):
