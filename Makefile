@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test fuzz lint env benchmark clean
+.PHONY: demo test fuzz torture lint env benchmark clean
 
 # torch is installed first and by its exact version: that is the release with a CPU build, and later
 # requirements are then satisfied by it.
@@ -27,10 +27,14 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --cov --cov-report=term:skip-covered
 
 # Every query of random models against the enumeration of all paths: make fuzz SEED=1 COUNT=5000
-SEED ?= 1000
+SEED ?= 1
 COUNT ?= 2000
 fuzz: env
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m helpers.fuzz --seed $(SEED) --count $(COUNT)
+
+# The test that kills runs at random moments, with many more kills; another seed kills at other moments.
+torture: env
+	OMP_NUM_THREADS=1 TORTURE_KILLS=300 TORTURE_SEED=$(SEED) $(BIN)/python -m pytest tests/test_learning_torture.py
 
 lint: env
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -100,11 +101,11 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     cases = [
         ("train.bin", saved["train.bin"][:-1], r"train\.bin is truncated or replaced: 5 bytes, not 6"),
         ("train.idx", b"", r"train\.idx is truncated or replaced: 0 bytes, not 24"),
-        ("train.bin", b"\0" * 6, r"train\.bin does not belong to .*train\.json"),
-        ("train.json", saved["train.json"][:20], "not a complete token file header"),
+        ("train.bin", b"\0" * 6, r"train\.bin is damaged, or does not belong to .*train\.json"),
+        ("train.json", saved["train.json"][:20], "train.json is truncated or not JSON"),
         ("train.json", b"{}", "not the header of a token file"),
         ("train.json", with_header(version=9), "has version 9"),
-        ("train.json", with_header(dtype="int3"), r"is damaged \(missing or invalid: dtype\)"),
+        ("train.json", with_header(dtype="int3"), r"dtype is 'int3', not that of 100 tokens, uint16"),
     ]
     for part, content, message in cases:
         (tmp_path / part).write_bytes(content)
@@ -126,3 +127,88 @@ def test_from_arrays_checks_tokens_and_documents() -> None:
     for documents in ([0, 2], [1, 3], [0, 2, 1, 3]):
         with pytest.raises(InputError, match="offsets must increase from 0 to 3, the number of tokens"):
             TokenFile.from_arrays([3, 1, 2], documents, 4)
+
+
+# --- files are not trusted ---
+
+
+def write_large(folder: Path) -> tuple[Path, dict[str, bytes]]:
+    """Write a token file whose middle is far from both ends; return its path, and the content of its parts."""
+    tokens = np.random.default_rng(0).integers(0, 90, 300_000)
+    write_tokens(folder / "train", np.split(tokens, range(0, len(tokens), 7)), 100, "abc")
+    return folder / "train", {part: (folder / part).read_bytes() for part in os.listdir(folder)}
+
+
+@pytest.mark.parametrize("part", ["train.bin", "train.idx"])
+def test_damage_in_the_middle_is_noticed(tmp_path: Path, part: str) -> None:
+    path, saved = write_large(tmp_path)
+    content = bytearray(saved[part])
+    content[len(content) // 2] ^= 1
+    (tmp_path / part).write_bytes(content)
+    with pytest.raises(InputError, match=rf"{part} is damaged, or does not belong to .*train\.json"):
+        TokenFile.open(path)
+
+
+def test_files_of_earlier_versions_load_and_are_checked_by_their_ends(tmp_path: Path) -> None:
+    path, saved = write_large(tmp_path)
+    edge = 1 << 16
+    header = json.loads(saved["train.json"])
+    for part, name in (("train.bin", "digest"), ("train.idx", "index_digest")):
+        ends = saved[part][:edge] + saved[part][max(0, len(saved[part]) - edge) :]
+        header[name] = hashlib.sha256(ends).hexdigest()[:16]
+    (tmp_path / "train.json").write_text(json.dumps(header))
+    assert TokenFile.open(path).tokens.tobytes() == saved["train.bin"]
+    (tmp_path / "train.bin").write_bytes(saved["train.bin"][:-1] + b"\1")
+    with pytest.raises(InputError, match=r"train\.bin is damaged"):
+        TokenFile.open(path)
+    (tmp_path / "train.bin").write_bytes(saved["train.bin"])
+    offsets = np.frombuffer(saved["train.idx"], dtype="<i8").copy()
+    offsets[len(offsets) // 2] = -5  # where the digest does not look
+    (tmp_path / "train.idx").write_bytes(offsets.tobytes())
+    with pytest.raises(InputError, match=r"train\.idx: document offsets must increase from 0 to 300000"):
+        TokenFile.open(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("vocab_size", 50, r"train\.bin has token 89, but .*train\.json a vocabulary of 50"),
+        ("vocab_size", "100", r"train\.json: vocab_size is of type str, not int"),
+        ("vocab_size", 0, "a vocabulary of 0 does not fit"),
+        ("vocab_size", -1, "vocab_size is -1, not a number of at least 0"),
+        ("vocab_size", True, "vocab_size is of type bool, not int"),
+        ("vocab_size", 10**30, "does not fit a token file"),
+        ("vocab_size", 70_000, "dtype is 'uint16', not that of 70000 tokens, uint32"),
+        ("dtype", "uint32", "dtype is 'uint32', not that of 100 tokens, uint16"),
+        ("dtype", ["uint16"], "dtype is of type list, not str"),
+        ("count", 5, "count is 5 and bytes is 600000, which disagree"),
+        ("documents", 5, "documents is 5 and index_bytes is .*, which disagree"),
+        ("bytes", None, "bytes is of type NoneType, not int"),
+        ("digest", 3, "digest is of type int, not str"),
+        ("source", [], "source is of type list, not str"),
+    ],
+)
+def test_wrong_headers_are_refused_by_their_entry(tmp_path: Path, field: str, value: object, message: str) -> None:
+    path, saved = write_large(tmp_path)
+    header = json.loads(saved["train.json"])
+    (tmp_path / "train.json").write_text(json.dumps({**header, field: value}))
+    with pytest.raises(InputError, match=message):
+        TokenFile.open(path)
+    del header[field]
+    (tmp_path / "train.json").write_text(json.dumps(header))
+    with pytest.raises(InputError, match=rf"train\.json has no {field}"):
+        TokenFile.open(path)
+    (tmp_path / "train.json").write_text("[" * 100_000)
+    with pytest.raises(InputError, match=r"train\.json is nested too deeply"):
+        TokenFile.open(path)
+
+
+def test_if_a_part_cannot_be_replaced_the_old_file_stays(tmp_path: Path) -> None:
+    path, saved = write_large(tmp_path)
+    (tmp_path / "train.json").unlink()
+    (tmp_path / "train.json").mkdir()  # the last of three files to be replaced cannot be
+    with pytest.raises(InputError, match=r"cannot write .*train\.json: Is a directory"):
+        write_tokens(path, [[1, 2, 3]], 100, "abc")
+    assert (tmp_path / "train.bin").read_bytes() == saved["train.bin"]
+    assert (tmp_path / "train.idx").read_bytes() == saved["train.idx"]
+    assert sorted(os.listdir(tmp_path)) == ["train.bin", "train.idx", "train.json"]

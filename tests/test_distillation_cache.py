@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 import hmmlm
 from hmmlm.data.batches import ChunkBatches
+from hmmlm.data.files import exclusive
 from hmmlm.data.tokenfile import TokenFile
-from hmmlm.distillation.cache import LabelStore, cluster_facts, content_name, exclusive, teacher_facts, text_facts
+from hmmlm.distillation.cache import LabelStore, cluster_facts, content_name, teacher_facts, text_facts
 from hmmlm.distillation.kmeans import Clusters
 from hmmlm.runs.interrupt import Stopped
 

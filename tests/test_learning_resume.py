@@ -15,20 +15,25 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.commands import failure, run_python
 from helpers.network_runs import write_pairs
 from helpers.runs import Interrupting, assert_same_run, tiny_config, write_text
 
+import hmmlm
 from hmmlm.config.networks import BaselineConfig, TeacherConfig
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
 from hmmlm.data import files, modelfolder
+from hmmlm.data.tensorfiles import write_tensors
 from hmmlm.errors import InputError
+from hmmlm.learning.fit import Fit
 from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner
 from hmmlm.learning.train import train, train_baseline, train_teacher
 from hmmlm.runs import checkpoint
-from hmmlm.runs.checkpoint import read_state
+from hmmlm.runs.checkpoint import read_state, remove_folder
 from hmmlm.runs.folders import saved_config
 from hmmlm.runs.history import History
+from hmmlm.runs.progress import Progress, ProgressPhase
 
 MINI_BATCH = {"kind": "baum-welch", "full_batch": False, "pseudocount": 0.1, "momentum": 0.5, "step": 0.5}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -70,8 +75,8 @@ def at_every_event(happen: Callable[[], None]) -> Iterator[None]:
         (History, "write"),
         (files.os, "replace"),
         (checkpoint.os, "rename"),
-        (checkpoint, "save_file"),
-        (modelfolder, "save_file"),
+        (checkpoint, "write_tensors"),
+        (modelfolder, "write_tensors"),
         (checkpoint, "_fsync"),
         (checkpoint.shutil, "rmtree"),
         (Path, "symlink_to"),
@@ -181,18 +186,18 @@ def test_a_full_disk_while_saving_loses_nothing(
     straight: tuple[RunConfig, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, expected = straight
-    left, save_file = 4, checkpoint.save_file
+    left, write_tensors = 4, checkpoint.write_tensors
 
-    def full(tensors: dict[str, torch.Tensor], path: Path, **kwargs: Any) -> None:
+    def full(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         nonlocal left
         left -= 1
         if left == 0:
-            Path(path).write_bytes(b"half")
+            path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save_file(tensors, path, **kwargs)
+        write_tensors(path, tensors)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", full)
+        patch.setattr(checkpoint, "write_tensors", full)
         with pytest.raises(InputError, match=r"No space left on device.*--resume"):
             train(config, tmp_path)
     read_state(tmp_path / "last")
@@ -279,11 +284,194 @@ def test_damaged_checkpoints_are_refused_by_name(stopped: tuple[RunConfig, Path]
     state = json.loads((run / "last" / "state.json").read_text())
     for missing in ("position", "vocabulary", "window_tokens"):
         (run / "last" / "state.json").write_text(json.dumps({k: v for k, v in state.items() if k != missing}))
-        with pytest.raises(InputError, match=r"state\.json is damaged or of another program"):
+        with pytest.raises(InputError, match=rf"state\.json has no {missing}: it is damaged"):
             train(config, run, resume=True)
     (run / "last" / "state.json").write_text(json.dumps(state))
     other = tiny_config(config.data, model={"states": 5})
     train(other, tmp_path / "other", progress=Interrupting("train", 7))
     shutil.copy(tmp_path / "other" / "last" / "state.safetensors", run / "last" / "state.safetensors")
-    with pytest.raises(InputError, match=r"state\.safetensors: .* this run needs torch\.float32 \[4"):
+    with pytest.raises(InputError, match=r"state\.safetensors: .* is float32 \[3, 5\], state\.json has .* \[3, 4\]"):
         train(config, run, resume=True)
+
+
+def damage_json(run: Path, *names: str, value: Any = None) -> None:
+    """Set an entry of a checkpoint's JSON file, or remove it."""
+    path = run / "last" / "state.json"
+    state = entry = json.loads(path.read_text())
+    for name in names[:-1]:
+        entry = entry[name]
+    entry[names[-1]] = value
+    if value is None:
+        del entry[names[-1]]
+    path.write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize(
+    ("names", "value", "message"),
+    [
+        (("position", "step"), None, r"state\.json has no position\.step"),
+        (("position", "step"), "7", r"position\.step is of type str, not int"),
+        (("position", "tokens"), -1, r"position\.tokens is -1, not a number of at least 0"),
+        (("position", "initialized"), 1, r"position\.initialized is of type int, not bool"),
+        (("position", "index"), 10**6, r"position\.index is 1000000, but must be below"),
+        (("position",), [1], r"position is of type list, not dict"),
+        (("plateau", "checks"), None, r"has no plateau\.checks"),
+        (("plateau", "best"), "x", r"plateau\.best is of type str, not float"),
+        (("optimizer", "unseen"), None, r"has no optimizer\.unseen"),
+        (("optimizer", "unseen"), "x", r"optimizer\.unseen is of type str, not list"),
+        (("window_tokens",), 3, r"window_tokens is of type int, not list"),
+        (("window_tokens",), [3, "x"], r"window_tokens\[1\] is of type str, not int"),
+        (("window_tokens",), [3] * 9, r"the length of window_tokens is 9, but must be below 4"),
+        (("vocabulary", "size"), None, r"has no vocabulary\.size"),
+    ],
+)
+def test_a_wrong_entry_of_the_state_is_named(
+    stopped: tuple[RunConfig, Path], names: tuple[str, ...], value: Any, message: str
+) -> None:
+    config, run = stopped
+    damage_json(run, *names, value=value)
+    with pytest.raises(InputError, match=message) as error:
+        train(config, run, resume=True)
+    assert str(run / "last" / "state.json") in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("entry", ["parameters.", "optimizer.", "carry.probs", "window", "rng.cpu"])
+def test_a_wrong_tensor_of_the_state_is_named(stopped: tuple[RunConfig, Path], entry: str) -> None:
+    config, run = stopped
+    path = run / "last" / "state.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in read_state(run / "last")[0].items()}
+    name = max(n for n in tensors if n.startswith(entry) and tensors[n].dim())
+    wrong: dict[str, torch.Tensor | None] = {"missing": None, "short": tensors[name][:-1]}
+    wrong |= {"mistyped": tensors[name].double(), "another rank": tensors[name][None]}
+    if entry == "window":
+        wrong["mistyped"] = tensors[name].float()
+    for described in (True, False):  # earlier versions did not write which tensors there are
+        if not described:
+            damage_json(run, "tensors")
+        for change in wrong.values() if described or entry != "carry.probs" else [None]:
+            path.unlink()
+            write_tensors(path, {n: t for n, t in (tensors | {name: change}).items() if t is not None})
+            with pytest.raises(InputError, match="has no carry" if entry == "carry.probs" and not described else name):
+                train(config, run, resume=True)
+
+
+# --- nothing is lost ---
+
+
+def prepare_and_die(config: dict[str, Any], folder: Path) -> None:
+    """Start a run in folder/run that is killed before its first checkpoint, in a process of its own."""
+    Fit.run = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
+    train(read_config(RunConfig, config), folder / "run")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_whose_checkpoint_is_gone_is_not_started_over(
+    tmp_path: Path, finished: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, run = tiny_config(write_text(tmp_path)), tmp_path / "run"
+    train(config, run, progress=Progress() if finished else Interrupting("train", 3))  # before its first check
+    remove_folder(run, "last")
+    before = content(run)
+    error = failure(capsys, "train", "--resume", str(run), "--train.epochs", "9")
+    assert f"its checkpoint {run / 'last'} is gone, so it cannot be resumed" in error
+    assert "start anew in another folder with `hmmlm train --out FOLDER`" in error
+    assert ("best" in error) == finished
+    assert content(run) == before
+
+
+def test_a_run_in_use_is_locked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both resumes from inside the run that goes on: in this process and in another one."""
+    config, run = tiny_config(write_text(tmp_path)), tmp_path / "run"
+    train(config, tmp_path / "alone")
+    refused: list[str] = []
+
+    class Beside(Progress):
+        @contextmanager
+        def phase(
+            self, name: str, total: int | None = None, unit: str = "tokens", done: int = 0
+        ) -> Iterator[ProgressPhase]:
+            yield ProgressPhase()
+            if name == "valid" and not refused:
+                refused.append(failure(capsys, "train", "--resume", str(run)))
+                program = "import sys; from hmmlm.cli.main import main; sys.exit(main(sys.argv[1:]))"
+                ended = run_python(program, "train", "--resume", str(run))
+                assert ended.returncode == 2
+                refused.append(ended.stderr)
+
+    assert train(config, run, progress=Beside()).finished
+    assert len(refused) == 2
+    for error in refused:
+        assert error.startswith(f"hmmlm: error: the run in {run} is in use by another process: wait until it ends, ")
+        assert error.count("\n") == 1
+    assert_same_run(run, tmp_path / "alone")
+    assert train(config, run, resume=True).finished
+
+
+def test_two_new_runs_in_one_folder(tmp_path: Path) -> None:
+    """The second one starts while the first prepares its text."""
+    config, run = tiny_config(write_text(tmp_path)), tmp_path / "run"
+    refused: list[str] = []
+
+    class Beside(Progress):
+        def note(self, line: str) -> None:
+            if line.startswith("reading"):
+                for resume in (False, True):
+                    with pytest.raises(InputError) as error:
+                        train(config, run, resume)
+                    refused.append(str(error.value))
+
+    assert train(config, run, progress=Beside()).finished
+    assert "already contains a run" in refused[0] and "in use by another process" in refused[1]
+
+
+def test_a_run_without_a_checkpoint_tells_that_its_text_has_changed(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    config, notes = tiny_config(text), []
+
+    class Noting(Progress):
+        def note(self, line: str) -> None:
+            notes.append(line)
+
+    child = multiprocessing.get_context("forkserver").Process(target=prepare_and_die, args=(config.dump(), tmp_path))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL and not (tmp_path / "run" / "last").exists()
+    shutil.copytree(tmp_path / "run", tmp_path / "same")
+    assert train(config, tmp_path / "same", resume=True, progress=Noting()).finished
+    assert not any("has changed" in note for note in notes)
+    text.write_text(text.read_text() + "\nd d d d a a a\n" * 20)
+    assert train(config, tmp_path / "run", resume=True, progress=Noting()).finished
+    assert f"{text} has changed since this run was started: the present text is used" in notes
+    assert train(config, tmp_path / "new").finished
+    assert_same_run(tmp_path / "run", tmp_path / "new")
+
+
+# --- files ---
+
+
+def test_two_equal_runs_write_equal_files_that_others_can_read(tmp_path: Path) -> None:
+    config = tiny_config(write_text(tmp_path))
+    for name in "ab":
+        train(config, tmp_path / name)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    before = os.umask(0)
+    os.umask(before)
+    kept = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in kept} == {0o666 & ~before}
+
+
+def test_the_last_model_is_not_stored_twice_if_it_is_the_best(tmp_path: Path) -> None:
+    text = write_text(tmp_path)
+    improving = {"schedule": {"kind": "constant", "warmup": 0}, "train": {"epochs": 1, "checks_per_epoch": 1}}
+    train(tiny_config(text, **improving), tmp_path / "run")
+    run = tmp_path / "run"
+    assert (run / "best").resolve() == (run / "final").resolve()
+    longer = {**improving, "train": {"epochs": 2, "checks_per_epoch": 1}}
+    assert train(tiny_config(text, **longer), run, resume=True).finished
+    stored = sorted(path.name.partition("-")[0] for path in (run / "checkpoints").iterdir())
+    assert stored in (["best", "step"], ["best", "final", "step"])
+    assert hmmlm.load(run / "final").hmm.states == 4

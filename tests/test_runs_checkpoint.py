@@ -62,7 +62,7 @@ def test_a_copy_in_which_links_became_folders_can_be_saved_to(tmp_path: Path) ->
     assert value_of(tmp_path / "copy") == 2.0
 
 
-@pytest.mark.parametrize("function", ["save_file", "_fsync", "os.rename", "os.replace", "Path.symlink_to"])
+@pytest.mark.parametrize("function", ["write_tensors", "_fsync", "os.rename", "os.replace", "Path.symlink_to"])
 def test_a_full_disk_keeps_the_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:

@@ -49,6 +49,29 @@ def test_a_new_file_is_written_once(tmp_path: Path, links: bool, monkeypatch: py
     assert (tmp_path / "x").read_bytes() == b"first"
 
 
+@pytest.mark.parametrize("links", [True, False])
+def test_several_files_are_replaced_all_or_none(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*arguments: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    if not links:
+        monkeypatch.setattr(files.os, "link", unknown)
+    new, old, folder, last = (tmp_path / name for name in ("new", "old", "folder", "last"))
+    old.write_bytes(b"before")
+    for targets in ((new, old, folder, last), (new, old, folder)):  # what is in the way of a file: a folder
+        folder.mkdir()
+        with pytest.raises(InputError, match=r"cannot write .*folder: "), files.replacing(*targets) as temporary:
+            for path in temporary:
+                path.write_bytes(b"after")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "old"]
+        assert old.read_bytes() == b"before"
+        folder.rmdir()
+    with files.replacing(new, old) as temporary:
+        for path in temporary:
+            path.write_bytes(b"after")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"new": b"after", "old": b"after"}
+
+
 # --- folders ---
 
 

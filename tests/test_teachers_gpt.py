@@ -103,7 +103,7 @@ def test_damaged_teachers(bpe: HuggingFaceTokenizer, tmp_path: Path) -> None:
     refused("has version 2", version=2)
     refused(r"tokenizer.* is not the one", tokenizer="0")
     refused(r"embedding.weight has shape \[\d+, 4\], config.json has \[\d+, 8\]", hidden=8)
-    refused("hidden is 0: it must be", hidden=0)
+    refused("config.json: hidden is 0, not an integer of at least 1", hidden=0)
     (tmp_path / "model.safetensors").unlink()
     refused("has no weights: .*model.safetensors is missing")
     open_teacher(str(tmp_path), random=True)

@@ -110,6 +110,14 @@ def test_damaged_folders(tmp_path: Path) -> None:
     refused(tmp_path, r"the configuration of the teacher .* cannot be loaded .*config\.json")
 
 
+def test_weights_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    model = save_model(tmp_path, "causal")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[1, 2] = torch.nan
+    model.save_pretrained(tmp_path)
+    refused(tmp_path, r"model\.embed_tokens\.weight contains NaN or infinite values")
+
+
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     save_model(tmp_path, "causal")
     transformers.T5Config(vocab_size=9, d_model=8, d_ff=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)

@@ -98,7 +98,7 @@ def test_a_full_disk_leaves_the_previous_model_unchanged(
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    target = {"tensors": "hmmlm.data.modelfolder.save_file", "sync": "os.fsync", "move": "os.replace"}
+    target = {"tensors": "hmmlm.data.modelfolder.write_tensors", "sync": "os.fsync", "move": "os.replace"}
     if stage == "tokenizer":
         monkeypatch.setattr(WordTokenizer, "save", full)
     else:
@@ -108,6 +108,16 @@ def test_a_full_disk_leaves_the_previous_model_unchanged(
     assert "\n" not in str(error.value)
     monkeypatch.undo()
     assert {p.name: p.read_bytes() for p in saved.iterdir()} == before
+
+
+def test_if_a_file_of_a_model_cannot_be_replaced_all_are_kept(saved: Path) -> None:
+    tokenizer, config = (saved / "tokenizer.json").read_bytes(), (saved / "config.json").read_bytes()
+    (saved / "model.safetensors").unlink()
+    (saved / "model.safetensors").mkdir()
+    with pytest.raises(InputError, match=r"cannot save to .*; existing files are kept"):
+        LanguageModel(random_hmm(3, 3), WordTokenizer(WORDS[:3])).save(saved)
+    assert ((saved / "tokenizer.json").read_bytes(), (saved / "config.json").read_bytes()) == (tokenizer, config)
+    assert sorted(p.name for p in saved.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
 def test_a_folder_that_cannot_be_created_is_named(lm: LanguageModel, tmp_path: Path) -> None:
@@ -346,7 +356,7 @@ def test_control_layout_round_trip(tmp_path: Path) -> None:
 
 
 def test_control_layout_errors(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="has no alpha_exp"):
+    with pytest.raises(InputError, match="hidden_states is None, not an integer of at least 1"):
         load_control(saved)
     with pytest.raises(InputError, match=r"config.json: No such file"):
         load_control(tmp_path / "nothing")
@@ -357,7 +367,7 @@ def test_control_layout_errors(saved: Path, tmp_path: Path) -> None:
     rewrite_json(tmp_path / "config.json", hidden_states=5)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "alpha_exp": 2 * tensors["alpha_exp"]}, tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match="transition row 0 sums to 2, not to one"):
+    with pytest.raises(InputError, match=r"model.safetensors: alpha_exp row 0 sums to 2, not to one"):
         load_control(tmp_path)
 
 

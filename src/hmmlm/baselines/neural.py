@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from hmmlm.data.modelfolder import CONFIG, MODEL, load_model, load_weights, save_model
+from hmmlm.data.modelfolder import CONFIG, MODEL, load_model, load_network, save_model
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
 from hmmlm.section import Fraction, Layers, ModelSize, Section, Width
@@ -163,9 +163,10 @@ def load_baseline(path: Path) -> tuple[NeuralBaseline, Tokenizer]:
     """Return the baseline in a folder, or the best one of the run in it, and its tokenizer."""
     folder, header, tensors, tokenizer = load_model(path, FORMAT)
     try:
-        config = _CONFIG.validate_python({k: v for k, v in header.items() if k not in _HEADER})
+        config = _CONFIG.validate_python({k: v for k, v in header.items() if k not in _HEADER}, strict=True)
     except ValidationError as error:
         raise InputError(f"{folder / CONFIG} is damaged: {' '.join(str(error).split())}") from None
-    network: NeuralBaseline = config.build(tokenizer, 0, None)
-    load_weights(network, folder / MODEL, tensors)
+    network: NeuralBaseline = load_network(
+        lambda: config.build(tokenizer, 0, None), config.layers, folder / MODEL, tensors
+    )
     return network.eval(), tokenizer

@@ -1,4 +1,4 @@
-"""Atomic writes of files, and reads whose errors name the file."""
+"""Atomic writes of files, locks, and reads whose errors name the file."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from hmmlm.errors import InputError
 
+POLL_SECONDS = 0.05
+
 
 @contextmanager
 def replacing(*paths: Path) -> Iterator[list[Path]]:
-    """Yield temporary paths beside `paths`; move them to `paths`, in order, if the block succeeds, else remove them."""
+    """Yield temporary paths beside `paths`; move all of them to `paths` if the block succeeds, else remove them."""
     temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths]
     try:
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        for source, target in zip(temporary, paths, strict=True):
-            os.replace(source, target)
+        replace_all(temporary, paths)
     except OSError as error:
         names = dict(zip(map(str, temporary), paths, strict=True))  # report the user's path, not the temporary one
         where = names.get(str(error.filename), error.filename or paths[0])
@@ -34,6 +36,27 @@ def replacing(*paths: Path) -> Iterator[list[Path]]:
         for source in temporary:
             with suppress(OSError):  # already moved, or the error above is being raised
                 source.unlink()
+
+
+def replace_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
+    """Move files to `targets`, in order; if one cannot be moved, all targets are what they were before."""
+    # The last move needs no copy to return to: nothing can fail after it.
+    copies = [target.with_name(f".{target.name}.{os.getpid()}.old.tmp") for target in targets[:-1]]
+    moved: list[Path] = []
+    try:
+        for target, copy in zip(targets, copies, strict=False):
+            if target.exists():
+                link_file(target, copy)
+        for source, target in zip(sources, targets, strict=True):
+            os.replace(source, target)
+            moved.append(target)
+    except BaseException:
+        for target, copy in zip(moved, copies, strict=False):
+            os.replace(copy, target) if copy.exists() else target.unlink()
+        raise
+    finally:
+        for copy in copies:
+            copy.unlink(missing_ok=True)
 
 
 def _advice(error: OSError) -> str:
@@ -85,18 +108,47 @@ def _check_regular(path: Path) -> None:
         raise InputError(f"cannot read {path}: it is not a regular file")
 
 
+def parse_json(path: Path) -> Any:
+    """Read a file of JSON; raise an InputError that names the file if it is missing or damaged."""
+    content = read_bytes(path)
+    try:
+        return json.loads(content.decode())
+    except RecursionError:
+        raise InputError(f"{path} is nested too deeply: it is damaged, or belongs to another program") from None
+    except ValueError as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{path} is truncated or not JSON ({reason}): save or copy it again") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; raise an InputError that names the file if it is missing or damaged."""
-    _check_regular(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is truncated or not JSON ({error}): save or copy it again") from None
+    content = parse_json(path)
     if not isinstance(content, dict):
         raise InputError(f"{path} is not a JSON object: it may belong to another program")
     return content
+
+
+def require_like(path: Path, values: Any, like: Any, name: str = "") -> None:
+    """Raise an InputError that names the first entry of the JSON file `path` that is missing or of another type.
+
+    `values` must have the types of `like`, in an object all of its entries, and in a list the type of the first one;
+    numbers are finite and not negative.
+    """
+    kind = type(like)
+    accepted = isinstance(values, (int, float) if kind is float else kind)
+    if not accepted or isinstance(values, bool) != (kind is bool):
+        raise InputError(f"{path}: {name} is of type {type(values).__name__}, not {kind.__name__}: the file is damaged")
+    if kind in (int, float) and not 0 <= values < float("inf"):
+        raise InputError(f"{path}: {name} is {values}, not a number of at least 0: the file is damaged")
+    if kind is dict:
+        for key, example in like.items():
+            where = f"{name}.{key}" if name else key
+            if key not in values:
+                raise InputError(f"{path} has no {where}: it is damaged, or of another version")
+            require_like(path, values[key], example, where)
+    if kind is list and like:
+        for i, value in enumerate(values):
+            require_like(path, value, like[0], f"{name}[{i}]")
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -104,7 +156,40 @@ def link_or_copy(source: Path, target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         with replacing(target / file.name) as (temporary,):
+            link_file(file, temporary)
+
+
+def link_file(source: Path, target: Path) -> None:
+    """Make `target` a hard link to `source`, or a copy where there are no hard links."""
+    target.unlink(missing_ok=True)  # left over by a killed process
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+@contextmanager
+def exclusive(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Let one process at a time run the block, by a lock on `path`; `on_wait` is called while another one runs it.
+
+    The lock ends with the process, however it ends. `on_wait` may raise an exception instead of waiting.
+    """
+    try:
+        import fcntl
+    except ImportError:  # on Windows nothing is locked
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        with path.open("w") as file:
             try:
-                os.link(file, temporary)
-            except OSError:
-                shutil.copyfile(file, temporary)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                time.sleep(POLL_SECONDS)
+                continue
+            except OSError:  # a file system without locks
+                pass
+            if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):  # else removed by its owner
+                yield
+                return

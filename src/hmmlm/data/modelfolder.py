@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch
 from torch import Tensor, nn
 
-from hmmlm.data.files import read_json
+from hmmlm.data.files import read_json, replace_all
+from hmmlm.data.tensorfiles import read_tensors, write_tensors
 from hmmlm.data.tokenizers import Tokenizer, load_tokenizer
 from hmmlm.errors import InputError
+from hmmlm.hmm.checks import check_finite
 
 MODEL, CONFIG = "model.safetensors", "config.json"
 VERSION = 1
 COMMANDS = {"hmmlm language model": "hmmlm train", "hmmlm teacher": "hmmlm teacher", "hmmlm baseline": "hmmlm baseline"}
 """The formats of model folders, and the commands that write them."""
+AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 
 
@@ -50,7 +52,7 @@ def load_model(path: Path, kind: str, weights: bool = True) -> ModelFolder:
     folder = find_model(path) if weights else path
     header = read_json(folder / CONFIG)
     found = header.get("format")
-    if found in COMMANDS and found != kind:
+    if found != kind and isinstance(found, str) and found in COMMANDS:
         raise InputError(f"{path} is a model of `{COMMANDS[found]}`, not of `{COMMANDS[kind]}`")
     if found != kind:
         raise InputError(f"{folder / CONFIG} does not belong to a model of `{COMMANDS[kind]}`")
@@ -97,29 +99,17 @@ def write_folder(
             if tokenizer is not None:
                 tokenizer.save(fresh)
             (fresh / CONFIG).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
-            contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-            save_file(contiguous, fresh / MODEL, metadata=metadata)
-            for file in fresh.iterdir():
+            write_tensors(fresh / MODEL, tensors, metadata)
+            files = sorted(fresh.iterdir())
+            for file in files:
                 with file.open("rb") as written:
                     os.fsync(written.fileno())
             stale = [name for name in _TOKENIZER_FILES if tokenizer is not None and not (fresh / name).exists()]
-            for file in sorted(fresh.iterdir()):
-                os.replace(file, folder / file.name)
+            replace_all(files, [folder / file.name for file in files])
             for name in stale:
                 (folder / name).unlink(missing_ok=True)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"cannot save to {folder}: {reason}; existing files are kept") from error
-
-
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read all tensors and the metadata of a safetensors file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise InputError(f"{path} is missing, truncated or not safetensors ({reason}): save it again") from None
+    except OSError as error:
+        raise InputError(f"cannot save to {folder}: {error.strerror or error}; existing files are kept") from error
 
 
 def require_tensors(path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int | None]]) -> None:
@@ -133,7 +123,46 @@ def require_tensors(path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[s
             raise InputError(f"{path}: {name} has shape {found}, {CONFIG} has {wanted}: files of two models are mixed")
 
 
-def load_weights(network: nn.Module, path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Load the tensors of the file `path` into a network."""
-    require_tensors(path, tensors, {name: weight.shape for name, weight in network.state_dict().items()})
+def require_dtype(path: Path, tensors: Mapping[str, Tensor], names: Sequence[str], *dtypes: torch.dtype) -> None:
+    """Raise an InputError unless the tensors `names` have one of these dtypes, and all the same."""
+    for name in names:
+        found, first = tensors[name].dtype, tensors[names[0]].dtype
+        if found not in dtypes:
+            raise InputError(
+                f"{path}: {name} is {_short(found)}, not {' or '.join(map(_short, dtypes))}: save it again"
+            )
+        if found != first:
+            raise InputError(f"{path}: {name} is {_short(found)}, but {names[0]} is {_short(first)}: save it again")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def require_size(path: Path, header: Mapping[str, Any], name: str) -> int:
+    """Return the size `name` in the header of the model file `path`; raise an InputError unless it is one."""
+    value = header.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{path}: {name} is {value!r:.40}, not an integer of at least 1: save the model again")
+    return value
+
+
+def load_network(build: Callable[[], AnyNetwork], layers: int, path: Path, tensors: Mapping[str, Tensor]) -> AnyNetwork:
+    """Return the network that `build` creates, with the tensors of the file `path`, which must fit and be finite."""
+    if layers > len(tensors):
+        raise InputError(f"{path} has {len(tensors)} tensors, too few for the {layers} layers of {CONFIG}")
+    try:
+        with torch.device("meta"):  # sizes that the file does not have are found without allocating them
+            weights = build().state_dict()
+    except RuntimeError:
+        raise InputError(f"{path} does not have the sizes of {CONFIG}, which are too large for any file") from None
+    require_tensors(path, tensors, {name: weight.shape for name, weight in weights.items()})
+    unknown = sorted(tensors.keys() - weights.keys())
+    if unknown:
+        raise InputError(f"{path}: {CONFIG} has no place for {unknown[0]}: files of two models are mixed")
+    for name, weight in weights.items():
+        require_dtype(path, tensors, [name], weight.dtype)
+        check_finite(tensors[name], f"{path}: {name}")
+    network = build()
     network.load_state_dict(tensors)
+    return network

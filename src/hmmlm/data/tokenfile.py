@@ -8,20 +8,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from hmmlm.data.files import read_bytes, replacing
+from hmmlm.data.files import parse_json, replacing, require_like
 from hmmlm.errors import InputError
 
 FORMAT = "hmmlm tokens"
 VERSION = 1
 _OFFSET = np.dtype("<i8")
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-_EDGE = 1 << 16  # bytes at each end of a file that its digest reads
+_EDGE = 1 << 16  # bytes at each end of a file that the digest of earlier versions reads
+_PIECE = 1 << 20
+_WHOLE = "crc32:"  # how a digest of the whole file begins
+_HEADER: dict[str, Any] = {
+    **dict.fromkeys(("dtype", "fingerprint", "digest", "index_digest", "source"), ""),
+    **dict.fromkeys(("count", "vocab_size", "documents", "bytes", "index_bytes"), 0),
+}
+"""The entries of a header, with a value of the type of each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +64,7 @@ class TokenFile:
         if not ids.size:
             raise InputError("the corpus has no tokens")
         offsets = np.asarray([0, ids.size] if documents is None else documents, dtype=_OFFSET)
-        if offsets[0] != 0 or offsets[-1] != ids.size or (np.diff(offsets) < 0).any():
-            raise InputError(f"document offsets must increase from 0 to {ids.size}, the number of tokens")
+        _check_offsets(offsets, ids.size)
         return cls(ids.astype(_dtype(vocab_size)), offsets, vocab_size, fingerprint)
 
     @classmethod
@@ -68,15 +76,22 @@ class TokenFile:
             raise InputError(
                 f"{data} was made with another tokenizer ({header['fingerprint']}, not {fingerprint}): prepare it again"
             )
+        dtype, size = _DTYPES[header["dtype"]], header["vocab_size"]
         for part, key in ((data, "bytes"), (index, "index_bytes")):
-            size = part.stat().st_size if part.exists() else 0
-            if size != header[key]:
-                raise InputError(f"{part} is truncated or replaced: {size} bytes, not {header[key]}; prepare it again")
-            if _digest(part) != header[key.replace("bytes", "digest")]:
-                raise InputError(f"{part} does not belong to {header_path}: prepare it again")
-        tokens = np.memmap(data, dtype=_DTYPES[header["dtype"]], mode="r")
-        documents = np.memmap(index, dtype=_OFFSET, mode="r")
-        return cls(tokens, documents, header["vocab_size"], header["fingerprint"], header["source"], data)
+            found = part.stat().st_size if part.exists() else 0
+            if found != header[key]:
+                raise InputError(f"{part} is truncated or replaced: {found} bytes, not {header[key]}; prepare it again")
+        tokens, documents = np.memmap(data, dtype=dtype, mode="r"), np.memmap(index, dtype=_OFFSET, mode="r")
+        for part, content, key in ((data, tokens, "digest"), (index, documents, "index_digest")):
+            if _digest(content, whole=header[key].startswith(_WHOLE)) != header[key]:
+                raise InputError(
+                    f"{part} is damaged, or does not belong to {header_path}: their digests differ; prepare it again"
+                )
+        largest = max(int(piece.max()) for piece in _pieces(tokens))
+        if largest >= size:
+            raise InputError(f"{data} has token {largest}, but {header_path} a vocabulary of {size}: prepare it again")
+        _check_offsets(documents, len(tokens), f"{index}: ")
+        return cls(tokens, documents, size, header["fingerprint"], header["source"], data)
 
 
 def write_tokens(
@@ -105,9 +120,9 @@ def write_tokens(
             "fingerprint": fingerprint,
             "documents": number,
             "bytes": count * dtype.itemsize,
-            "digest": _digest(data_part),
+            "digest": _digest(np.memmap(data_part, dtype=dtype, mode="r")),
             "index_bytes": (number + 1) * _OFFSET.itemsize,
-            "index_digest": _digest(index_part),
+            "index_digest": _digest(np.memmap(index_part, dtype=_OFFSET, mode="r")),
             "source": source,
         }
         header_part.write_text(json.dumps(header, indent=2) + "\n")
@@ -142,42 +157,49 @@ def _checked(document: Sequence[int] | np.ndarray, vocab_size: int, number: int,
     return ids
 
 
-def _read_header(path: Path) -> dict:
+def _check_offsets(offsets: np.ndarray, count: int, where: str = "") -> None:
+    """Raise an InputError unless the offsets of documents [D+1] increase from 0 to `count`."""
+    if offsets[0] != 0 or offsets[-1] != count or (offsets[1:] < offsets[:-1]).any():
+        raise InputError(f"{where}document offsets must increase from 0 to {count}, the number of tokens")
+
+
+def _read_header(path: Path) -> dict[str, Any]:
     """Read the header of a token file; raise an InputError if it is missing, damaged or of another version."""
     if not path.exists():
         raise InputError(f"no token file at {path.with_suffix('.bin')}: its header {path} is missing; prepare it first")
-    try:
-        header = json.loads(read_bytes(path))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise InputError(f"{path} is not a complete token file header: prepare it again") from None
+    header = parse_json(path)
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise InputError(f"{path} is not the header of a token file: prepare it first")
     if header.get("version") != VERSION:
         raise InputError(f"{path} has version {header.get('version')}; this hmmlm reads {VERSION}: prepare it again")
-    missing = {
-        "dtype",
-        "count",
-        "vocab_size",
-        "fingerprint",
-        "documents",
-        "bytes",
-        "digest",
-        "index_bytes",
-        "index_digest",
-        "source",
-    } - header.keys()
-    if missing or header["dtype"] not in _DTYPES:
-        raise InputError(
-            f"{path} is damaged (missing or invalid: {', '.join(sorted(missing)) or 'dtype'}): prepare it again"
-        )
+    require_like(path, header, _HEADER)
+    size, name = header["vocab_size"], header["dtype"]
+    if _dtype(size).name != name:
+        raise InputError(f"{path}: dtype is {name[:40]!r}, not that of {size} tokens, {_dtype(size)}: prepare it again")
+    for number, total, width in (("count", "bytes", _dtype(size).itemsize), ("documents", "index_bytes", 8)):
+        items = header[number] + (number == "documents")
+        if header[total] != items * width or not header[number]:
+            raise InputError(
+                f"{path}: {number} is {header[number]} and {total} is {header[total]}, which disagree: prepare it again"
+            )
     return header
 
 
-def _digest(path: Path) -> str:
-    """Return the sha256 of the first and last 64 KiB: cheap at any size, and tells files of different runs apart."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        digest.update(file.read(_EDGE))
-        file.seek(max(0, path.stat().st_size - _EDGE))
-        digest.update(file.read(_EDGE))
-    return digest.hexdigest()[:16]
+def _digest(content: np.ndarray, whole: bool = True) -> str:
+    """Return a checksum of an array, at the speed of reading it; without `whole`, that of earlier versions.
+
+    That was the sha256 of the first and last 64 KiB, which does not notice damage in the middle.
+    """
+    if whole:
+        checksum = 0
+        for piece in _pieces(content):
+            checksum = zlib.crc32(piece.data, checksum)
+        return f"{_WHOLE}{checksum:08x}"
+    edge = _EDGE // content.itemsize
+    ends = content[:edge], content[max(0, len(content) - edge) :]
+    return hashlib.sha256(b"".join(part.tobytes() for part in ends)).hexdigest()[:16]
+
+
+def _pieces(content: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield an array in pieces that fit a cache."""
+    return (content[i : i + _PIECE] for i in range(0, len(content), _PIECE))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +10,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from hmmlm.data.files import read_bytes, write_bytes
+from hmmlm.data.files import parse_json, read_bytes, write_bytes
 from hmmlm.data.words import EOS, FORMAT, WordTokenizer, check_id, fingerprint_of, split_at
 from hmmlm.errors import InputError
 
@@ -153,20 +152,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def _load_json(path: Path) -> Tokenizer:
     """Return the word vocabulary or Hugging Face tokenizer in a JSON file."""
-    try:
-        text = read_bytes(path).decode()
-        content = json.loads(text)
-    except ValueError as error:
-        if isinstance(error, InputError):
-            raise
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{path} is truncated or not JSON ({reason}): save the tokenizer again") from None
+    content = parse_json(path)
     if isinstance(content, dict) and content.get("format") == FORMAT:
         return WordTokenizer.from_json(content, path)
     if not isinstance(content, dict) or "model" not in content:
         raise InputError(f"{path} is neither a word vocabulary of hmmlm nor a Hugging Face tokenizer.json")
     try:
-        tokenizer = tokenizers.Tokenizer.from_str(text)
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
         reason = str(error).splitlines()[0]
         raise InputError(f"{path} is not a Hugging Face tokenizer that this version reads ({reason})") from None

@@ -111,8 +111,10 @@ class WordTokenizer:
         words = content.get("words")
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise InputError(f"{where} is damaged: its words are not a list of strings; save the tokenizer again")
+        if not isinstance(content.get("lowercase"), bool):
+            raise InputError(f"{where} is damaged: its lowercase is not true or false; save the tokenizer again")
         try:
-            return cls(words, content.get("split", ""), bool(content.get("lowercase")))
+            return cls(words, content.get("split", ""), content["lowercase"])
         except InputError as error:
             raise InputError(f"{where} is damaged: {error}") from None
 

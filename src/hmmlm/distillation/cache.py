@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,6 @@ from hmmlm.distillation.kmeans import Clusters
 
 SAMPLES, SAMPLE_BYTES = 256, 1 << 12
 """Pieces of a teacher's file that its digest reads, and the bytes of each."""
-POLL_SECONDS = 0.05
 
 
 def content_name(*facts: Any) -> str:
@@ -61,23 +57,6 @@ def cluster_facts(clusters: Clusters) -> str:
     for tensor in (clusters.centroids, clusters.mean):
         digest.update(tensor.cpu().contiguous().numpy().data)
     return digest.hexdigest()
-
-
-@contextmanager
-def exclusive(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Let one process at a time run the block, by a lock on `path`; `on_wait` is called while waiting."""
-    import fcntl  # not on Windows, where nothing is shared
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                on_wait()
-                time.sleep(POLL_SECONDS)
-        yield
 
 
 class LabelStore:

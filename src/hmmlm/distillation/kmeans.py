@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from hmmlm.data.files import replacing
+from hmmlm.data.modelfolder import require_tensors
+from hmmlm.data.tensorfiles import read_tensors, write_tensors
 from hmmlm.errors import InputError
+from hmmlm.hmm.checks import check_finite
 
 FORMAT = "hmmlm clusters"
 SAMPLE_POINTS = 65_536
@@ -70,20 +72,13 @@ class Clusters:
         """Write a safetensors file."""
         tensors = {"centroids": self.centroids, "mean": self.mean, "sizes": self.sizes}
         metadata = {"format": FORMAT, "points": str(self.points), "inertia": repr(self.inertia)}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, part, metadata)
-        part.replace(path)
+        with replacing(path) as (part,):
+            write_tensors(part, tensors, metadata)
 
     @classmethod
     def load(cls, path: Path) -> Clusters:
         """Read a file written by `save`."""
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"{path} is missing, truncated or not a safetensors file: {error}") from None
+        tensors, metadata = read_tensors(path)
         if metadata.get("format") != FORMAT:
             raise InputError(f"{path} contains no clusters: give clusters.safetensors of a run with a teacher")
         if "components" in tensors:
@@ -91,7 +86,13 @@ class Clusters:
                 f"{path} contains clusters of PCA components, which are no longer supported: cluster the teacher's "
                 "embeddings again"
             )
-        points, inertia = int(metadata["points"]), float(metadata["inertia"])
+        require_tensors(path, tensors, {"centroids": [None, None, None], "mean": [None], "sizes": [None, None]})
+        for name in ("centroids", "mean"):
+            check_finite(tensors[name], f"{path}: {name}")
+        try:
+            points, inertia = int(metadata["points"]), float(metadata["inertia"])
+        except (KeyError, ValueError) as error:
+            raise InputError(f"{path}: its metadata is damaged ({error!r}): cluster the embeddings again") from None
         return cls(tensors["centroids"], tensors["mean"], tensors["sizes"], points, inertia)
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hmmlm.data.batches import Batch, Batches
-from hmmlm.distillation.cache import LabelStore, exclusive
+from hmmlm.data.files import exclusive
+from hmmlm.distillation.cache import LabelStore
 from hmmlm.distillation.kmeans import Clusters, Piece
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import ArrayLike, check_parameters
+from hmmlm.hmm.checks import ArrayLike, check_distributions, check_finite, check_parameters, check_totals
 from hmmlm.hmm.dense import HMM, log_group_sums
 from hmmlm.hmm.logmatrix import LogMatrix
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
@@ -17,6 +17,8 @@ from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
 from hmmlm.ops.common import NEG_INF, logsumexp
 
 _CELLS = 2**24  # largest piece of the transition matrix computed at once
+_VALIDATED_CELLS = 2**28  # products for the rows of the transition matrix that `validate` computes
+_NORMALIZER_TOLERANCE = 0.01  # of normalizers from TF32 products of large factors
 _TABLE_CELLS = 2**22  # up to this size the whole transition matrix is computed once and kept
 
 
@@ -75,6 +77,27 @@ class BlockedHMM(HiddenMarkovModel):
                 raise InputError(f"{name} must have shape {list(shape)}, not {list(value.shape)}")
         if bool((block_of_word < 0).any()) or bool((block_of_word >= states // k).any()):
             raise InputError(f"block_of_word must be between 0 and {states // k - 1}, the number of blocks minus one")
+
+    def validate(self) -> None:
+        """Raise an InputError that names the first tensor with a distribution that does not sum to one.
+
+        Of a transition matrix so large that this would take longer than reading the model, rows spread over all states.
+        """
+        factors, k = Factors(*(value.detach() for value in self.factors)), self.states_per_block
+        for name in ("u", "w", "log_normalizer"):
+            check_finite(getattr(factors, name), name)
+        check_distributions(factors.log_start, "log_start")
+        tolerance = 1e-4 if self.dtype == torch.float32 else 1e-6
+        totals = factors.log_emission.new_zeros(self.blocks, k)
+        totals.index_add_(0, factors.block_of_word, factors.log_emission.clamp(min=-80).exp_())
+        check_totals(totals.flatten(), tolerance, lambda state: f"log_emission of state {state}")
+        stride = max(1, self.states * factors.w.numel() // _VALIDATED_CELLS)
+        scores = factors.u[::stride] @ factors.w.t() - factors.log_normalizer[::stride, None]
+        check_totals(
+            scores.exp_().sum(1),
+            _NORMALIZER_TOLERANCE,
+            lambda row: f"the transition from state {row * stride} by u, w and log_normalizer",
+        )
 
     @property
     def states(self) -> int:

@@ -1,6 +1,7 @@
 """Checks of user input; every message names what is wrong, where, and what to do."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from hmmlm.errors import InputError
 
+_PIECE = 2**17  # elements of a distribution that are summed at once
 ArrayLike = Tensor | np.ndarray | Sequence[Any]
 
 
@@ -105,19 +107,33 @@ def check_initial(initial: ArrayLike | None, tokens: Tensor, like: Tensor) -> Te
 def check_distributions(log_probs: Tensor, name: str) -> None:
     """Raise an InputError unless every row (last dimension) sums to one, to the precision of its dtype."""
     rows = log_probs.detach().reshape(-1, log_probs.shape[-1])
-    if bool(rows.isnan().any()):
-        row = int(rows.isnan().any(1).nonzero()[0])
-        raise InputError(f"{name}{row_name(log_probs, row)} contains NaN or negative probabilities")
-    totals = rows.double().logsumexp(1).exp()
+    # Denormal numbers are slow, and pieces that fit a cache are read once.
+    totals = torch.cat([part.clamp(min=-80).exp_().sum(1) for part in rows.split(max(1, _PIECE // rows.shape[1]))])
     tolerance = 1e-4 if log_probs.dtype == torch.float32 else 1e-6
+    check_totals(totals, tolerance, lambda row: f"{name}{row_name(log_probs, row)}")
+
+
+def check_totals(totals: Tensor, tolerance: float, name: Callable[[int], str]) -> None:
+    """Raise an InputError unless the sums [n] of distributions are one; `name` returns the name of each."""
     wrong = ~((totals - 1).abs() <= tolerance)
     if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
+        row, count = int(wrong.nonzero()[0]), int(wrong.sum())
+        total = totals[row].item()
+        if math.isnan(total):
+            raise InputError(f"{name(row)} contains NaN or negative probabilities")
         raise InputError(
-            f"{name}{row_name(log_probs, row)} sums to {totals[row].item():.6g}, not to one"
-            + (f" ({int(wrong.sum())} such rows)" if int(wrong.sum()) > 1 else "")
+            f"{name(row)} sums to {total if total > 1e-30 else 0:.6g}, not to one"
+            + (f" ({count} such rows)" if count > 1 else "")
             + ": normalize it first"
         )
+
+
+def check_finite(values: Tensor, name: str) -> None:
+    """Raise an InputError if a tensor contains NaN or infinite values."""
+    if values.numel():
+        extremes = torch.stack(values.detach().aminmax())  # NaN if there is one; 20 times as fast as isfinite
+        if not bool(extremes.isfinite().all()):
+            raise InputError(f"{name} contains NaN or infinite values")
 
 
 def check_count(name: str, value: int, least: int) -> None:

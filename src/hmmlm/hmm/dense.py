@@ -64,14 +64,14 @@ class HMM(HiddenMarkovModel):
         logs, dtypes = zip(*(as_log_probs(values, name) for name, values in given.items()), strict=True)
         dtype = dtypes[0] if len(set(dtypes)) == 1 else torch.float64
         hmm = cls(*Parameters(*(log.to(dtype) for log in logs)), impl)
-        hmm.validate()
+        for name, log_probs in zip(given, hmm.parameters, strict=True):
+            check_distributions(log_probs, name)
         return hmm
 
     def validate(self) -> None:
         """Raise an InputError that names the first distribution that does not sum to one."""
-        check_distributions(self.log_start, "start")
-        check_distributions(self.log_transition, "transition")
-        check_distributions(self.log_emission, "emission")
+        for name, log_probs in self.tensors().items():
+            check_distributions(log_probs, name)
 
     @property
     def states(self) -> int:

@@ -67,6 +67,10 @@ class Primitives(ABC):
         """Return the parameters by name, as a model file stores them."""
 
     @abstractmethod
+    def validate(self) -> None:
+        """Raise an InputError that names the first tensor with a distribution that does not sum to one."""
+
+    @abstractmethod
     def to(self: Self, *args: Any, **kwargs: Any) -> Self:
         """Return the model on another device or in another dtype, like `Tensor.to`."""
 

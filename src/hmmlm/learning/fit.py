@@ -17,15 +17,16 @@ import torch
 
 from hmmlm.config.training import TrainingConfig
 from hmmlm.data.batches import Batch, Batches
+from hmmlm.data.files import require_like
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.device import device_name
 from hmmlm.errors import InputError
 from hmmlm.learning.evaluate import Evaluation
 from hmmlm.learning.learners import Learner
 from hmmlm.learning.schedules import Plateau, rate_factor
-from hmmlm.runs.checkpoint import STATE, TrainingPosition, load_tensors, read_state, save_folder, write_state
+from hmmlm.runs.checkpoint import STATE, TENSORS, TrainingPosition, load_tensors, read_state, save_folder, write_state
 from hmmlm.runs.clock import Clock
-from hmmlm.runs.history import History
+from hmmlm.runs.history import HISTORY, History, read_history
 from hmmlm.runs.interrupt import Stopped, StopRequest
 from hmmlm.runs.progress import Progress, perplexity_text
 
@@ -87,11 +88,13 @@ class Fit:
         `plan` returns the phases, after whatever has to be computed before them.
         """
         with History(self.out, self.saved.step, self.config.train.tensorboard) as self.history:
-            if self.saved.step < 0:
-                parameters = sum(p.numel() for p in self.learner.parameters().values())
-                self.history.write("start", 0, device=device_name(self.learner.device), parameters=parameters)
             try:
                 phases = plan()
+                if self.saved.step < 0:
+                    self.save()
+                if self.history.empty:  # from here on, a run without a checkpoint has lost it
+                    parameters = sum(p.numel() for p in self.learner.parameters().values())
+                    self.history.write("start", 0, device=device_name(self.learner.device), parameters=parameters)
                 with self.progress.phase("train", self.total_tokens, done=self.position.tokens) as self.display:
                     self.clock = Clock(self.position.seconds)
                     for phase in phases:
@@ -257,7 +260,7 @@ class Fit:
         state = {
             "config": self.config.dump(),
             "vocabulary": {"size": self.tokenizer.vocab_size, "fingerprint": self.tokenizer.fingerprint()},
-            "position": asdict(self.position),
+            "position": self.stored_position(),
             "plateau": self.plateau.state(),
             "optimizer": values,
             "window_tokens": self.window_tokens,
@@ -267,32 +270,62 @@ class Fit:
         save_folder(self.out, "last", name, lambda folder: write_state(folder, tensors, state))
         self.saved = replace(self.position)
 
+    def stored_position(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self.position).items() if name != "seconds"}
+
     def load(self) -> None:
         """Continue from `out/last`."""
         folder, learner = self.out / "last", self.learner
         tensors, state = read_state(folder)
-        try:
-            trained, own = state["vocabulary"], self.tokenizer
-            if (trained["size"], trained["fingerprint"]) != (own.vocab_size, own.fingerprint()):
-                raise InputError(
-                    f"{folder} was trained with a vocabulary of {trained['size']} tokens ({trained['fingerprint']}), "
-                    f"the tokenizer has {own.vocab_size} ({own.fingerprint()}): put the run's own tokenizer back"
-                )
-            self.position = TrainingPosition(**state["position"])
-            self.plateau.load(state["plateau"])
-            if any(name.startswith("optimizer.") for name in tensors):  # else saved before the first step
-                learner.optimizer.load(folder, tensors, state["optimizer"])
-            self.window_tokens = [int(n) for n in state["window_tokens"]]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{folder / STATE} is damaged or of another program: {error!r}") from None
+        self.check_state(folder / STATE, state)
+        position = {name: state["position"][name] for name in self.stored_position()}
+        self.position = TrainingPosition(**position, seconds=self.seconds_until(position["step"]))
+        self.plateau.load(state["plateau"])
+        self.window_tokens = state["window_tokens"]
         load_tensors(folder, tensors, "parameters.", learner.parameters())
         load_tensors(folder, tensors, "", {"window": self.window})
-        self.carry = learner.load_carry(
-            {name.removeprefix("carry."): t for name, t in tensors.items() if name.startswith("carry.")}
-        )
+        learner.optimizer.load(folder, tensors, state["optimizer"])
+        carried = {name.removeprefix("carry."): t for name, t in tensors.items() if name.startswith("carry.")}
+        rng = {"rng.cpu": torch.get_rng_state()}
+        load_tensors(folder, tensors, "", rng)
+        try:
+            self.carry = learner.load_carry(carried)
+            torch.set_rng_state(rng["rng.cpu"])
+        except (TypeError, KeyError, RuntimeError) as error:
+            raise InputError(f"{folder / TENSORS}: carry or rng.cpu is damaged: {error}") from None
         if self.position.index and self.config.batches.kind == "stream" and self.carry is None:
             raise InputError(f"{folder} has no carry: it belongs to another model or program")
-        torch.set_rng_state(tensors["rng.cpu"])
         if "rng.cuda" in tensors and learner.device.type == "cuda":
             torch.cuda.set_rng_state(tensors["rng.cuda"], learner.device)
         self.saved = replace(self.position)
+
+    def check_state(self, path: Path, state: dict[str, Any]) -> None:
+        """Raise an InputError that names what is wrong in the JSON file of a checkpoint."""
+        like: dict[str, Any] = {
+            "vocabulary": {"size": 0, "fingerprint": ""},
+            "position": self.stored_position(),
+            "plateau": self.plateau.state(),
+            "optimizer": self.learner.optimizer.state()[1],
+            "window_tokens": [0],
+        }
+        if isinstance(state.get("plateau"), dict) and "best" in state["plateau"]:  # from the first check on
+            like["plateau"]["best"] = 0.0
+        require_like(path, state, like)
+        trained, own = state["vocabulary"], self.tokenizer
+        if (trained["size"], trained["fingerprint"]) != (own.vocab_size, own.fingerprint()):
+            raise InputError(
+                f"{path} was trained with a vocabulary of {trained['size']} tokens ({trained['fingerprint']}), "
+                f"the tokenizer has {own.vocab_size} ({own.fingerprint()}): put the run's own tokenizer back"
+            )
+        for name, value, limit in (
+            ("position.index", state["position"]["index"], self.train.steps_per_epoch),
+            ("the length of window_tokens", len(state["window_tokens"]), self.config.train.log_every),
+        ):
+            if value >= limit:
+                raise InputError(f"{path}: {name} is {value}, but must be below {limit}: the file is damaged")
+
+    def seconds_until(self, step: int) -> float:
+        """Return the seconds of the run until a step, as far as the history has them."""
+        records = read_history(self.out / HISTORY) if (self.out / HISTORY).exists() else []
+        seconds = [record.get("seconds") for record in records if record["step"] <= step]
+        return max((value for value in seconds if isinstance(value, float)), default=0.0)

@@ -12,9 +12,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from hmmlm.config.explain import explain
 from hmmlm.config.sections import (
+    BatchConfig,
     BatchesConfig,
     BpeTokenizerConfig,
     ChunkConfig,
@@ -25,7 +28,7 @@ from hmmlm.config.sections import (
 from hmmlm.config.training import AnyConfig, TrainingConfig
 from hmmlm.data.batches import Batches, ChunkBatches, StreamBatches
 from hmmlm.data.corpora import NAMES, SPLITS, Documents, encode_documents, load_text
-from hmmlm.data.files import link_or_copy, read_bytes, write_bytes
+from hmmlm.data.files import link_or_copy, parse_json, read_json, require_like, write_bytes
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, Tokenizer, WordTokenizer, load_tokenizer
 from hmmlm.errors import InputError
@@ -127,13 +130,35 @@ def _encode(
     return tokenizer, tokens
 
 
+def text_digests(run: Path) -> dict[str, str]:
+    """Return the digests of the token files that exist, by split."""
+    headers = {split: run / "data" / f"{split}.json" for split in SPLITS}
+    return {split: str(read_json(header).get("digest")) for split, header in headers.items() if header.exists()}
+
+
 def reopen(run: Path) -> Prepared:
     """Open what `prepare` wrote; the text itself is no longer needed."""
     tokenizer = load_tokenizer(run / "tokenizer")
     fingerprint = tokenizer.fingerprint()
     tokens = {split: TokenFile.open(run / "data" / split, fingerprint) for split in SPLITS}
-    blocks = torch.tensor(json.loads(read_bytes(run / BLOCKS))) if (run / BLOCKS).exists() else None
-    return Prepared(tokenizer, tokens, blocks)
+    for file in tokens.values():
+        if file.vocab_size != tokenizer.vocab_size:
+            raise InputError(
+                f"{file.name} has a vocabulary of {file.vocab_size} tokens, {run / 'tokenizer'} one of "
+                f"{tokenizer.vocab_size}: prepare the text again"
+            )
+    return Prepared(tokenizer, tokens, _read_blocks(run / BLOCKS, tokenizer.vocab_size))
+
+
+def _read_blocks(path: Path, vocab_size: int) -> Tensor | None:
+    """Return the block of each word [V], if the run has blocks."""
+    if not path.exists():
+        return None
+    blocks = parse_json(path)
+    require_like(path, blocks, [0], "the list of blocks")
+    if len(blocks) != vocab_size:
+        raise InputError(f"{path} has blocks of {len(blocks)} words, the tokenizer has {vocab_size}: it is damaged")
+    return torch.tensor(blocks)
 
 
 def make_batches(config: TrainingConfig, data: Prepared, split: str) -> Batches:
@@ -172,11 +197,16 @@ def evaluation_batches(config: BatchesConfig, tokens: TokenFile, eos_id: int) ->
 def trained_batches(training: Mapping[str, Any]) -> BatchesConfig:
     """Return the batches section of the configuration that a saved model was trained with, of any version."""
     values = training.get("batches", {})
-    if values.get("kind") == "chunks":
-        return ChunkConfig.model_validate({k: v for k, v in values.items() if k in ChunkConfig.model_fields})
     # A model without a configuration continues through <eos>, as `LanguageModel.restarts` has it.
-    values = {"reset_at_eos": False, "eval_reset_at_eos": False, **values}
-    return StreamConfig.model_validate({k: v for k, v in values.items() if k in StreamConfig.model_fields})
+    kind: type[BatchConfig] = StreamConfig
+    defaults = {"reset_at_eos": False, "eval_reset_at_eos": False}
+    if values.get("kind") == "chunks":
+        kind = ChunkConfig
+    given = {name: value for name, value in {**defaults, **values}.items() if name in kind.model_fields}
+    try:
+        return kind.model_validate(given)  # type: ignore[return-value]
+    except ValidationError as error:
+        raise InputError(f"the training configuration of the model: batches.{explain(kind, error)}") from None
 
 
 def make_blocks(config: BlockedConfig, tokenizer: Tokenizer, train: TokenFile, progress: Progress) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,14 +36,17 @@ from hmmlm.learning.prepare import (
     make_batches,
     prepare,
     reopen,
+    text_digests,
     with_actual_tokenizer,
 )
 from hmmlm.learning.warm_start import WarmStart, check_start, freeze_embeddings, joint_tokens, open_label_teacher
 from hmmlm.models.base import ModelConfig
 from hmmlm.runs.folders import (
     CONFIG,
+    lock_run,
     new_run,
     refuse_changes,
+    refuse_lost,
     refuse_shorter,
     refuse_used,
     saved_config,
@@ -185,10 +188,6 @@ def _train(
 
     `size` returns what training holds at least, for a number of words.
     """
-    if resume:
-        refuse_changes(saved_config(type(config), out), config, out)
-    else:
-        refuse_used(out)
     settings = (json.dumps(config.dump(), indent=1) + "\n").encode()
     device = pick_device(config.train.device)
 
@@ -198,31 +197,44 @@ def _train(
         training, validation = (make_batches(config, data, split) for split in ("train", "valid"))
         return Fit(config, out, learner, data.tokenizer, training, validation, progress)
 
-    if (out / "last").exists():
-        fit = make_fit(reopen(out))
-        fit.load()
-        batch = config.batches.batch_size * config.batches.length
-        refuse_shorter(out, fit.position.epoch, fit.position.tokens, fit.total_tokens, batch)
-        write_bytes(out / CONFIG, settings)
-        progress.note(f"run folder: {out}")
-    else:
-        check_data(config.data, config.tokenizer)
-        check_memory(size(1), config.optimizer.kind, device)  # whatever the vocabulary will be
-        check(config)
-        source = find_data(config)
-        with new_run(out, settings, begun=resume):
+    with ExitStack() as stack:
+        if resume:
+            stack.enter_context(lock_run(out))
+            refuse_changes(saved_config(type(config), out), config, out)
+        else:
+            refuse_used(out)
+        if resume and (out / "last").exists():
+            fit = make_fit(reopen(out))
+            fit.load()
+            batch = config.batches.batch_size * config.batches.length
+            refuse_shorter(out, fit.position.epoch, fit.position.tokens, fit.total_tokens, batch)
+            write_bytes(out / CONFIG, settings)
             progress.note(f"run folder: {out}")
-            fit = make_fit(prepare(config, source, out, progress, model))
-    try:
-        with stop_on_signals() as request:
-            finished = fit.run(lambda: plan(fit, request), request)
-    except BrokenPipeError:  # of standard output: nobody reads the progress
-        raise
-    except OSError as error:
-        raise InputError(
-            f"cannot write in {out}: {error.strerror or error}; the last checkpoint, {out / 'last'}, is intact: "
-            f"make room and continue with --resume {out}"
-        ) from error
+        else:
+            if resume:
+                refuse_lost(out, config.command)
+            check_data(config.data, config.tokenizer)
+            check_memory(size(1), config.optimizer.kind, device)  # whatever the vocabulary will be
+            check(config)
+            source = find_data(config)
+            if not resume:
+                stack.enter_context(lock_run(out))
+            with new_run(out, settings, begun=resume):
+                progress.note(f"run folder: {out}")
+                before = text_digests(out)
+                fit = make_fit(prepare(config, source, out, progress, model))
+            if before.items() - text_digests(out).items():
+                progress.note(f"{config.data} has changed since this run was started: the present text is used")
+        try:
+            with stop_on_signals() as request:
+                finished = fit.run(lambda: plan(fit, request), request)
+        except BrokenPipeError:  # of standard output: nobody reads the progress
+            raise
+        except OSError as error:
+            raise InputError(
+                f"cannot write in {out}: {error.strerror or error}; the last checkpoint, {out / 'last'}, is intact: "
+                f"make room and continue with --resume {out}"
+            ) from error
     position = fit.position
     epochs = position.epoch + position.index / fit.train.steps_per_epoch
     best = perplexity(-fit.plateau.best, 1)

@@ -12,12 +12,12 @@ from torch import Tensor
 from hmmlm.config.initialization import CountsConfig, LabelConfig, LvdConfig
 from hmmlm.config.run import RunConfig
 from hmmlm.data.batches import Batch, ChunkBatches
+from hmmlm.data.files import exclusive
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.distillation.cache import (
     LabelStore,
     cluster_facts,
     content_name,
-    exclusive,
     teacher_facts,
     text_facts,
 )

@@ -1,14 +1,16 @@
 """Checkpoints that survive a kill at any moment: safetensors and JSON, no pickle.
 
 A folder cannot be replaced atomically, a symbolic link can. So `RUN/last` and `RUN/best` are relative links into
-`RUN/checkpoints/`. To save: write everything into a hidden folder there and fsync it; rename it to its final name; make
-a new link under a temporary name and rename it over the old one (the atomic step); then delete what no link points to.
+`RUN/checkpoints/`. To save: write everything into a hidden folder there and fsync it; rename it to its final name,
+unless a folder with the same content exists; make a new link to it under a temporary name and rename it over the old
+one (the atomic step); then delete what no link points to.
 A kill before the atomic step leaves the old checkpoint, a kill after it the new one; the next save removes the
 leftovers. If the disk is full, the hidden folder is removed and the old checkpoint remains.
 """
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import shutil
@@ -18,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hmmlm.data.files import read_json
+from hmmlm.data.tensorfiles import read_tensors, write_tensors
 from hmmlm.errors import InputError
 
 FORMAT = "hmmlm checkpoint"
@@ -33,7 +34,7 @@ STATE = "state.json"
 
 @dataclass
 class TrainingPosition:
-    """The progress of a run, stored in its checkpoints as JSON."""
+    """The progress of a run, stored in its checkpoints as JSON, except its seconds."""
 
     epoch: int = 0
     index: int = 0
@@ -41,6 +42,7 @@ class TrainingPosition:
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    """Stored in the history, so that two equal runs write equal checkpoints."""
     checked: int = 0
     """Step of the last validation check; 0: none yet."""
     initialized: bool = False
@@ -50,7 +52,10 @@ class TrainingPosition:
 
 
 def save_folder(run: Path, link: str, name: str, write: Callable[[Path], None]) -> None:
-    """Make `run/link` point to a new folder `run/checkpoints/name` that `write` fills; all or nothing."""
+    """Make `run/link` point to a new folder `run/checkpoints/name` that `write` fills; all or nothing.
+
+    If another link points to a folder with the same content, `run/link` points there too.
+    """
     store = run / "checkpoints"
     final = store / name
     while final.exists():  # this step was saved before; the target of a link is never modified
@@ -61,13 +66,17 @@ def save_folder(run: Path, link: str, name: str, write: Callable[[Path], None]) 
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         write(partial)
-        for path in (*partial.rglob("*"), partial):
-            _fsync(path)
-        os.rename(partial, final)
-        _fsync(store)
+        same = next((folder for folder in _linked(run) if _same_files(folder, partial)), None)
+        if same is None:
+            for path in (*partial.rglob("*"), partial):
+                _fsync(path)
+            os.rename(partial, final)
+            _fsync(store)
+        else:
+            final = same
         _replace_link(run / link, final)
         _fsync(run)
-    except (OSError, SafetensorError, InputError) as error:
+    except (OSError, InputError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         kept = f"the previous checkpoint, {run / link}, is intact" if (run / link).exists() else "there was none before"
         raise InputError(
@@ -95,8 +104,21 @@ def _replace_link(link: Path, target: Path) -> None:
     os.replace(fresh, link)
 
 
+def _linked(run: Path) -> list[Path]:
+    """Return the folders that the links of a run point to."""
+    return [path.resolve() for path in run.iterdir() if path.is_symlink()]
+
+
+def _same_files(folder: Path, other: Path) -> bool:
+    """Return whether two folders have the same files."""
+    names = {path.name for path in other.iterdir()}
+    if not folder.is_dir() or {path.name for path in folder.iterdir()} != names:
+        return False
+    return not any(filecmp.cmpfiles(folder, other, names, shallow=False)[1:])
+
+
 def _remove_unlinked(store: Path) -> None:
-    kept = {path.resolve() for path in store.parent.iterdir() if path.is_symlink()}
+    kept = _linked(store.parent)
     for path in store.iterdir():
         if path.resolve() not in kept:
             shutil.rmtree(path, ignore_errors=True)
@@ -112,8 +134,8 @@ def _fsync(path: Path) -> None:
 
 def write_state(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Write the two files of a checkpoint to resume from."""
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / TENSORS)
-    content = {"format": FORMAT, "version": VERSION, **state}
+    write_tensors(folder / TENSORS, tensors)
+    content = {"format": FORMAT, "version": VERSION, **state, "tensors": _describe(tensors)}
     (folder / STATE).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -130,11 +152,21 @@ def read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             f"{folder / STATE} has version {state.get('version')!r}, this hmmlm resumes version {VERSION}: "
             "finish the run with the hmmlm that started it, or start a new run"
         )
-    try:
-        with safe_open(folder / TENSORS, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, state  # noqa: SIM118 (not a mapping)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{folder / TENSORS} is missing, truncated or not a safetensors file: {error}") from None
+    tensors, _ = read_tensors(folder / TENSORS)
+    found, saved = _describe(tensors), state.get("tensors")
+    if isinstance(saved, dict):  # earlier versions did not write it
+        for name in sorted(saved.keys() | found.keys()):
+            if saved.get(name) != found.get(name):
+                raise InputError(
+                    f"{folder / TENSORS}: {name} is {found.get(name, 'missing')}, {STATE} has "
+                    f"{saved.get(name, 'no such entry')}: the checkpoint is damaged, or its files are of two runs"
+                )
+    return tensors, state
+
+
+def _describe(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return dtype and shape of each tensor."""
+    return {name: f"{t.dtype} {list(t.shape)}".removeprefix("torch.") for name, t in sorted(tensors.items())}
 
 
 def load_tensors(where: Path, given: Mapping[str, Tensor], prefix: str, into: Mapping[str, Tensor]) -> None:

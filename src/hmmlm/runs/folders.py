@@ -14,12 +14,15 @@ from pydantic import ValidationError
 
 from hmmlm.config.explain import explain
 from hmmlm.config.training import AnyConfig, TrainingConfig
-from hmmlm.data.files import read_json, write_bytes, write_new
+from hmmlm.data.files import exclusive, read_json, write_bytes, write_new
 from hmmlm.errors import InputError
+from hmmlm.runs.history import HISTORY, read_history
 
 CONFIG = "config.json"
 BLOCKS = "blocks.json"
 """File with the block of each word, of a model with blocks."""
+LOCK = ".lock"
+"""File that is locked while a process works in the folder."""
 PREPARED = (CONFIG, "tokenizer", "data", BLOCKS)
 """The files and folders of a run before training starts."""
 CHANGEABLE = frozenset(
@@ -62,6 +65,39 @@ def flat_settings(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+@contextmanager
+def lock_run(out: Path) -> Iterator[None]:
+    """Let no other process write to the run in `out` until the block, or the process, ends."""
+
+    def refuse() -> None:
+        raise InputError(f"the run in {out} is in use by another process: wait until it ends, or stop it first")
+
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        with exclusive(out / LOCK, refuse):
+            try:
+                yield
+            finally:
+                if not (out / CONFIG).exists():  # no run was started here
+                    (out / LOCK).unlink(missing_ok=True)
+    finally:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+def refuse_lost(out: Path, command: str) -> None:
+    """Raise an InputError if the run in `out` has no checkpoint, but had one: then it has a history or models."""
+    history = read_history(out / HISTORY) if (out / HISTORY).exists() else []
+    models = [out / link for link in ("best", "final") if (out / link).exists()]
+    if models or history:
+        kept = f"; {' and '.join(map(str, models))}, its trained models, stay as they are" if models else ""
+        raise InputError(
+            f"the run in {out} has started, but its checkpoint {out / 'last'} is gone, so it cannot be resumed: put it "
+            f"back, or start anew in another folder with `hmmlm {command} --out FOLDER`{kept}"
+        )
+
+
 def refuse_used(out: Path) -> None:
     """Raise an InputError unless `out` is new or an empty folder."""
     if out.exists() and not out.is_dir():
@@ -94,7 +130,7 @@ def _is_run(out: Path) -> bool:
 
 def _is_left_over(name: str) -> bool:
     """Return whether a file is a leftover of a killed process (see `hmmlm.data.files`)."""
-    return name.startswith(".") and name.endswith((".tmp", ".new"))
+    return name == LOCK or (name.startswith(".") and name.endswith((".tmp", ".new")))
 
 
 @contextmanager

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch.utils.tensorboard import SummaryWriter
-
 from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
+
+HISTORY = "history.jsonl"
 
 
 class History:
@@ -22,12 +22,17 @@ class History:
     """
 
     def __init__(self, run: Path, step: int, tensorboard: bool = False) -> None:
-        self.path = run / "history.jsonl"
+        self.path = run / HISTORY
         kept = [record for record in read_history(self.path) if record["step"] <= step] if self.path.exists() else []
+        self.empty = not kept
         write_bytes(self.path, "".join(map(_line, kept)).encode())
         self._file = self.path.open("a", encoding="utf-8")
         # purge_step hides the events after the checkpoint that an earlier process wrote
-        self._board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1) if tensorboard else None
+        self._board = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # takes a second to import
+
+            self._board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
 
     def write(self, event: str, step: int, **figures: Any) -> None:
         """Append a record. It survives a kill of the process immediately, a loss of power after `sync`."""
@@ -69,7 +74,7 @@ def _records(path: Path, lines: list[str]) -> Iterable[dict[str, Any]]:
             record = json.loads(line)
             if not isinstance(record["step"], int):
                 raise TypeError
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise InputError(f"{path}, line {number}, is not a record of a training history") from None
         yield record
 

@@ -6,7 +6,6 @@ of text is read after an eos token.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +15,8 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from hmmlm.data.files import read_bytes
-from hmmlm.data.modelfolder import CONFIG, MODEL, load_model, load_weights, save_model
+from hmmlm.data.files import parse_json
+from hmmlm.data.modelfolder import CONFIG, MODEL, load_model, load_network, require_size, save_model
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
 from hmmlm.section import Layers, ModelSize, Section, Width
@@ -192,13 +191,11 @@ def load_gpt(path: Path, *, random: bool, device: torch.device, seed: int) -> GP
     """Load the GPT in `path`, or the best one of the run in `path`; with `random`, weights drawn from `seed`."""
     check_gpt(path, random)
     folder, header, tensors, tokenizer = load_model(_gpt_folder(path), FORMAT, weights=not random)
-    try:
-        shape = GPTShape(*(header[name] for name in GPTShape.__dataclass_fields__))
-    except KeyError as error:
-        raise InputError(f"{folder / CONFIG} is damaged: it has no {error.args[0]}; train the teacher again") from None
-    model = GPT(shape, tokenizer.eos_id, torch.Generator().manual_seed(seed))
-    if not random:
-        load_weights(model, folder / MODEL, tensors)
+    shape = GPTShape(*(require_size(folder / CONFIG, header, name) for name in GPTShape.__dataclass_fields__))
+    if random:
+        model = GPT(shape, tokenizer.eos_id, torch.Generator().manual_seed(seed))
+    else:
+        model = load_network(lambda: GPT(shape, tokenizer.eos_id), shape.layers, folder / MODEL, tensors)
     return GPTTeacher(str(folder), model, gpt_tokenizer(tokenizer, folder), device)
 
 
@@ -207,7 +204,7 @@ def _read_config(folder: Path) -> dict | None:
     if not (folder / CONFIG).is_file():
         return None
     try:
-        content = json.loads(read_bytes(folder / CONFIG))
-    except ValueError:  # not ours: open_huggingface reports what is wrong with it
+        content = parse_json(folder / CONFIG)
+    except InputError:  # not ours: open_huggingface reports what is wrong with it
         return None
     return content if isinstance(content, dict) and content.get("format") == FORMAT else None

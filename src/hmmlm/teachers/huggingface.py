@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hmmlm.data.files import parse_json
 from hmmlm.data.tokenizers import SentencePieceTokenizer
 from hmmlm.errors import InputError
+from hmmlm.hmm.checks import check_finite
 from hmmlm.teachers.checks import check_vocabulary, layer_index
 from hmmlm.teachers.tokenizers import FastTokenizer
 
@@ -34,6 +35,8 @@ class HuggingFaceTeacher:
         self.name, self.device, self.tokenizer = name, device, tokenizer
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+        for weight, value in self.model.named_parameters():
+            check_finite(value, f"the teacher {name}: {weight}")
         self.model.config.use_cache = False
         config = self.model.config.get_text_config()
         self.hidden_size, self.layers = int(config.hidden_size), int(config.num_hidden_layers)
@@ -146,14 +149,14 @@ def locate(name: str, gguf_file: str | None, random: bool) -> tuple[str, str | N
 def _refuse_run(path: Path) -> None:
     """Raise an InputError if the folder is a run of hmmlm that contains no teacher."""
     try:
-        fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        fields = parse_json(path / "config.json")
+    except InputError:
         return  # transformers reports what is wrong with the file
-    if not isinstance(fields, dict) or not {"data", "tokenizer", "train"} <= fields.keys():
+    if not isinstance(fields, dict) or not {"data", "tokenizer", "model", "train"} <= fields.keys():
         return
     if "initialization" in fields:
         raise InputError(f"{path} is a run of `hmmlm train`, which is no teacher: give a run of `hmmlm teacher`")
-    if "kind" in fields.get("model", {}):
+    if isinstance(fields["model"], dict) and "kind" in fields["model"]:
         raise InputError(f"{path} is a run of `hmmlm baseline`, which is no teacher: give a run of `hmmlm teacher`")
     raise InputError(f"the teacher in {path} has no validated weights yet: resume with `hmmlm teacher --resume {path}`")
 

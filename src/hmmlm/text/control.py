@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hmmlm.data.files import read_json
-from hmmlm.data.modelfolder import CONFIG, MODEL, read_tensors, require_tensors, write_folder
-from hmmlm.errors import InputError
+from hmmlm.data.modelfolder import CONFIG, MODEL, require_dtype, require_size, require_tensors, write_folder
+from hmmlm.data.tensorfiles import read_tensors
 from hmmlm.hmm import HMM, HiddenMarkovModel
+from hmmlm.hmm.checks import check_distributions
 
 
 def save_control(hmm: HiddenMarkovModel, path: str | Path, eos_token_id: int) -> None:
@@ -23,14 +26,13 @@ def load_control(path: str | Path) -> tuple[HMM, dict[str, Any]]:
     """Return the HMM in a folder of this layout, and its header (hidden_states, vocab_size, eos_token_id)."""
     folder = Path(path)
     header = read_json(folder / CONFIG)
-    tensors, _ = read_tensors(folder / MODEL)
-    states, words = header.get("hidden_states"), header.get("vocab_size")
-    require_tensors(
-        folder / MODEL, tensors, {"alpha_exp": [states, states], "beta": [states, words], "gamma": [states]}
-    )
-    hmm = HMM(tensors["gamma"], tensors["alpha_exp"].log(), tensors["beta"])
-    try:
-        hmm.validate()
-    except InputError as error:
-        raise InputError(f"{folder / MODEL}: {error}") from None
-    return hmm, header
+    file = folder / MODEL
+    tensors, _ = read_tensors(file)
+    states, words = (require_size(folder / CONFIG, header, name) for name in ("hidden_states", "vocab_size"))
+    shapes = {"alpha_exp": [states, states], "beta": [states, words], "gamma": [states]}
+    require_tensors(file, tensors, shapes)
+    require_dtype(file, tensors, list(shapes), torch.float32, torch.float64)
+    logs = {"gamma": tensors["gamma"], "alpha_exp": tensors["alpha_exp"].log(), "beta": tensors["beta"]}
+    for name, log_probs in logs.items():
+        check_distributions(log_probs, f"{file}: {name}")
+    return HMM(logs["gamma"], logs["alpha_exp"], logs["beta"]), header

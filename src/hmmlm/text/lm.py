@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmmlm.data.modelfolder import MODEL, load_model, require_tensors, save_model
+from hmmlm.data.files import require_like
+from hmmlm.data.modelfolder import (
+    CONFIG,
+    MODEL,
+    load_model,
+    require_dtype,
+    require_size,
+    require_tensors,
+    save_model,
+)
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.errors import InputError
@@ -29,6 +38,8 @@ from hmmlm.text.phrases import Phrases, Wanted, check_phrases
 
 FORMAT = "hmmlm language model"
 _BLANK = re.compile(r"(?<!\w)_{3,}(?!\w)")  # not inside a word: identifiers may contain three underscores
+_BATCHES = {"kind": "", "batch_size": 0, "length": 0, "reset_at_eos": False, "eval_reset_at_eos": False}
+"""Settings of a training configuration that evaluation uses, with a value of the type of each."""
 _BATCH_TOKENS = 1 << 13  # tokens scored together: bounds memory at tokens × states
 
 
@@ -258,17 +269,27 @@ class LanguageModel:
     def load(path: str | Path) -> LanguageModel:
         """Return the model in the folder `path`, or the best one of a training run there."""
         folder, header, tensors, tokenizer = load_model(_as_path(path), FORMAT)
-        kind, states, words = header.get("model"), header.get("states"), header.get("vocab_size")
+        config, file, kind = folder / CONFIG, folder / MODEL, str(header.get("model"))[:40]
         if kind not in KINDS:
-            raise InputError(f"{folder} has a model of kind {kind!r}; this hmmlm reads {', '.join(KINDS)}")
+            raise InputError(f"{config} has a model of kind {kind!r}; this hmmlm reads {', '.join(KINDS)}")
+        states, words = (require_size(config, header, name) for name in ("states", "vocab_size"))
+        training = _check_training(config, header.get("training"))
         shapes: dict[str, list[int | None]] = {"log_start": [states]}
         if kind == "blocked":
             shapes |= {"block_of_word": [words], "u": [states, None], "w": [states, None], "log_normalizer": [states]}
             shapes |= {"log_emission": [words, None]}
         else:
             shapes |= {"log_transition": [states, states], "log_emission": [states, words]}
-        require_tensors(folder / MODEL, tensors, shapes)
-        return LanguageModel(hmm_from_tensors(str(kind), tensors), tokenizer, header.get("training"))
+        require_tensors(file, tensors, shapes)
+        require_dtype(file, tensors, [n for n in shapes if n != "block_of_word"], torch.float32, torch.float64)
+        if kind == "blocked":
+            require_dtype(file, tensors, ["block_of_word"], torch.int64)
+        try:
+            hmm = hmm_from_tensors(kind, tensors)
+            hmm.validate()
+        except InputError as error:
+            raise InputError(f"{file}: {error}") from None
+        return LanguageModel(hmm, tokenizer, training)
 
 
 def load(path: str | Path) -> LanguageModel:
@@ -291,6 +312,18 @@ def _check_text(name: str, text: object) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(f"{name} has a lone surrogate, {text[error.start]!r}, at position {error.start}") from None
+
+
+def _check_training(path: Path, training: Any) -> dict[str, Any]:
+    """Return the training configuration in the model file `path`, of any version; its batches say how text is read."""
+    if training is None:
+        return {}
+    require_like(path, training, {}, "training")
+    batches = training.get("batches", {})
+    require_like(path, batches, {}, "training.batches")
+    like = {name: example for name, example in _BATCHES.items() if name in batches}
+    require_like(path, batches, like, "training.batches")
+    return dict(training)
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -1,0 +1,137 @@
+"""Runs that are killed at random moments and resumed until they finish equal a run that was left alone, byte for byte.
+
+A kill comes before a random operation on files, in the middle of a write, after a random number of bytes of a file, or
+at any time. `make torture` does the same with many more kills.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from helpers.network_runs import write_pairs
+from helpers.runs import assert_same_run, tiny_config, write_text
+
+from hmmlm.config.networks import BaselineConfig, TeacherConfig
+from hmmlm.config.run import RunConfig
+from hmmlm.config.training import TrainingConfig, read_config
+from hmmlm.data.tokenizers import WordTokenizer, load_tokenizer
+from hmmlm.learning.train import train, train_baseline, train_teacher
+from hmmlm.teachers.gpt import GPT, GPTShape
+
+KILLS = int(os.environ.get("TORTURE_KILLS", "16"))
+"""Kills of each run."""
+SEED = int(os.environ.get("TORTURE_SEED", "0"))
+CHANGES = frozenset(
+    f"os.{name}" for name in ("rename", "remove", "mkdir", "rmdir", "link", "symlink", "truncate", "chmod")
+) | {"open", "shutil.rmtree", "shutil.copyfile"}
+"""Audit events of operations on files."""
+
+
+class Kind(NamedTuple):
+    """A kind of training: its configuration, and the function that runs it."""
+
+    config: type[TrainingConfig]
+    train: Callable[..., Any]
+    values: dict[str, Any]
+
+
+def make_kind(name: str, folder: Path) -> Kind:
+    """Return a tiny run of every kind of training on a text in `folder`."""
+    if name in ("teacher", "baseline"):
+        model = {"hidden": 8, "layers": 1}
+        values = {
+            "data": str(write_pairs(folder)),
+            "model": {**model, "heads": 2} if name == "teacher" else {**model, "kind": "lstm", "dropout": 0.3},
+            "batches": {"batch_size": 8, "length": 16},
+            "train": {"epochs": 2, "device": "cpu", "tensorboard": False, "log_every": 3, "checkpoint_every": 4},
+        }
+        kind = TeacherConfig if name == "teacher" else BaselineConfig
+        return Kind(kind, train_teacher if name == "teacher" else train_baseline, read_config(kind, values).dump())
+    text = write_text(folder)
+    sections: dict[str, Any] = {
+        "scalar": {},
+        "blocked": {"model": {"kind": "neural", "blocks": 2, "hidden": 8, "dropout": 0.5, "network_dropout": 0.1}},
+        "baum-welch": {"optimizer": {"kind": "baum-welch", "full_batch": False, "pseudocount": 0.1, "momentum": 0.5}},
+        "lvd": {"initialization": {"kind": "lvd", "tokens": 250, "labels": "cached", "kmeans": {"tokens": 300}}},
+    }[name]
+    if name == "lvd":
+        sections["initialization"]["teacher"] = str(write_teacher(text, folder / "teacher"))
+    return Kind(RunConfig, train, tiny_config(text, train={"tensorboard": True}, **sections).dump())
+
+
+def write_teacher(text: Path, folder: Path) -> Path:
+    """Write a teacher that has the tokenizer of a run on `text`."""
+    train(tiny_config(text, train={"max_tokens": 1}), folder.with_name("tokens"))
+    tokenizer = load_tokenizer(folder.with_name("tokens") / "tokenizer")
+    assert isinstance(tokenizer, WordTokenizer)
+    GPT(GPTShape(tokenizer.vocab_size, 8, 1, 2, 16), tokenizer.eos_id).save(folder, tokenizer)
+    return folder
+
+
+class Kill(NamedTuple):
+    """When to kill: at an operation on files, where a file would exceed a number of bytes, or after seconds."""
+
+    operation: int = 0
+    size: int = 0
+    seconds: float = 0.0
+
+
+def train_until_killed(kind: Kind, out: Path, kill: Kill) -> None:
+    """Start or resume, and be killed."""
+    signal.setitimer(signal.ITIMER_REAL, kill.seconds)  # then SIGALRM ends the process
+    if kill.size:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it otherwise
+        resource.setrlimit(resource.RLIMIT_FSIZE, (kill.size, kill.size))
+    operations = 0
+
+    def on_event(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal operations
+        if event in CHANGES and any(str(out) in str(argument) for argument in arguments):
+            operations += 1
+            if operations == kill.operation:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(on_event)
+    kind.train(read_config(kind.config, kind.values), out, resume=(out / "config.json").exists())
+
+
+def in_child(kind: Kind, out: Path, kill: Kill = Kill()) -> int | None:  # noqa: B008 (immutable)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "hmmlm.learning.train", "torch.utils.tensorboard"])
+    child = context.Process(target=train_until_killed, args=(kind, out, kill))
+    child.start()
+    child.join()
+    return child.exitcode
+
+
+@pytest.mark.parametrize("name", ["scalar", "blocked", "baum-welch", "lvd", "teacher", "baseline"])
+def test_killed_at_random_and_resumed(name: str, tmp_path: Path) -> None:
+    kind = make_kind(name, tmp_path)
+    began = time.monotonic()
+    assert in_child(kind, tmp_path / "alone") == 0
+    seconds = time.monotonic() - began
+    largest = max(path.stat().st_size for path in (tmp_path / "alone").rglob("*") if path.is_file())
+    chance = random.Random(f"{name} {SEED}")
+    run, kills, endings = tmp_path / "run", 0, 0
+    while kills < KILLS:
+        operation, size = int(chance.lognormvariate(3.5, 1)) + 1, chance.randrange(1, largest)
+        kill = chance.choice([Kill(operation), Kill(size=size), Kill(seconds=chance.uniform(1e-3, seconds))])
+        ended = in_child(kind, run, kill)
+        assert ended in (0, -signal.SIGKILL, -signal.SIGXFSZ, -signal.SIGALRM)
+        kills += ended != 0
+        if ended == 0:  # finished: kills of another run begin
+            assert_same_run(run, tmp_path / "alone")
+            endings += 1
+            run = tmp_path / f"run-{endings}"
+    assert in_child(kind, run) == 0
+    assert_same_run(run, tmp_path / "alone")
