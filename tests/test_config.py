@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from hmmlm.config.networks import BaselineConfig, TeacherConfig
 from hmmlm.config.recipe import load_recipe, recipe_names
 from hmmlm.config.run import RunConfig
-from hmmlm.config.sections import FileTokenizerConfig
+from hmmlm.config.sections import BaumWelchConfig, FileTokenizerConfig
 from hmmlm.config.training import TrainingConfig, read_config
 from hmmlm.errors import InputError
 from hmmlm.models.neural import NeuralConfig
@@ -199,3 +199,16 @@ def test_every_number_has_an_upper_bound(kind: type[BaseModel]) -> None:
                 yield from unbounded(value, f"{path}/{i}")
 
     assert list(unbounded(kind.model_json_schema(), "")) == []
+
+
+def test_settings_that_full_batches_imply() -> None:
+    mini = read_config(RunConfig, {"optimizer": {"kind": "baum-welch"}})
+    assert isinstance(mini.optimizer, BaumWelchConfig) and mini.schedule.kind == "cosine"
+    assert (mini.optimizer.full_batch, mini.optimizer.step, mini.optimizer.pseudocount) == (False, 0.1, 1e-4)
+    for flag in (True, "true"):  # as in a recipe, and as on the command line
+        full = read_config(RunConfig, {"optimizer": {"kind": "baum-welch", "full_batch": flag}})
+        assert isinstance(full.optimizer, BaumWelchConfig) and full.schedule.kind == "constant"
+        assert (full.optimizer.step, full.optimizer.pseudocount, full.schedule.warmup) == (1.0, 0.0, 0.0)
+    given = {"optimizer": {"kind": "baum-welch", "full_batch": True, "step": 0.5}, "schedule": {"kind": "cosine"}}
+    kept = read_config(RunConfig, given)
+    assert isinstance(kept.optimizer, BaumWelchConfig) and (kept.optimizer.step, kept.schedule.kind) == (0.5, "cosine")

@@ -39,7 +39,7 @@ MINI_BATCH = {"kind": "baum-welch", "full_batch": False, "pseudocount": 0.1, "mo
 SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "baum-welch": {"optimizer": MINI_BATCH},
-    "full batch": {"optimizer": {"kind": "baum-welch", "pseudocount": 0.1, "momentum": 0.5}},
+    "full batch": {"optimizer": {"kind": "baum-welch", "full_batch": True, "pseudocount": 0.1, "momentum": 0.5}},
     "neural": {"model": {"kind": "neural", "blocks": 2, "hidden": 8, "dropout": 0.5, "network_dropout": 0.1}},
     "blocked scalar": {"model": {"blocks": 2, "dropout": 0.5}},
     "plateau": {"schedule": {"kind": "plateau", "warmup": 20, "patience": 1}, "optimizer": {"rate": 3.0}},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from hmmlm.config.explain import member_types
 from hmmlm.config.initialization import InitializationConfig, LabelConfig, LvdConfig, NoInitialization
@@ -24,6 +24,14 @@ AnyModelConfig = Annotated[
 """The registry of model families."""
 
 
+def _is_true(value: Any) -> bool:
+    """Return whether a value will be read as true; one that cannot be read is reported later."""
+    try:
+        return TypeAdapter(bool).validate_python(value)
+    except ValidationError:
+        return False
+
+
 class RunConfig(TrainingConfig):
     """Everything a training run of a hidden Markov model needs to be repeated."""
 
@@ -33,12 +41,15 @@ class RunConfig(TrainingConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_optimizer(cls, values: Any) -> Any:
-        """Fill in the AdamW settings that suit the model family, where they are left out."""
+        """Fill in the settings that suit the model family or the optimizer, where they are left out."""
         if not isinstance(values, Mapping):
             return values
         model, optimizer = values.get("model", {}), values.get("optimizer", {})
         if not isinstance(model, Mapping | ModelConfig) or not isinstance(optimizer, Mapping):
             return values
+        if optimizer.get("kind") == "baum-welch" and _is_true(optimizer.get("full_batch")):
+            schedule = {"kind": "constant", "warmup": 0.0}
+            return {"schedule": schedule, **values, "optimizer": {"step": 1.0, "pseudocount": 0.0, **optimizer}}
         kind = model.get("kind", "scalar") if isinstance(model, Mapping) else type(model).model_fields["kind"].default
         families = {m.model_fields["kind"].default: m for m in member_types(cls.model_fields["model"])}
         if optimizer.get("kind", "adamw") == "adamw" and isinstance(kind, str) and kind in families:

@@ -105,12 +105,12 @@ class BaumWelchConfig(Section):
     """Expectation maximization: expected counts instead of gradients (scalar models without blocks)."""
 
     kind: Literal["baum-welch"] = "baum-welch"
-    full_batch: bool = True
+    full_batch: bool = False
     """One update per epoch from all of its counts, which never lowers the likelihood of the training chunks; otherwise
-    one per batch."""
-    step: Annotated[float, Field(gt=0, le=1)] = 1.0
+    one per batch. Full batches have other defaults: step 1, pseudocount 0 and a constant schedule."""
+    step: Annotated[float, Field(gt=0, le=1)] = 0.1
     """α in θ ← α θ_new + (1 − α) θ; multiplied by the schedule."""
-    pseudocount: Pseudocount = 0.0
+    pseudocount: Pseudocount = 1e-4
     """Added to every expected count before normalizing; keeps words unseen in a mini-batch possible."""
     momentum: Momentum = 0.0
     """Fraction of the past kept in a running average of the expected counts; 0: counts of the last update only."""
