@@ -162,6 +162,7 @@ def test_unknown_names_are_answered_with_the_nearest(capsys: pytest.CaptureFixtu
         (["--model.states", "many"], "(given 'many')"),
         (["--model.states", "-3"], "--model.states: Input should be greater than 0 (given '-3')"),
         (["--model.states="], "--model.states: Input should be a valid integer, "),
+        (["--model"], "argument --model: expected one argument"),
         (["--optimizer.rate", "fast"], "--optimizer.rate: Input should be a valid number, "),
         (["--optimizer.rate", "nan"], "--optimizer.rate: Input should be a finite number (given 'nan')"),
         (["--optimizer.betas", "[0.9,1.0]"], "--optimizer.betas.1: Input should be less than 1 (given 1.0)"),

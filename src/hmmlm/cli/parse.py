@@ -104,6 +104,7 @@ class _Options:
 
     def __init__(self, kind: type[BaseModel], defaults: BaseModel | None) -> None:
         self.repeatable = {name for name, field in kind.model_fields.items() if ... in get_args(field.annotation)}
+        self.sections = {name for name, field in kind.model_fields.items() if member_types(field)}
         self.notes: dict[str, str] = {}
         for section, field in kind.model_fields.items():
             default, members = getattr(defaults, section, field.default), member_types(field)
@@ -117,6 +118,9 @@ class _Options:
     def add(self, group: argparse._ActionsContainer, *names: str, **options: Any) -> argparse.Action:
         """Add an option to a group."""
         name = str(options.get("dest"))
+        if name in self.sections:  # a whole section as JSON: without a value it would change nothing
+            options.pop("nargs", None)
+            options.pop("const", None)
         if name in self.repeatable:
             options["action"] = "append"
         text = options.get("help", "")
