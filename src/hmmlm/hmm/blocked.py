@@ -6,15 +6,16 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import ArrayLike, check_distributions, check_finite, check_parameters, check_totals
 from hmmlm.hmm.dense import HMM, log_group_sums
-from hmmlm.hmm.logmatrix import LogMatrix
+from hmmlm.hmm.logmatrix import LogMatrix, LogTiles, least_sum
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
-from hmmlm.hmm.queries import HiddenMarkovModel, draw
+from hmmlm.hmm.queries import HiddenMarkovModel, Lattice
 from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
-from hmmlm.ops.common import NEG_INF, logsumexp
+from hmmlm.ops.common import NEG_INF, exp, logsumexp
 
 _CELLS = 2**24  # largest piece of the transition matrix computed at once
 _VALIDATED_CELLS = 2**28  # products for the rows of the transition matrix that `validate` computes
@@ -175,9 +176,14 @@ class BlockedHMM(HiddenMarkovModel):
         return torch.arange(self.states, device=self.device)
 
     def _log_likelihood(self, tokens: Tensor, lengths: Tensor | None, initial: Tensor | None) -> Tensor:
-        """See `Primitives._log_likelihood`; missing tokens take the recursion of the queries, which is slower."""
+        """See `Primitives._log_likelihood`.
+
+        Missing tokens need the recursion of the queries. It is also several times faster on a CPU where the transition
+        matrix is kept, and slower otherwise.
+        """
         inside = lengths is None or torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-        if not bool(((tokens < 0) & inside).any()):
+        kept = self.device.type == "cpu" and self._table is not None
+        if not kept and not bool(((tokens < 0) & inside).any()):
             return self.scan(tokens, lengths, None if initial is None else Carry(initial)).log_likelihood
         batch = self._batch(tokens, lengths)
         lattice = self._forward(batch, None if initial is None else initial[batch.order])
@@ -193,6 +199,21 @@ class BlockedHMM(HiddenMarkovModel):
         blocks, factors = self.blocks, self.factors
         matrix = factors.u @ factors.w.t() - factors.log_normalizer[:, None]
         return matrix.view(blocks, self.states_per_block, blocks, -1).transpose(1, 2).contiguous()
+
+    @cached_property
+    def _forward_tiles(self) -> LogTiles | None:
+        return None if self._table is None else LogTiles(self._table)
+
+    @cached_property
+    def _backward_tiles(self) -> LogTiles | None:
+        return None if self._table is None else LogTiles(self._table.transpose(2, 3).contiguous())
+
+    @cached_property
+    def _scaled_emission(self) -> tuple[Tensor, Tensor]:
+        """Return the largest log p(word | z) of each word [V], and exp(log_emission) [V, k] relative to it."""
+        peak = self.factors.log_emission.amax(1)
+        peak = torch.where(peak == NEG_INF, 0.0, peak)
+        return peak, exp(self.factors.log_emission - peak[:, None])
 
     def _tiles(self, sources: Tensor, targets: Tensor) -> Tensor:
         """Return log A [n, k, k] between pairs of blocks [n]."""
@@ -222,8 +243,7 @@ class BlockedHMM(HiddenMarkovModel):
         everywhere = torch.full((rows,), -1, device=self.device)
         sources = everywhere if source is None else source.blocks
         targets = everywhere if target is None else target.blocks
-        narrow = source is not None and target is not None and not source.wide and not target.wide
-        if narrow and not torch.is_grad_enabled() and self.blocks**2 > rows:
+        if _narrow(source, target) and not torch.is_grad_enabled() and self.blocks**2 > rows:
             return None
         pairs, group = torch.stack([sources, targets], 1).unique(dim=0, return_inverse=True)
         return [((group == g).nonzero().squeeze(1), a, c) for g, (a, c) in enumerate(pairs.tolist())]
@@ -261,6 +281,18 @@ class BlockedHMM(HiddenMarkovModel):
             results = padded
         return torch.cat(results)[order]
 
+    def _gather(self, lattice: Lattice, values: list[Tensor], fill: float = 0.0) -> Tensor:
+        """See `HiddenMarkovModel._gather`; the values of a block are written without spreading them first."""
+        shape = (*lattice.batch.tokens.shape, self.blocks, self.states_per_block)
+        result = torch.full(shape, fill, dtype=self.dtype, device=self.device)
+        for t, (value, support) in enumerate(zip(values, lattice.supports, strict=True)):
+            rows = lattice.batch.order[: len(value)]
+            if support.wide:
+                result[rows, t] = value.unflatten(1, (self.blocks, -1))
+            else:
+                result[rows, t, support.blocks] = value
+        return result.flatten(2)
+
     # --- operations of the queries ---
 
     def observe(self, tokens: Tensor, missing: bool, log_missing: Tensor | None = None) -> tuple[Support, Tensor]:
@@ -297,6 +329,8 @@ class BlockedHMM(HiddenMarkovModel):
         return self.factors.log_start
 
     def pull(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
+        if _narrow(source, target) and self._forward_tiles is not None:
+            return self._forward_tiles.product(log_probs, (source.blocks, target.blocks))
         return self._over_sources(log_probs, source, target, self._log_product)
 
     def _log_product(self, values: Tensor, tiles: Tensor) -> Tensor:
@@ -311,6 +345,8 @@ class BlockedHMM(HiddenMarkovModel):
         return self._over_sources(log_probs, source, target, _conditional_entropy).clamp_min(0)
 
     def push(self, log_values: Tensor, source: Support = None, target: Support = None) -> Tensor:
+        if _narrow(source, target) and self._backward_tiles is not None:
+            return self._backward_tiles.product(log_values, (source.blocks, target.blocks))
         groups = self._groups(source, target, len(log_values))
         if groups is None:
             size = max(1, _CELLS // self.states_per_block**2)
@@ -332,6 +368,9 @@ class BlockedHMM(HiddenMarkovModel):
         if source is None or source.wide:
             result = (factors.w[states] @ factors.u.t()) - factors.log_normalizer
             return result if source is None else torch.where(self._outside(source), NEG_INF, result)
+        if self._table is not None:
+            k = self.states_per_block
+            return self._table[source.blocks.expand_as(states), states // k, :, states % k]
         u, normalizer = factors.u.view(shape)[source.blocks], factors.log_normalizer.view(shape[:2])[source.blocks]
         return torch.einsum("nkh,...nh->...nk", u, factors.w[states]) - normalizer
 
@@ -344,16 +383,42 @@ class BlockedHMM(HiddenMarkovModel):
         factors = self.factors
         return factors.u[states] @ factors.w.t() - factors.log_normalizer[states][:, None]
 
+    @cached_property
+    def _words_of_block(self) -> Tensor:
+        """Return the words of each block [M, W]; −1 beyond their number."""
+        block = self.factors.block_of_word
+        order, counts = block.argsort(stable=True), block.bincount(minlength=self.blocks)
+        return pad_sequence(order.split(counts.tolist()), batch_first=True, padding_value=-1)
+
+    def emissions_from(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        k = self.states_per_block
+        words = self._words_of_block[states // k]
+        log_probs = self.factors.log_emission[words.clamp(min=0), (states % k)[:, None]]
+        return words, log_probs.masked_fill(words < 0, NEG_INF)
+
     @torch.no_grad()
     def emit(self, log_states: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """Compute log Σ_z p(z) p(word | z) for log-distributions [..., Z]: [..., V], or [..., n] for `tokens` [n]."""
-        factors = self.factors
-        words = factors.block_of_word if tokens is None else factors.block_of_word[tokens]
-        scores = factors.log_emission if tokens is None else factors.log_emission[tokens]
-        flat = log_states.reshape(-1, self.blocks, self.states_per_block)
-        pieces = flat.split(max(1, _CELLS // scores.numel()))
-        emitted = torch.cat([logsumexp(piece[:, words] + scores, -1) for piece in pieces])
-        return emitted.view(*log_states.shape[:-1], -1)
+        """Compute log Σ_z p(z) p(word | z) for log-distributions [..., Z]: [..., V], or [..., n] for `tokens` [n].
+
+        In products relative to the largest entries; sums that underflow may have changed are recomputed in log space.
+        """
+        factors, model = self.factors, self.detach()
+        words = slice(None) if tokens is None else tokens
+        blocks, scores = factors.block_of_word[words], factors.log_emission[words]
+        peak, scaled = (values[words] for values in model._scaled_emission)
+        least = least_sum(self.states_per_block, self.dtype)
+        flat = log_states.reshape(-1, self.states)
+        emitted = []
+        for piece in flat.split(max(1, _CELLS // max(1, scores.numel()))):
+            top = piece.amax(1, keepdim=True).clamp_min(torch.finfo(self.dtype).min)
+            weights = exp(piece - top).unflatten(1, (self.blocks, -1))
+            relative = torch.einsum("bvk,vk->bv", weights[:, blocks], scaled)
+            result = relative.log().add_(peak).add_(top)
+            rows, columns = (relative < least).nonzero(as_tuple=True)
+            exact = piece.unflatten(1, (self.blocks, -1))[rows, blocks[columns]] + scores[columns]
+            result[rows, columns] = torch.logsumexp(exact, 1)
+            emitted.append(result)
+        return torch.cat(emitted).view(*log_states.shape[:-1], -1)
 
     @torch.no_grad()
     def group_emission(self, group_of_word: Tensor, groups: int) -> Tensor:
@@ -361,15 +426,6 @@ class BlockedHMM(HiddenMarkovModel):
         blocks, factors = self.blocks, self.factors
         group = group_of_word * blocks + factors.block_of_word
         return log_group_sums(factors.log_emission, group, groups * blocks).view(groups, -1)
-
-    def draw_tokens(self, states: Tensor, generator: torch.Generator | None) -> Tensor:
-        factors, k = self.factors, self.states_per_block
-        tokens = torch.empty_like(states)
-        for block in (states // k).unique().tolist():
-            words = (factors.block_of_word == block).nonzero().squeeze(1)
-            here = states // k == block
-            tokens[here] = words[draw(factors.log_emission[words][:, states[here] % k].t(), generator)]
-        return tokens
 
     def joint_scores(self, origins: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         factors, k = self.factors, self.states_per_block
@@ -442,6 +498,11 @@ class BlockedHMM(HiddenMarkovModel):
 def last_tokens(tokens: Tensor, lengths: Tensor | None) -> Tensor:
     """Return the last token [B] of each sequence."""
     return tokens[:, -1] if lengths is None else tokens.gather(1, lengths[:, None] - 1).squeeze(1)
+
+
+def _narrow(source: Support, target: Support) -> bool:
+    """Return whether both supports are one block per row."""
+    return source is not None and target is not None and not source.wide and not target.wide
 
 
 def _max_sum(values: Tensor, tiles: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from numbers import Integral
 from typing import Any
 
@@ -48,6 +49,36 @@ def check_parameters(named: dict[str, Tensor], hint: str = "") -> None:
     if len({(value.dtype, value.device) for value in named.values()}) > 1:
         *names, last = named
         raise InputError(f"{', '.join(names)} and {last} must share one dtype and device")
+
+
+def padded(sequences: Sequence[ArrayLike]) -> tuple[Tensor, Tensor]:
+    """Return the tokens [B, T] of sequences of different lengths, with −1 beyond each length, and the lengths [B]."""
+    rows = [row if isinstance(row, (list, tuple)) else row.tolist() for row in sequences]  # type: ignore[union-attr]
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    values = np.array(list(chain.from_iterable(rows)))
+    inside = np.arange(lengths.max(initial=0)) < lengths[:, None]
+    tokens = np.full(inside.shape, -1, dtype=values.dtype if values.size else np.int64)
+    tokens[inside] = values
+    return torch.from_numpy(tokens), torch.from_numpy(lengths)
+
+
+def check_batch(
+    tokens: ArrayLike, lengths: ArrayLike | None, vocab_size: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Return checked tokens [B, T] and lengths [B] (None: all full); tokens may be lists of different lengths."""
+    if isinstance(tokens, (list, tuple)) and all(isinstance(row, (list, tuple, Tensor, np.ndarray)) for row in tokens):
+        sizes = [len(row) for row in tokens]
+        if len(set(sizes)) > 1:
+            if lengths is not None:
+                raise InputError("the sequences have different lengths of their own: leave out lengths, or pad them")
+            if 0 in sizes:
+                raise InputError(f"sequence {sizes.index(0)} is empty: at least one token is needed")
+            try:
+                tokens, lengths = padded(tokens)
+            except (TypeError, ValueError) as error:
+                raise InputError(f"tokens must be a tensor, an array or lists of integers: {error}") from None
+    checked = check_tokens(tokens, vocab_size, device)
+    return checked, check_lengths(lengths, checked)
 
 
 def check_tokens(tokens: ArrayLike, vocab_size: int, device: torch.device) -> Tensor:

@@ -8,11 +8,19 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import ArrayLike, as_log_probs, check_distributions, check_lengths, check_parameters, check_tokens
+from hmmlm.hmm.checks import (
+    ArrayLike,
+    as_log_probs,
+    check_batch,
+    check_count,
+    check_distributions,
+    check_parameters,
+)
+from hmmlm.hmm.em import maximize_rows
 from hmmlm.hmm.logmatrix import LogMatrix
 from hmmlm.hmm.products import Observations, filter_products, message_products
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
-from hmmlm.hmm.queries import HiddenMarkovModel, Lattice, SortedBatch, draw
+from hmmlm.hmm.queries import HiddenMarkovModel, Lattice, SortedBatch
 from hmmlm.ops.common import NEG_INF, Impl, logsumexp
 from hmmlm.ops.scan import Evidence, Parameters, scan
 
@@ -67,6 +75,22 @@ class HMM(HiddenMarkovModel):
         for name, log_probs in zip(given, hmm.parameters, strict=True):
             check_distributions(log_probs, name)
         return hmm
+
+    @classmethod
+    def random(cls, states: int, vocab_size: int, seed: int = 0) -> "HMM":
+        """Create an HMM of random distributions (uniform over all distributions), to `fit`."""
+        check_count("states", states, 1)
+        check_count("vocab_size", vocab_size, 1)
+        generator = torch.Generator().manual_seed(seed)
+        shapes = ((states,), (states, states), (states, vocab_size))
+        draws = [torch.empty(shape, dtype=torch.float64).exponential_(generator=generator) for shape in shapes]
+        start, transition, emission = ((draw / draw.sum(-1, keepdim=True)).float() for draw in draws)
+        return cls.from_probs(start, transition, emission)
+
+    @classmethod
+    def from_hmmlearn(cls, model: Any) -> "HMM":
+        """Create an HMM from a fitted `CategoricalHMM` of hmmlearn."""
+        return cls.from_probs(model.startprob_, model.transmat_, model.emissionprob_)
 
     def validate(self) -> None:
         """Raise an InputError that names the first distribution that does not sum to one."""
@@ -139,12 +163,53 @@ class HMM(HiddenMarkovModel):
         nothing to the counts; the log-likelihood is then −inf.
         """
         leaves = HMM(*Parameters(*(p.detach().requires_grad_() for p in self.parameters)), self.impl)
-        checked = check_tokens(tokens, self.vocab_size, self.device)
+        checked = check_batch(tokens, lengths, self.vocab_size, self.device)
         with torch.enable_grad():
-            log_likelihood = leaves._log_likelihood(checked, check_lengths(lengths, checked), None)
+            log_likelihood = leaves._log_likelihood(*checked, None)
             total = log_likelihood.sum()
             start, transition, emission = torch.autograd.grad(total, leaves.parameters, materialize_grads=True)
         return Counts(start, transition, emission, total.detach())
+
+    def fit(
+        self,
+        tokens: ArrayLike,
+        lengths: ArrayLike | None = None,
+        iterations: int = 100,
+        tolerance: float = 1e-4,
+        pseudocount: float = 0.0,
+    ) -> "HMM":
+        """Return the model after expectation maximization (Baum-Welch) on all sequences; this one stays unchanged.
+
+        Every iteration raises the likelihood, unless there are pseudocounts. It stops after `iterations`, or when the
+        log-likelihood per token rises by less than `tolerance`. For a corpus, use `hmmlm.train`.
+
+        Args:
+            pseudocount: added to every expected count.
+        """
+        check_count("iterations", iterations, 1)
+        checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
+        total = int(checked.numel() if sizes is None else sizes.sum())
+        rows = max(1, _BULK_CELLS // (checked.shape[1] * self.states))
+        pieces = [
+            (checked[i : i + rows], None if sizes is None else sizes[i : i + rows])
+            for i in range(0, len(checked), rows)
+        ]
+        model, before = self.detach(), NEG_INF
+        for _ in range(iterations):
+            counts = [model.expected_counts(*piece) for piece in pieces]
+            start, transition, emission, log_likelihood = (sum(each[1:], each[0]) for each in zip(*counts, strict=True))
+            if float(log_likelihood) == NEG_INF:
+                model._possible(checked, sizes)  # names the impossible token
+            if float(log_likelihood) - before < tolerance * total:
+                break
+            before = float(log_likelihood)
+            model = HMM(
+                maximize_rows(start, model.log_start, pseudocount),
+                maximize_rows(transition, model.log_transition, pseudocount),
+                maximize_rows(emission, model.log_emission, pseudocount),
+                self.impl,
+            )
+        return model
 
     # --- operations of the queries: every support is all states ---
 
@@ -263,6 +328,10 @@ class HMM(HiddenMarkovModel):
     def transitions_from(self, states: Tensor) -> Tensor:
         return self.log_transition[states]
 
+    def emissions_from(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        words = torch.arange(self.vocab_size, device=self.device)
+        return words.expand(len(states), -1), self.log_emission[states]
+
     @torch.no_grad()
     def emit(self, log_states: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Compute log Σ_z p(z) p(word | z) for log-distributions [..., Z]: [..., V], or [..., n] for `tokens` [n]."""
@@ -275,10 +344,6 @@ class HMM(HiddenMarkovModel):
         """Compute log p(a word of the group | z) [groups, Z] for a partition of the vocabulary, group_of_word [V]."""
         pieces = self.log_emission.split(max(1, _CELLS // self.vocab_size))
         return torch.cat([log_group_sums(piece.t(), group_of_word, groups) for piece in pieces], 1)
-
-    def draw_tokens(self, states: Tensor, generator: torch.Generator | None) -> Tensor:
-        pieces = states.split(max(1, _CELLS // self.vocab_size))
-        return torch.cat([draw(self.log_emission[piece], generator) for piece in pieces])
 
     def joint_scores(self, origins: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         moved = self.log_transition.flatten().index_select(0, origins * self.states + states)

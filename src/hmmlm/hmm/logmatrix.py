@@ -1,5 +1,7 @@
 """Matrix products of log-probabilities: at the speed of ordinary matrix products, accurate at any scale."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,7 @@ from hmmlm.ops.common import FLOOR, NEG_INF, exp
 
 _TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}  # relative mass that a sum may lose to underflow
 _CELLS = 2**22  # largest intermediate when sums are recomputed in log space
+_DOUBLE_CELLS = 2**26  # largest matrix of which a float64 copy is kept
 
 
 def least_sum(n: int, dtype: torch.dtype) -> float:
@@ -22,6 +25,14 @@ class LogMatrix:
         self.log_values = log_values
         self.peak = torch.where(peak == NEG_INF, 0.0, peak)  # [m]
         self.scaled = exp(log_values - self.peak)  # entries of at most 1
+
+    @cached_property
+    def _possible(self) -> Tensor:
+        return (self.log_values > NEG_INF).to(self.log_values.dtype)
+
+    @cached_property
+    def _double(self) -> "LogMatrix":
+        return LogMatrix(self.log_values.double())
 
     def product(self, log_weights: Tensor, normalized: bool = False) -> Tensor:
         """Compute log Σ_i exp(log_weights[..., i] + log_values[i, j]) [..., m] for log_weights [..., n].
@@ -47,12 +58,44 @@ class LogMatrix:
     def _recompute(self, result: Tensor, log_weights: Tensor, relative: Tensor, least: float) -> None:
         """Replace cells of result [b, m] by sums in log space where `relative` is below `least`.
 
-        Cells of probability zero are −inf already.
+        Cells of probability zero are −inf already. Many cells are recomputed by a product in float64.
         """
         faint = relative < least
         rows = faint.any(1).nonzero().squeeze(1)
-        possible = (log_weights[rows] > NEG_INF).to(result.dtype) @ (self.log_values > NEG_INF).to(result.dtype) > 0
+        possible = (log_weights[rows] > NEG_INF).to(result.dtype) @ self._possible > 0
         cells, columns = (faint[rows] & possible).nonzero(as_tuple=True)
+        many = len(columns) * len(self.log_values) > _CELLS and self.log_values.numel() <= _DOUBLE_CELLS
+        if many and result.dtype == torch.float32:
+            result[rows[cells], columns] = self._double.product(log_weights[rows].double())[cells, columns].to(result)
+            return
         for piece in torch.arange(len(columns), device=columns.device).split(max(1, _CELLS // len(self.log_values))):
             row, column = rows[cells[piece]], columns[piece]
             result[row, column] = torch.logsumexp(log_weights[row] + self.log_values.t()[column], 1)
+
+
+class LogTiles:
+    """Matrices of log-probabilities [..., n, m], prepared for products of rows with one of them each."""
+
+    def __init__(self, log_values: Tensor) -> None:
+        peak = log_values.amax(-2)
+        self.log_values = log_values
+        self.peak = torch.where(peak == NEG_INF, 0.0, peak)  # [..., m]
+        self.scaled = exp(log_values - self.peak[..., None, :])  # entries of at most 1
+
+    def product(self, log_weights: Tensor, tiles: tuple[Tensor, ...]) -> Tensor:
+        """Compute log Σ_i exp(log_weights[b, i] + log_values[tiles[b], i, j]) [b, m] for log_weights [b, n].
+
+        Rows with sums so small that underflow may have changed them are recomputed in log space.
+        """
+        dtype = log_weights.dtype
+        top = log_weights.amax(1, keepdim=True).clamp_min(torch.finfo(dtype).min)
+        # Denormal numbers would slow the product down.
+        weights = torch.nn.functional.threshold((log_weights - top).exp_(), FLOOR[dtype], 0.0)
+        relative = torch.bmm(weights[:, None], self.scaled[tiles])[:, 0]
+        result = relative.log().add_(self.peak[tiles]).add_(top)
+        least = least_sum(log_weights.shape[1], dtype)
+        if not bool(relative.amin() >= least):
+            rows = (relative < least).any(1).nonzero().squeeze(1)
+            exact = log_weights[rows][:, :, None] + self.log_values[tuple(index[rows] for index in tiles)]
+            result[rows] = torch.logsumexp(exact, 1)
+        return result

@@ -154,16 +154,16 @@ class Primitives(ABC):
         """Return log A[i, j] [n, Z] from states i [n]."""
 
     @abstractmethod
+    def emissions_from(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the words that states z [n] can emit [n, W], and log p(word | z) [n, W]; −inf for padding."""
+
+    @abstractmethod
     def emit(self, log_states: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Compute log Σ_z p(z) p(word | z) for log-distributions [..., Z]: [..., V], or [..., n] for `tokens` [n]."""
 
     @abstractmethod
     def group_emission(self, group_of_word: Tensor, groups: int) -> Tensor:
         """Compute log p(a word of the group | z) [groups, Z] for a partition of the vocabulary, group_of_word [V]."""
-
-    @abstractmethod
-    def draw_tokens(self, states: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Draw one token from the emission distribution of each state [n]."""
 
     @abstractmethod
     def joint_scores(self, origins: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

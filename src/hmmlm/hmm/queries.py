@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import ArrayLike, check_count, check_initial, check_lengths, check_tokens
+from hmmlm.hmm.checks import ArrayLike, check_batch, check_count, check_initial, check_tokens
 from hmmlm.hmm.protocol import Carry, Filtered, Primitives, Scan, Support
 from hmmlm.ops.common import NEG_INF, logsumexp
 
+_CELLS = 2**24  # largest table of probabilities of sampled tokens
 _STEPS_PER_SHIFT = 16  # of Viterbi, between two subtractions of the largest score
 
 
@@ -52,12 +53,36 @@ class Lattice(NamedTuple):
 class HiddenMarkovModel(Primitives):
     """An HMM and its exact queries. Results are detached unless stated otherwise."""
 
+    # --- representation ---
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        facts = {
+            "states": f"{self.states:,}",
+            "words": f"{self.vocab_size:,}",
+            "parameters": f"{sum(value.numel() for value in self.tensors().values() if value.is_floating_point()):,}",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.device),
+        }
+        rows = "".join(f"<tr><th>{name}</th><td>{fact}</td></tr>" for name, fact in facts.items())
+        return f"<b>{type(self).__name__}</b><table>{rows}</table>"
+
+    def to_hmmlearn(self) -> Any:
+        """Return the model as a `CategoricalHMM` of hmmlearn, in float64, with rows that sum to one exactly."""
+        try:
+            from hmmlearn.hmm import CategoricalHMM
+        except ImportError:
+            raise InputError("hmmlearn is not installed: pip install hmmlearn") from None
+        start, transition, emission = (p.double().softmax(-1).cpu().numpy() for p in self.dense().detach().parameters)
+        model = CategoricalHMM(n_components=self.states, n_features=self.vocab_size)
+        model.startprob_, model.transmat_, model.emissionprob_ = start, transition, emission
+        return model
+
     # --- recursions ---
 
     def _batch(self, tokens: ArrayLike, lengths: ArrayLike | None) -> SortedBatch:
         """Check and sort a batch."""
-        checked = check_tokens(tokens, self.vocab_size, self.device)
-        sizes = check_lengths(lengths, checked)
+        checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
         steps = checked.shape[1]
         if sizes is None:
             order, active = torch.arange(len(checked), device=self.device), [len(checked)] * steps
@@ -137,15 +162,14 @@ class HiddenMarkovModel(Primitives):
         shape = (*lattice.batch.tokens.shape, self.states)
         result = torch.full(shape, fill, dtype=self.dtype, device=self.device)
         for t, value in enumerate(values):
-            result[: len(value), t] = self.spread(value, lattice.supports[t], fill)
-        return lattice.batch.unsort(result)
+            result[lattice.batch.order[: len(value)], t] = self.spread(value, lattice.supports[t], fill)
+        return result
 
     # --- queries ---
 
     def log_likelihood(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
         """Compute log p(x) [B], natural log; −inf for an impossible sequence. Differentiable in the parameters."""
-        checked = check_tokens(tokens, self.vocab_size, self.device)
-        return self._log_likelihood(checked, check_lengths(lengths, checked), None)
+        return self._log_likelihood(*check_batch(tokens, lengths, self.vocab_size, self.device), None)
 
     def filter(self, tokens: ArrayLike, lengths: ArrayLike | None = None, initial: ArrayLike | None = None) -> Filtered:
         """Compute p(z_t | x_1..t); zero from the first impossible token on. The log-likelihood is differentiable.
@@ -153,8 +177,7 @@ class HiddenMarkovModel(Primitives):
         Args:
             initial: [B, Z] the filtered distribution at the token before this window.
         """
-        checked = check_tokens(tokens, self.vocab_size, self.device)
-        sizes = check_lengths(lengths, checked)
+        checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
         before = check_initial(initial, checked, self.log_start_scores())
         with torch.no_grad():
             batch = self._batch(checked, sizes)
@@ -166,6 +189,26 @@ class HiddenMarkovModel(Primitives):
         if torch.is_grad_enabled() and self.requires_grad:
             log_likelihood = self._log_likelihood(checked, sizes, before)
         return Filtered(log_likelihood, final, probs)
+
+    @torch.no_grad()
+    def token_log_probs(
+        self, tokens: ArrayLike, lengths: ArrayLike | None = None, initial: ArrayLike | None = None
+    ) -> Tensor:
+        """Compute log p(x_t | x_1..t−1) [B, T], natural log; zero beyond a sequence's length.
+
+        It is −inf from the first impossible token on.
+
+        Args:
+            initial: [B, Z] the filtered distribution at the token before this window.
+        """
+        checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
+        before = check_initial(initial, checked, self.log_start_scores())
+        model, batch = self.detach(), self._batch(checked, sizes)
+        lattice = model._forward(batch, None if before is None else before[batch.order])
+        result = torch.zeros(checked.shape, dtype=self.dtype, device=self.device)
+        for t, scale in enumerate(lattice.log_scales):
+            result[batch.order[: len(scale)], t] = scale
+        return result
 
     @torch.no_grad()
     def posterior(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
@@ -215,7 +258,11 @@ class HiddenMarkovModel(Primitives):
         for _ in range(length - 1):
             path.append(draw(model.transitions_from(path[-1]), generator))
         states = torch.stack(path, 1)
-        return model.draw_tokens(states.flatten(), generator).view_as(states), states
+        tokens = []
+        for piece in states.flatten().split(max(1, _CELLS // self.vocab_size)):
+            words, log_probs = model.emissions_from(piece)
+            tokens.append(words.gather(1, draw(log_probs, generator)[:, None]))
+        return torch.cat(tokens).view_as(states), states
 
     @torch.no_grad()
     def posterior_sample(
@@ -349,15 +396,17 @@ class HiddenMarkovModel(Primitives):
         return self.log_start_scores().detach()
 
     @torch.no_grad()
-    def advance(self, log_state: Tensor, token: int) -> Tensor:
-        """Compute log p(z_t+1 | x_1..t) [Z] from log p(z_t | x_1..t−1) [Z] and x_t = token (−1: missing).
+    def advance(self, log_state: Tensor, token: int | Tensor) -> Tensor:
+        """Compute log p(z_t+1 | x_1..t) [..., Z] from log p(z_t | x_1..t−1) [..., Z] and x_t = token (−1: missing).
 
-        All −inf if the token is impossible.
+        All −inf if the token is impossible. For several sequences at once, log_state is [B, Z] and token [B].
         """
         model = self.detach()
-        support, scores = model.observe(check_tokens([[token]], self.vocab_size, self.device)[0], token < 0)
-        joint = model.restrict(log_state[None], support) + scores
-        return model.pull(joint - _finite(logsumexp(joint, 1))[:, None], support, None)[0]
+        tokens = token[None] if isinstance(token, Tensor) else [[token]]
+        words = check_tokens(tokens, self.vocab_size, self.device)[0]
+        support, scores = model.observe(words, bool((words < 0).any()))
+        joint = model.restrict(log_state.view(len(words), -1), support) + scores
+        return model.pull(joint - _finite(logsumexp(joint, 1))[:, None], support, None).view_as(log_state)
 
 
 def draw(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.hmm import HMM
+from hmmlm.hmm.em import maximize_rows
 from hmmlm.runs.checkpoint import load_tensors
 
 
@@ -27,26 +28,10 @@ def maximize(counts: Mapping[str, Tensor], current: HMM, pseudocount: float = 0.
         counts: start [Z], transition [Z, Z] and emission [Z, V].
     """
     return HMM(
-        _maximize_rows(counts["start"], current.log_start, pseudocount, step),
-        _maximize_rows(counts["transition"], current.log_transition, pseudocount, step),
-        _maximize_rows(counts["emission"], current.log_emission, pseudocount, step),
+        maximize_rows(counts["start"], current.log_start, pseudocount, step),
+        maximize_rows(counts["transition"], current.log_transition, pseudocount, step),
+        maximize_rows(counts["emission"], current.log_emission, pseudocount, step),
     )
-
-
-def _maximize_rows(counts: Tensor, log_probs: Tensor, pseudocount: float, step: float) -> Tensor:
-    """Return log-probabilities [..., N] from counts [..., N]."""
-    total = counts.sum(-1, keepdim=True)
-    empty = total <= 0
-    if pseudocount:
-        counts, total = counts + pseudocount, total + pseudocount * counts.shape[-1]
-    new = counts / total
-    if step < 1:
-        new = torch.lerp(log_probs.exp(), new, step)
-    # Logarithms of zeros and denormal numbers are slow, and there are many.
-    tiny = torch.finfo(counts.dtype).tiny
-    new = new.clamp_min(tiny).log_().masked_fill_(new < tiny, float("-inf"))
-    # On a GPU, waiting to see whether there is any takes longer than the selection.
-    return torch.where(empty, log_probs, new) if counts.is_cuda or bool(empty.any()) else new
 
 
 class RunningCounts:
