@@ -11,8 +11,9 @@ from rich.console import Console
 from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, BlockedHMM
-from hmmlm.report.explain import explain_states, explain_text, similar_order, stationary
+from hmmlm.report.explain import explain_states, explain_text, similar_order
 from hmmlm.report.tables import path_table
+from hmmlm.text.embeddings import stationary
 from hmmlm.text.lm import LanguageModel
 
 

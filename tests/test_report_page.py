@@ -162,8 +162,8 @@ def test_a_model_too_large_to_explain_still_has_a_report(
     finished: tuple[RunResults, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results, _ = finished
-    for module in ("explain", "page"):
-        monkeypatch.setattr(f"hmmlm.report.{module}.MAX_STATES", 5)
+    for module in ("text.embeddings", "report.page"):
+        monkeypatch.setattr(f"hmmlm.{module}.MAX_STATES", 5)
     report = write_report(results).read_text()
     assert report.count("data:image/png;base64,") == 2
     assert "most telling words" not in report

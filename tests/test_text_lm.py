@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ import hmmlm
 from hmmlm.data.tokenizers import HuggingFaceTokenizer
 from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM
+from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel
 from hmmlm.text.control import load_control, save_control
-from hmmlm.text.generation import SamplingOptions
+from hmmlm.text.generation import SamplingOptions, invert, sample_continuations
 from hmmlm.text.lm import LanguageModel, load
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "dog", "sat", "ran", "."]
@@ -280,16 +281,78 @@ def test_temperature_zero_is_the_greedy_argmax(seed: int) -> None:
     assert lm.generate("the cat", max_new_tokens=12, temperature=1e-4, seed=seed) == want
 
 
-def test_tokens_are_drawn_from_the_predictive_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = LanguageModel(random_hmm(seed=3), WordTokenizer(WORDS))
-    seen: list[torch.Tensor] = []
-    draw = SamplingOptions.draw
-    monkeypatch.setattr(SamplingOptions, "draw", lambda self, probs, g: (seen.append(probs), draw(self, probs, g))[1])
-    tokens = lm.tokenizer.encode(lm.generate("the", max_new_tokens=30, seed=5))
-    assert len(tokens) > 3
-    for i, probs in enumerate(seen):
-        want = lm.hmm.next_token([tokens[: i + 1]])[0]
-        torch.testing.assert_close(probs.log(), want, rtol=1e-9, atol=1e-9)
+def expected_continuations(
+    hmm: HiddenMarkovModel, context: list[int], length: int, options: SamplingOptions, excluded: int | None
+) -> dict[tuple[int, ...], float]:
+    """Return the probability of every continuation of at most `length` tokens, until <eos>, by enumeration."""
+    probs = hmm.next_token([context])[0].exp().double()
+    if excluded is not None:
+        probs[excluded] = 0
+    if options.top_k is not None:
+        probs[probs < probs.topk(options.top_k).values[-1]] = 0
+    probs = probs ** (1 / options.temperature)
+    found: dict[tuple[int, ...], float] = {}
+    for token, p in enumerate((probs / probs.sum()).tolist()):
+        rest = {(): 1.0}
+        if token == 1:
+            found[()] = p
+            continue
+        if length > 1:
+            rest = expected_continuations(hmm, [*context, token], length - 1, options, excluded)
+        for tokens, q in rest.items():
+            found[(token, *tokens)] = p * q
+    return found
+
+
+@pytest.mark.parametrize("kind", ["dense", "blocked"])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"temperature": 0.6}, {"temperature": 1.7}, {"top_k": 3}, {"top_k": 2, "temperature": 2.0}, {"excluded": 0}],
+)
+def test_batched_samples_follow_the_exact_probabilities(kind: str, how: dict) -> None:
+    hmm: HiddenMarkovModel = random_hmm(seed=3) if kind == "dense" else blocked_hmm()
+    excluded = how.get("excluded")
+    options = SamplingOptions(2, how.get("temperature", 1.0), how.get("top_k"), seed=0, num=8000)
+    expected = expected_continuations(hmm, [2, 3], 2, options, excluded)
+    assert sum(expected.values()) == pytest.approx(1)
+    counts = Counter(map(tuple, sample_continuations(hmm, [2, 3], 1, options, excluded)))
+    assert set(counts) <= {tokens for tokens, p in expected.items() if p > 0}
+    for tokens, p in expected.items():
+        assert abs(counts[tokens] / options.num - p) < 5 * math.sqrt(p / options.num) + 1e-3, tokens
+
+
+def test_samples_of_a_batch_are_those_of_single_calls(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    for how in ({}, {"temperature": 0.7}, {"unknown": False}, {"must": ["cat"], "never": ["dog"]}):
+        alone = [lm.generate("the", max_new_tokens=12, seed=7 + i, **how) for i in range(9)]
+        assert lm.generate("the", max_new_tokens=12, seed=7, num=9, **how) == alone
+        assert len(set(alone)) > 3
+    monkeypatch.setattr("hmmlm.text.generation._CELLS", 2 * len(WORDS))  # two samples at a time
+    assert lm.generate("the", max_new_tokens=12, seed=7, num=9) == [
+        lm.generate("the", max_new_tokens=12, seed=7 + i) for i in range(9)
+    ]
+    assert len(lm.generate(max_new_tokens=3, num=4)) == 4
+    for seed in range(20):  # a sample does not depend on how long it may be, and may be of any length
+        assert lm.generate("the", max_new_tokens=10**12, seed=seed).startswith(
+            lm.generate("the", max_new_tokens=3, seed=seed)
+        )
+    with pytest.raises(InputError, match="num must be at least 1, not 0"):
+        lm.generate(num=0)
+
+
+def test_the_cumulative_sum_is_inverted_exactly() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(40, 1000, generator=generator) ** 4
+    weights[:, 700:] = 0
+    weights[5:10, :300] = 0
+    uniform = torch.rand(40, dtype=torch.float64, generator=generator)
+    uniform[[0, 6]], uniform[[1, 7]] = 0.0, 1 - 2**-53
+    chosen = invert(weights.log(), uniform)
+    sums = weights.double().cumsum(1)
+    for row, index in enumerate(chosen.tolist()):
+        assert weights[row, index] > 0
+        share = uniform[row] * sums[row, -1]
+        assert sums[row, index] - weights[row, index] - 1e-3 <= share <= sums[row, index] + 1e-3
+    assert chosen[0] == 0 and chosen[6] == 300 and chosen[1] == chosen[7] == 699
 
 
 def test_samples_without_a_prompt_follow_the_model(lm: LanguageModel) -> None:
@@ -469,6 +532,11 @@ def test_blanks_of_a_subword_tokenizer_are_single_tokens() -> None:
         assert [-1 if [token] in whole else token for token in filled] == [*lm._encode_blanks(text), tokenizer.eos_id]
     (best,) = lm.infill("the ___ returns", top=3)
     assert len(best) == 3 and sum(p for _, p in best) < 1
+    shown = dict(lm.infill("the ___ returns", top=tokenizer.vocab_size)[0])
+    assert {"function", "…function", "list"} & set(shown) >= {"function", "list"}
+    assert not any("▁" in word for word in shown if word != "▁")
+    first = [word for word, _ in lm.infill("___ returns", top=tokenizer.vocab_size)[0]]
+    assert not any(word.startswith("…") and len(word) > 1 for word in first)  # the start of a line continues no word
 
 
 def test_texts_without_blanks_are_named(lm: LanguageModel) -> None:

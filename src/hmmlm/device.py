@@ -1,12 +1,17 @@
-"""The device that computes."""
+"""The device that computes, and the number of CPU threads."""
 
 import torch
 
 from hmmlm.errors import InputError
 
 
-def pick_device(name: str) -> torch.device:
-    """Return the device for "auto" (a GPU if there is one), "cpu" or "cuda"."""
+def pick_device(name: str | torch.device) -> torch.device:
+    """Return the device for "auto" (a GPU if there is one), "cpu" or "cuda"; a torch.device is returned unchanged.
+
+    Apple's "mps" is not among them: it has no float64, in which log-likelihoods are summed.
+    """
+    if isinstance(name, torch.device):
+        return name
     if name not in ("auto", "cpu", "cuda"):
         raise InputError(f"unknown device {name!r}: use 'auto', 'cpu' or 'cuda'")
     if name == "cuda" and not torch.cuda.is_available():
@@ -17,3 +22,10 @@ def pick_device(name: str) -> torch.device:
 def device_name(device: torch.device) -> str:
     """Return the model of a GPU, or "cpu"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def set_threads(num: int) -> None:
+    """Set the number of CPU threads of every computation; by default one per core."""
+    if not isinstance(num, int) or isinstance(num, bool) or num < 1:
+        raise InputError(f"the number of threads must be an integer of at least 1, not {num!r}")
+    torch.set_num_threads(num)

@@ -1,4 +1,4 @@
-"""The one error that users are meant to see."""
+"""The error and the warning that users are meant to see."""
 
 
 class InputError(ValueError):
@@ -6,3 +6,7 @@ class InputError(ValueError):
 
     The command line prints the message on one line and exits with code 2; from Python it is a ValueError.
     """
+
+
+class InputWarning(UserWarning):
+    """Something given to hmmlm may not mean what the user expects; the command line prints it on one line."""

@@ -48,17 +48,17 @@ def run(argv: list[str]) -> int:
     from hmmlm.text.lm import load
 
     lm = load(arguments.model)
-    must = [texts.split("|") for texts in arguments.must]
-    for i in range(arguments.num):
-        text = lm.generate(
-            arguments.prompt,
-            max_new_tokens=arguments.max_new_tokens,
-            temperature=arguments.temperature,
-            top_k=arguments.top_k,
-            seed=None if arguments.seed is None else arguments.seed + i,
-            unknown=arguments.unknown,
-            must=must,
-            never=arguments.never,
-        )
+    texts = lm.generate(
+        arguments.prompt,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+        unknown=arguments.unknown,
+        must=[texts.split("|") for texts in arguments.must],
+        never=arguments.never,
+        num=arguments.num,
+    )
+    for text in texts:
         print(without_controls(text))
     return 0

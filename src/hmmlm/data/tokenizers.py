@@ -60,6 +60,9 @@ class HuggingFaceTokenizer:
         self.unk_id = self._vocabulary.get(getattr(tokenizer.model, "unk_token", None) or "")
         self.vocab_size = max(self._vocabulary.values()) + 1  # not the count: ids may have gaps
 
+    def __repr__(self) -> str:
+        return f"HuggingFaceTokenizer(vocab_size={self.vocab_size})"
+
     @classmethod
     def train(cls, lines: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
         """Train a byte-level BPE, which encodes every text without `<unk>`."""
@@ -118,6 +121,9 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.vocab_size()
         if self.eos_id < 0:
             raise InputError(f"the sentencepiece model {path} has no end-of-sentence piece: train it with one")
+
+    def __repr__(self) -> str:
+        return f"SentencePieceTokenizer(vocab_size={self.vocab_size})"
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)

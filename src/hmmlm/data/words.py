@@ -80,6 +80,9 @@ class WordTokenizer:
         words = [UNK, EOS] + [word for _, word in ranked]
         return cls(words[:max_size], split, lowercase)
 
+    def __repr__(self) -> str:
+        return f"WordTokenizer(words={self.vocab_size}, split={self.split!r}, lowercase={self.lowercase})"
+
     @property
     def vocab_size(self) -> int:
         return len(self.words)

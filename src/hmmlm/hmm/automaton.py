@@ -30,6 +30,9 @@ class Automaton:
         if not self.next.numel() or bool((self.next < 0).any()) or bool((self.next >= next.shape[0]).any()):
             raise InputError(f"next must contain automaton states from 0 to {next.shape[0] - 1}")
 
+    def __repr__(self) -> str:
+        return f"Automaton(states={self.states}, vocab_size={self.vocab_size})"
+
     @property
     def states(self) -> int:
         return self.next.shape[0]

@@ -36,6 +36,9 @@ class Position(NamedTuple):
     remaining: int
     """Number of tokens that follow."""
 
+    def __repr__(self) -> str:
+        return f"Position(automaton={self.automaton}, remaining={self.remaining}, states={len(self.log_state)})"
+
 
 class Guide:
     """`hmm` conditioned on the acceptance of `length` tokens by `automaton`.
@@ -72,6 +75,9 @@ class Guide:
             if _converged(*self._ahead[-2:]):
                 break
 
+    def __repr__(self) -> str:
+        return f"Guide({self.hmm!r}, {self.automaton!r}, length={self.length})"
+
     def begin(self, tokens: Sequence[int] = ()) -> Position:
         """Return the position after `tokens`, which the automaton reads but which do not count toward the length."""
         position = Position(self.hmm.begin(), 0, self.length)
@@ -90,11 +96,14 @@ class Guide:
 
     def joint(self, position: Position) -> Tensor:
         """Compute log p(next token = v, all accepted | tokens so far) [V]."""
-        return self._joint([position])[0]
+        return self._joint([position])[0][0]
 
     @torch.no_grad()
-    def _joint(self, positions: Sequence[Position]) -> Tensor:
-        """Compute `joint` of each position [B, V]; whole vocabularies are scored together, at about the cost of one."""
+    def _joint(self, positions: Sequence[Position], plain: bool = False) -> tuple[Tensor, Tensor]:
+        """Compute `joint` of each position [B, V] and, with `plain`, log p(next token = v | tokens so far) [B, V].
+
+        Whole vocabularies are scored together, at about the cost of one.
+        """
         hmm, shape = self.hmm, (len(positions), self.hmm.vocab_size)
         result = torch.full(shape, NEG_INF, dtype=hmm.dtype, device=hmm.device)
         many: list[tuple[int, Tensor, Tensor]] = []  # row, tokens, log-weights of the states
@@ -110,11 +119,11 @@ class Guide:
                     many.append((row, tokens, log_states))
                 else:
                     result[row, tokens] = hmm.emit(log_states, tokens)
-        if many:
-            emitted = hmm.emit(torch.stack([log_states for _, _, log_states in many]))
-            for (row, tokens, _), log_probs in zip(many, emitted, strict=True):
-                result[row, tokens] = log_probs[tokens]
-        return result
+        rows = [log_states for _, _, log_states in many] + [position.log_state for position in positions if plain]
+        emitted = hmm.emit(torch.stack(rows)) if rows else result[:0]
+        for (row, tokens, _), log_probs in zip(many, emitted, strict=False):
+            result[row, tokens] = log_probs[tokens]
+        return result, emitted[len(many) :]
 
     def _moves(self, state: int) -> list[tuple[int, Tensor]]:
         """Return the automaton states that follow one, and the tokens that lead to each."""
@@ -126,10 +135,16 @@ class Guide:
 
     def next_token(self, position: Position) -> Tensor:
         """Compute log p(next token = v | tokens so far, all accepted) [V]."""
-        joint = self.joint(position)
-        if not bool(joint.amax() > NEG_INF):
-            raise InputError(f"no continuation of {position.remaining} tokens that the model can generate is accepted")
-        return joint.log_softmax(0)
+        return self.next_tokens([position])[0]
+
+    def next_tokens(self, positions: Sequence[Position]) -> Tensor:
+        """Compute `next_token` of each position [B, V], in little more time than for one."""
+        joint, _ = self._joint(positions)
+        impossible = (joint.amax(1) == NEG_INF).nonzero().flatten().tolist()
+        if impossible:
+            remaining = positions[impossible[0]].remaining
+            raise InputError(f"no continuation of {remaining} tokens that the model can generate is accepted")
+        return joint.log_softmax(1)
 
     def chance(self, position: Position) -> float:
         """Compute log p(all accepted | tokens so far)."""
@@ -143,10 +158,10 @@ class Guide:
 
     def chances_of(self, positions: Sequence[Position]) -> Tensor:
         """Compute `chances` of each position [B, V], in little more time than for one."""
-        plain = self.hmm.emit(torch.stack([position.log_state for position in positions]))
+        joint, plain = self._joint(positions, plain=True)
         possible = plain > NEG_INF
         # Clamped to probability one: the two terms are rounded differently.
-        return torch.where(possible, self._joint(positions) - torch.where(possible, plain, 0.0), NEG_INF).clamp(max=0)
+        return torch.where(possible, joint - torch.where(possible, plain, 0.0), NEG_INF).clamp(max=0)
 
 
 def _converged(before: Tensor, after: Tensor) -> bool:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.errors import InputError
+from hmmlm.hmm.checks import padded
 from hmmlm.report.explain import StateSummary
 from hmmlm.report.labels import printable, state_label, token_label
-from hmmlm.text.lm import LanguageModel, padded
+from hmmlm.text.lm import LanguageModel
 
 MAX_TOKENS = 10_000  # tokens read: enough to meet every frequent state
 MAX_WORK = 2**37  # transitions computed for posteriors: models of thousands of states read less text

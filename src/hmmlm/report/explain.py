@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.text.lm import LanguageModel, padded
-
-MAX_STATES = 8_192  # the transition and emission matrices are held dense, in float64
+from hmmlm.hmm.checks import padded
+from hmmlm.text.embeddings import long_run
+from hmmlm.text.lm import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,10 @@ def explain_states(lm: LanguageModel, words: int = 10) -> StateSummary:
     ranks down both frequent words that every state emits and rare words that only one state emits.
 
     Raises:
-        InputError: if the model has more than MAX_STATES states.
+        InputError: if the model has too many states (`text.embeddings.MAX_STATES`).
     """
-    if lm.hmm.states > MAX_STATES:
-        raise InputError(f"{lm.hmm.states:,} states are too many to explain: the limit is {MAX_STATES:,}")
-    hmm = lm.hmm.dense().to("cpu", torch.float64)
-    start, transition, emission = (log_probs.exp() for log_probs in hmm.parameters)
-    if lm.restarts:  # the start distribution follows <eos>, whatever the transition matrix holds
-        ends = emission[:, lm.tokenizer.eos_id, None]
-        transition = ends * start + (1 - ends) * transition
-    mass = stationary(start, transition)
+    hmm, transition, mass = long_run(lm.hmm, lm.tokenizer.eos_id if lm.restarts else None)
+    emission = hmm.log_emission.exp()
     log_word = (mass @ emission).log()
     contribution = torch.where(emission > 0, emission * (hmm.log_emission - log_word), torch.zeros_like(emission))
     top = contribution.topk(min(words, emission.shape[1]), dim=1)
@@ -58,27 +52,6 @@ def explain_states(lm: LanguageModel, words: int = 10) -> StateSummary:
     telling = top.indices.masked_fill(top.values < top.values[:, :1] / 200, -1)
     telling[:, 0] = top.indices[:, 0]
     return StateSummary(transition, mass, telling, mass.argsort(descending=True))
-
-
-def stationary(start: Tensor, transition: Tensor) -> Tensor:
-    """Return the stationary distribution [Z] (float64) that the chain reaches from `start` [Z].
-
-    Iterates x ← x · ε (1 − (1 − ε) A)⁻¹, the distribution after a geometric number of steps with mean 1/ε = 10⁶.
-    Periodic chains converge, and where A has several stationary distributions the result is the one that `start` leads
-    to. A chain that needs more than about 10⁸ steps to mix yields its distribution after that many.
-    """
-    start, transition = start.double(), transition.double()
-    transition = transition / transition.sum(1, keepdim=True)  # a row sum of 1 + 10⁻⁷ would grow over 10⁶ steps
-    factors = torch.linalg.lu_factor(torch.eye(len(start), dtype=start.dtype) - (1 - 1e-6) * transition.T)
-    mass = start / start.sum()
-    for _ in range(100):
-        updated = torch.linalg.lu_solve(*factors, mass[:, None])[:, 0].clamp_min(0)
-        updated = updated / updated.sum()
-        converged = bool((updated - mass).abs().sum() < 1e-9)
-        mass = updated
-        if converged:
-            break
-    return mass
 
 
 @torch.no_grad()

@@ -20,19 +20,13 @@ from hmmlm.config.run import RunConfig
 from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
 from hmmlm.report import plots
-from hmmlm.report.explain import (
-    MAX_STATES,
-    StateSummary,
-    TextExplanation,
-    explain_states,
-    explain_text,
-    similar_order,
-)
+from hmmlm.report.explain import StateSummary, TextExplanation, explain_states, explain_text, similar_order
 from hmmlm.report.labels import state_followers, state_label, state_words, token_label
 from hmmlm.report.results import BASELINE_TOKENS, RunResults, bits_per_token, typical_sentence, unknown_fraction
 from hmmlm.runs.folders import flat_settings
 from hmmlm.runs.progress import perplexity_text
 from hmmlm.section import Section
+from hmmlm.text.embeddings import MAX_STATES
 
 STATES_SHOWN, HEATMAP_STATES, POSTERIOR_STATES = 24, 32, 24
 SAMPLES, SAMPLE_TOKENS = 6, 40

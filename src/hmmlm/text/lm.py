@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -28,26 +31,30 @@ from hmmlm.data.modelfolder import (
 )
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.data.words import split_at
-from hmmlm.errors import InputError
+from hmmlm.device import pick_device
+from hmmlm.errors import InputError, InputWarning
 from hmmlm.hmm import KINDS, HiddenMarkovModel, hmm_from_tensors
 from hmmlm.hmm.automaton import Automaton
-from hmmlm.hmm.checks import check_count
+from hmmlm.hmm.checks import check_count, padded
 from hmmlm.hmm.constraints import Guide, Position
-from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuation
+from hmmlm.text.embeddings import long_run, states_of_words
+from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuations
 from hmmlm.text.phrases import Phrases, Wanted, check_phrases
 
 FORMAT = "hmmlm language model"
 _BLANK = re.compile(r"(?<!\w)_{3,}(?!\w)")  # not inside a word: identifiers may contain three underscores
 _BATCHES = {"kind": "", "batch_size": 0, "length": 0, "reset_at_eos": False, "eval_reset_at_eos": False}
 """Settings of a training configuration that evaluation uses, with a value of the type of each."""
-_BATCH_TOKENS = 1 << 13  # tokens scored together: bounds memory at tokens × states
+_BATCH_TOKENS = 1 << 13  # tokens scored together
+_BATCH_CELLS = 1 << 25  # tokens × states of queries that keep all of them
 
 
 class LanguageModel:
     """An HMM over the tokens of `tokenizer`; `config` is the training configuration, stored unchanged.
 
     A text is one line or several: every line ends with `<eos>`, as in training. The chain continues through it, unless
-    the configuration restarts it there in evaluation (batches.eval_reset_at_eos).
+    the configuration restarts it there in evaluation (batches.eval_reset_at_eos), or after every `length` tokens
+    (batches.kind = "chunks"). Every method, `hmmlm eval` included, reads a text in this way.
     """
 
     def __init__(self, hmm: HiddenMarkovModel, tokenizer: Tokenizer, config: dict[str, Any] | None = None) -> None:
@@ -63,13 +70,16 @@ class LanguageModel:
     def __repr__(self) -> str:
         return f"LanguageModel(states={self.hmm.states}, words={self.hmm.vocab_size}, kind={self.hmm.kind!r})"
 
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        trained_on = self.config.get("data")
+        facts = {"tokenizer": repr(self.tokenizer)} | ({"trained on": str(trained_on)} if trained_on else {})
+        rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(fact)}</td></tr>" for name, fact in facts.items())
+        return f"<b>LanguageModel</b><table>{rows}</table>{self.hmm._repr_html_()}"
+
     def to(self, device: str | torch.device) -> LanguageModel:
-        """Return the model on another device."""
-        try:
-            where = torch.device(device)
-        except (RuntimeError, TypeError):
-            raise InputError(f"unknown device {device!r}: use 'cpu' or 'cuda'") from None
-        return LanguageModel(self.hmm.to(where), self.tokenizer, self.config)
+        """Return the model on another device: "auto" (a GPU if there is one), "cpu", "cuda", or a torch.device."""
+        return LanguageModel(self.hmm.to(pick_device(device)), self.tokenizer, self.config)
 
     @property
     def restarts(self) -> bool:
@@ -85,32 +95,113 @@ class LanguageModel:
         return [token for line in _lines(text) for token in (*self.tokenizer.encode(line), self._eos)]
 
     def sequences(self, tokens: Sequence[int]) -> list[list[int]]:
-        """Split the tokens of a text into the sequences that are scored: one, or one per line if the chain restarts."""
+        """Split the tokens of a text into the sequences that are scored: one, or one per line or chunk.
+
+        The chain starts from the start distribution in each.
+        """
+        batches = self.config.get("batches", {})
+        if batches.get("kind") == "chunks":
+            size = int(batches.get("length", len(tokens)))
+            return [list(tokens[i : i + size]) for i in range(0, len(tokens), size)]
         if not self.restarts:
             return [list(tokens)]
         *lines, rest = split_at(tokens, self._eos)
         return [[*line, self._eos] for line in lines] + ([rest] if rest else [])
 
     @torch.no_grad()
-    def score(self, texts: Sequence[str]) -> Tensor:
-        """Compute the natural log-likelihood of each text, `<eos>` included, [len(texts)]; a single str is an error."""
-        sequences: list[list[int]] = []
-        owner: list[int] = []  # the text that a sequence belongs to
+    def score(self, texts: Sequence[str], given: str | Sequence[str] | None = None) -> Tensor:
+        """Compute the natural log-likelihood of each text, `<eos>` included, [len(texts)]; a single str is an error.
+
+        With `given`, a text or one for each, compute log p(text | given): of what follows `given` in the same line, or
+        in a new one if `given` ends with a line break.
+        """
+        if given is not None:
+            return self._score_given(texts, given)
         encoded = self._encode_all(texts)
-        for i, tokens in enumerate(encoded):
-            parts = self.sequences(tokens)
-            sequences += parts
-            owner += [i] * len(parts)
+        sequences, owner = self._parts(encoded)
         scores = torch.zeros(len(encoded), dtype=self.hmm.dtype)
         for chosen in _batches([len(tokens) for tokens in sequences]):
             log_likelihood = self.hmm.log_likelihood(*padded([sequences[i] for i in chosen])).cpu()
             scores.index_add_(0, torch.tensor([owner[i] for i in chosen]), log_likelihood)
         return scores
 
+    def _score_given(self, texts: Sequence[str], given: str | Sequence[str]) -> Tensor:
+        _check_texts(texts)
+        before = [given] * len(texts) if isinstance(given, str) else list(given)
+        if len(before) != len(texts):
+            raise InputError(f"given has {len(before)} texts for {len(texts)}: give one for each, or one for all")
+        prefixes = [self._encode_prompt(text) for text in before]
+        whole = []
+        for first, prefix, text in zip(before, prefixes, texts, strict=True):
+            both = self.encode(first + ("" if not first or first[-1].isspace() else " ") + text)
+            # A tokenizer may join the two: then the text is encoded alone.
+            whole.append(both if both[: len(prefix)] == prefix else [*prefix, *self.encode(text)])
+        scores = []
+        for number, (prefix, log_probs) in enumerate(zip(prefixes, self._token_log_probs(whole), strict=True)):
+            if bool((log_probs[: len(prefix)] == -math.inf).any()):
+                raise InputError(f"given, of text {number}, has probability zero under the model")
+            scores.append(log_probs[len(prefix) :].sum(dtype=torch.float64))
+        return torch.stack(scores).to(self.hmm.dtype) if scores else torch.zeros(0, dtype=self.hmm.dtype)
+
+    def token_scores(self, texts: Sequence[str]) -> list[list[tuple[str, float]]]:
+        """Compute log p(token | tokens before it) for every token of each text, with the token; `<eos>` included.
+
+        The scores of a text add up to its `score`; an impossible token and those after it have −inf.
+        """
+        encoded = self._encode_all(texts)
+        return [
+            [(self.tokenizer.token(i), p) for i, p in zip(tokens, log_probs.tolist(), strict=True)]
+            for tokens, log_probs in zip(encoded, self._token_log_probs(encoded), strict=True)
+        ]
+
+    @torch.no_grad()
+    def states(self, texts: Sequence[str]) -> list[list[tuple[str, int, float]]]:
+        """Find the states of every token of each text: (token, state, probability).
+
+        The states are the most likely sequence of states (Viterbi); the probability is p(state | text) of each. For all
+        probabilities, ask `lm.hmm.posterior`.
+        """
+        encoded = self._encode_all(texts)
+        sequences, owner = self._parts(encoded)
+        found: list[list[tuple[int, float]]] = [[] for _ in sequences]
+        for chosen in _batches([len(tokens) for tokens in sequences], self._lattice_tokens):
+            batch = padded([sequences[i] for i in chosen])
+            path = self.hmm.viterbi(*batch)[0]
+            probs = self.hmm.posterior(*batch).gather(2, path.clamp(min=0)[..., None])[..., 0]
+            for i, states, ps in zip(chosen, path.tolist(), probs.tolist(), strict=True):
+                found[i] = list(zip(states, ps, strict=True))[: len(sequences[i])]
+        result: list[list[tuple[str, int, float]]] = [[] for _ in encoded]
+        for i, tokens, pairs in zip(owner, sequences, found, strict=True):
+            result[i] += [(self.tokenizer.token(t), state, p) for t, (state, p) in zip(tokens, pairs, strict=True)]
+        return result
+
+    def _parts(self, encoded: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
+        """Return the sequences that texts are scored in, and the text [sequences] that each belongs to."""
+        parts = [(part, i) for i, tokens in enumerate(encoded) for part in self.sequences(tokens)]
+        return [part for part, _ in parts], [i for _, i in parts]
+
+    @property
+    def _lattice_tokens(self) -> int:
+        """Return how many tokens a query that keeps tokens × states may process together."""
+        return max(1, min(_BATCH_TOKENS, _BATCH_CELLS // self.hmm.states))
+
+    def _token_log_probs(self, encoded: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Compute log p(token | tokens before it) [T] of each text."""
+        sequences, owner = self._parts(encoded)
+        found = [torch.empty(0)] * len(sequences)
+        for chosen in _batches([len(tokens) for tokens in sequences], self._lattice_tokens):
+            log_probs = self.hmm.token_log_probs(*padded([sequences[i] for i in chosen])).cpu()
+            for i, row in zip(chosen, log_probs, strict=True):
+                found[i] = row[: len(sequences[i])]
+        by_text: list[list[Tensor]] = [[] for _ in encoded]
+        for i, row in zip(owner, found, strict=True):
+            by_text[i].append(row)
+        return [torch.cat(rows) if rows else torch.empty(0) for rows in by_text]
+
     def perplexity(self, texts: Sequence[str]) -> float:
         """Compute exp(−Σ log p / Σ tokens) over all texts, `<eos>` and `<unk>` counted.
 
-        It is infinite if a text is impossible.
+        It is infinite if a text is impossible. For a whole file as one text it is what `hmmlm eval` prints.
         """
         tokens = sum(map(len, self._encode_all(texts)))
         if not tokens:
@@ -118,6 +209,71 @@ class LanguageModel:
         loss = -float(self.score(texts).double().sum()) / tokens
         return math.exp(loss) if loss < 700 else math.inf
 
+    @torch.no_grad()
+    def next_token(self, text: str = "", top: int = 5) -> list[tuple[str, float]]:
+        """Return the `top` most likely tokens after a text with their probabilities; `<eos>` ends the line.
+
+        With subword tokenizers, "…ing" continues the last word; other tokens start a word.
+        """
+        check_count("top", top, 1)
+        given = self._encode_prompt(text)
+        log_state = self.hmm.begin()
+        for token in self._context(given):
+            log_state = self.hmm.advance(log_state, token)
+        return self._most_likely(self.hmm.emit(log_state).exp(), top, bool(given) and given[-1] != self._eos)
+
+    def embeddings(self) -> Tensor:
+        """Compute p(state | word) [V, Z] for a word somewhere in a long text; zero for a word of probability zero."""
+        return self._embeddings.clone()
+
+    @cached_property
+    def _embeddings(self) -> Tensor:
+        chain = long_run(self.hmm, self._eos if self.restarts else None)
+        return states_of_words(chain).to(self.hmm.dtype)
+
+    def nearest(self, word: str, top: int = 10) -> list[tuple[str, float]]:
+        """Return the `top` words that are emitted by the most similar states, by the cosine of `embeddings`."""
+        check_count("top", top, 1)
+        if not isinstance(word, str):
+            raise InputError(f"the word is a {type(word).__name__}, not a string")
+        alone, anchor = self.tokenizer.encode(word), self.tokenizer.encode("a")
+        within = self.tokenizer.encode(f"a {word}")[len(anchor) :]  # subword tokens differ at the beginning of a text
+        token = next((tokens[0] for tokens in (within, alone) if len(tokens) == 1), None)
+        if token is None or (token == self.tokenizer.unk_id and word != self.tokenizer.token(token)):
+            raise InputError(f"{word!r} is not a word of the vocabulary")
+        vectors = torch.nn.functional.normalize(self._embeddings, dim=1)
+        similarity = vectors @ vectors[token]
+        similarity[token] = -1.0
+        best = similarity.topk(min(top, len(similarity) - 1))
+        return [(self.tokenizer.token(i), p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+
+    @overload
+    def generate(
+        self,
+        prompt: str = ...,
+        max_new_tokens: int = ...,
+        temperature: float = ...,
+        top_k: int | None = ...,
+        seed: int | None = ...,
+        unknown: bool = ...,
+        must: Sequence[Wanted] = ...,
+        never: Sequence[str] = ...,
+        num: None = ...,
+    ) -> str: ...
+    @overload
+    def generate(
+        self,
+        prompt: str = ...,
+        max_new_tokens: int = ...,
+        temperature: float = ...,
+        top_k: int | None = ...,
+        seed: int | None = ...,
+        unknown: bool = ...,
+        must: Sequence[Wanted] = ...,
+        never: Sequence[str] = ...,
+        *,
+        num: int,
+    ) -> list[str]: ...
     def generate(
         self,
         prompt: str = "",
@@ -128,8 +284,11 @@ class LanguageModel:
         unknown: bool = True,
         must: Sequence[Wanted] = (),
         never: Sequence[str] = (),
-    ) -> str:
+        num: int | None = None,
+    ) -> str | list[str]:
         """Return `prompt` and an exact sample of its continuation, until `<eos>` or `max_new_tokens`.
+
+        With `num`, return a list of that many samples, drawn together; sample i is the one of seed + i.
 
         Temperature 0 takes the most likely token every time; `top_k` samples among the k most likely; the same seed
         gives the same text; with unknown=False every token is drawn given that it is not `<unk>`. A prompt that ends
@@ -139,17 +298,19 @@ class LanguageModel:
         phrase in `must` (one of each tuple: must=["runs", ("dog", "dogs")]) and none in `never`, and ends within
         `max_new_tokens`, `<eos>` counted. With unknown=False the new part is also given to have no `<unk>`.
         """
-        options = SamplingOptions(max_new_tokens, temperature, top_k, seed)
+        options = SamplingOptions(max_new_tokens, temperature, top_k, seed, 1 if num is None else num)
         given = self._encode_prompt(prompt)
         if must or never:
-            guide, position = self.guide(must, never, max_new_tokens, prompt, unknown)
+            guide, position = self._guide_after(given, must, never, max_new_tokens, unknown, ended=True)
             added = sample_accepted(guide, position, self._eos, options)
         else:
             excluded = None if unknown else self.tokenizer.unk_id
-            added = sample_continuation(self.hmm, self._context(given), self._eos, options, excluded)
+            added = sample_continuations(self.hmm, self._context(given), self._eos, options, excluded)
         # The prompt is returned as it was written, though its unknown words were read as <unk>.
-        text = self.tokenizer.decode([*given, *added])[len(self.tokenizer.decode(given)) :]
-        return prompt + (text.lstrip(" ") if prompt.endswith((" ", "\t")) else text)
+        known = len(self.tokenizer.decode(given))
+        ends = [self.tokenizer.decode([*given, *tokens])[known:] for tokens in added]
+        texts = [prompt + (end.lstrip(" ") if prompt.endswith((" ", "\t")) else end) for end in ends]
+        return texts[0] if num is None else texts
 
     def guide(
         self,
@@ -166,8 +327,19 @@ class LanguageModel:
         otherwise they may continue once they satisfy the constraint. The guide is cached until another one is
         requested.
         """
+        return self._guide_after(self._encode_prompt(prompt), must, never, max_new_tokens, unknown, ended)
+
+    def _guide_after(
+        self,
+        given: list[int],
+        must: Sequence[Wanted],
+        never: Sequence[str],
+        max_new_tokens: int,
+        unknown: bool,
+        ended: bool,
+    ) -> tuple[Guide, Position]:
+        """Return the guide of a constraint on lines, and the position after the tokens of a prompt."""
         check_phrases(must, never)
-        given = self._encode_prompt(prompt)
         context, line = self._context(given), split_at(given, self._eos)[-1]
         wanted = tuple(text if isinstance(text, str) else tuple(text) for text in must)
         check_count("max_new_tokens", max_new_tokens, 1)
@@ -203,21 +375,35 @@ class LanguageModel:
         """Return, for every blank `___` of a text, the `top` most likely words with their probabilities.
 
         `lm.infill("The ___ returns a list.")[0]` may start with ("function", 0.31). Exact: given all text before and
-        after the blank, including the end of the line; other blanks are summed over. A blank is one token (part of a
-        word, with subword tokenizers), and never `<eos>`.
+        after the blank, including the end of the line; other blanks are summed over. A blank is one token, and never
+        `<eos>`. With subword tokenizers it may be the first part of a word, or continue the word before it: "…ing".
         """
         _check_text("the text", text)
         check_count("top", top, 1)
         tokens = [token for line in _lines(text) for token in (*self._encode_blanks(line), self._eos)]
         if -1 not in tokens:
             raise InputError("the text has no blank: write ___ for a missing word")
+        blanks = [i for i, token in enumerate(tokens) if token == -1]
+        inside = iter([i > 0 and tokens[i - 1] != self._eos for i in blanks])
         found: list[list[tuple[str, float]]] = []
         for sequence in self.sequences(tokens):
             for probs in self.hmm.infill_blanks([sequence], self._eos).exp() if -1 in sequence else ():
-                best = probs.topk(min(top, len(probs)))
-                pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-                found.append([(self.tokenizer.token(i), p) for i, p in pairs if p > 0])
+                found.append(self._most_likely(probs, top, next(inside)))
         return found
+
+    def _most_likely(self, probs: Tensor, top: int, inside: bool) -> list[tuple[str, float]]:
+        """Return the `top` most likely tokens, by probs [V], as words; `inside`: not at the start of a line."""
+        best = probs.topk(min(top, len(probs)))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return [(self._word(i, inside), p) for i, p in pairs if p > 0]
+
+    def _word(self, token: int, inside: bool) -> str:
+        """Return a token as a reader sees it: a word or its first part, or "…" and what continues a word."""
+        text = self.tokenizer.token(token)
+        if self.tokenizer.kind == "word" or token in (self._eos, self.tokenizer.unk_id):
+            return text
+        starts = not inside or text.startswith("▁") or not text[:1].isalnum()
+        return (text.removeprefix("▁") or text) if starts else f"…{text}"
 
     def _encode_blanks(self, line: str) -> list[int]:
         """Return the tokens of a line, −1 for each blank."""
@@ -237,19 +423,23 @@ class LanguageModel:
 
     def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text; raise an InputError unless `texts` is a list of strings."""
-        if isinstance(texts, str):
-            raise InputError("texts must be a list of strings: write [text] for a single one")
-        if isinstance(texts, bytes) or not (hasattr(texts, "__getitem__") and hasattr(texts, "__len__")):
-            raise InputError(f"texts must be a list of strings, not a {type(texts).__name__}: write list(texts)")
-        for i, text in enumerate(texts):
-            _check_text(f"texts[{i}]", text)
+        _check_texts(texts)
         return [self.encode(text) for text in texts]
 
     def _encode_prompt(self, prompt: str) -> list[int]:
-        """Return the tokens of a prompt, with `<eos>` between its lines."""
+        """Return the tokens of a prompt, with `<eos>` between its lines; warn about words outside the vocabulary."""
         _check_text("the prompt", prompt)
         first, *others = (self.tokenizer.encode(line.strip()) for line in prompt.split("\n"))
-        return [*first, *(token for line in others for token in (self._eos, *line))]
+        tokens = [*first, *(token for line in others for token in (self._eos, *line))]
+        unk = self.tokenizer.unk_id
+        if unk is not None and unk in tokens:
+            own = self.tokenizer.token(unk)
+            unknown = [word for word in prompt.split() if word != own and unk in self.tokenizer.encode(word)]
+            if unknown:
+                words = ", ".join(map(repr, dict.fromkeys(unknown)))
+                # Shown at the line that called the method.
+                warnings.warn(f"outside the vocabulary, read as {own}: {words}", InputWarning, stacklevel=3)
+        return tokens
 
     # --- files ---
 
@@ -266,8 +456,13 @@ class LanguageModel:
         save_model(folder, FORMAT, header, self.hmm.tensors(), self.tokenizer)
 
     @staticmethod
-    def load(path: str | Path) -> LanguageModel:
-        """Return the model in the folder `path`, or the best one of a training run there."""
+    def load(path: str | Path, device: str | torch.device = "auto") -> LanguageModel:
+        """Return the model in the folder `path`, or the best one of a training run there.
+
+        Args:
+            device: "auto" (a GPU if there is one), "cpu", "cuda", or a torch.device.
+        """
+        chosen = pick_device(device)
         folder, header, tensors, tokenizer = load_model(_as_path(path), FORMAT)
         config, file, kind = folder / CONFIG, folder / MODEL, str(header.get("model"))[:40]
         if kind not in KINDS:
@@ -289,12 +484,10 @@ class LanguageModel:
             hmm.validate()
         except InputError as error:
             raise InputError(f"{file}: {error}") from None
-        return LanguageModel(hmm, tokenizer, training)
+        return LanguageModel(hmm.to(chosen), tokenizer, training)
 
 
-def load(path: str | Path) -> LanguageModel:
-    """Return the language model in the folder `path`, or the best one of a training run there."""
-    return LanguageModel.load(path)
+load = LanguageModel.load
 
 
 def _as_path(path: object) -> Path:
@@ -326,25 +519,27 @@ def _check_training(path: Path, training: Any) -> dict[str, Any]:
     return dict(training)
 
 
-def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Yield indices of texts of similar length, at most _BATCH_TOKENS padded tokens together (or one text)."""
+def _check_texts(texts: Sequence[str]) -> None:
+    """Raise an InputError unless `texts` is a list of strings."""
+    if isinstance(texts, str):
+        raise InputError("texts must be a list of strings: write [text] for a single one")
+    if isinstance(texts, bytes) or not (hasattr(texts, "__getitem__") and hasattr(texts, "__len__")):
+        raise InputError(f"texts must be a list of strings, not a {type(texts).__name__}: write list(texts)")
+    for i, text in enumerate(texts):
+        _check_text(f"texts[{i}]", text)
+
+
+def _batches(lengths: Sequence[int], tokens: int | None = None) -> Iterator[list[int]]:
+    """Yield indices of texts of similar length, at most `tokens` padded tokens together (or one text)."""
+    tokens = _BATCH_TOKENS if tokens is None else tokens
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if batch and (len(batch) + 1) * lengths[i] > _BATCH_TOKENS:
+        if batch and (len(batch) + 1) * lengths[i] > tokens:
             yield batch
             batch = []
         batch.append(i)
     if batch:
         yield batch
-
-
-def padded(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Return tokens [B, T] with −1 beyond each length, and lengths [B]."""
-    lengths = torch.tensor([len(s) for s in sequences])
-    tokens = torch.full((len(sequences), int(lengths.max())), -1)
-    for row, sequence in zip(tokens, sequences, strict=True):
-        row[: len(sequence)] = torch.tensor(sequence)
-    return tokens, lengths
 
 
 def _lines(text: str) -> list[str]:

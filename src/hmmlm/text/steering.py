@@ -25,6 +25,9 @@ class Steering:
         self._prompt: int | None = None  # number of tokens
         self._positions: dict[tuple[int, ...], Position] = {(): position}  # by generated tokens
 
+    def __repr__(self) -> str:
+        return f"Steering({self.guide!r})"
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return steered scores [B, V] for prompt and generated tokens [B, T], and scores [B, V] of the next token.
 
