@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import random
 import re
 import shlex
@@ -17,8 +16,10 @@ import pytest
 import torch
 from helpers.commands import failure, python_environment, run_python
 
+import hmmlm
 from hmmlm.cli.main import main
 from hmmlm.config.run import RunConfig
+from hmmlm.errors import InputError
 from hmmlm.learning.prepare import reopen
 from hmmlm.learning.train import train
 from hmmlm.runs.checkpoint import read_state
@@ -165,16 +166,37 @@ def test_without_out_a_folder_is_created_and_printed(
 
 
 def test_idle_threads_do_not_spin_unless_the_user_chooses_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spinning makes training many times slower if one core of two is busy."""
-    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    """Spinning makes training and queries many times slower if one core of two is busy."""
+    # torch reads it when it is imported
+    program = "import os, sys, hmmlm; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    main(["--version"])
-    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert run_python(program).stdout == "7 False\n"
     monkeypatch.delenv("GOMP_SPINCOUNT")
-    main(["--version"])
-    assert os.environ["GOMP_SPINCOUNT"] == "10000"
-    program = "import sys; from hmmlm.cli.main import main; main(['--version']); print('torch' in sys.modules)"
-    assert run_python(program).stdout.endswith("False\n")  # torch reads it when it is imported
+    assert run_python(program).stdout == "10000 False\n"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert run_python(program).stdout == "None False\n"
+
+
+def test_threads_are_set_for_every_command(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_num_threads()
+    try:
+        assert main(["sample", str(trained), "--num", "1", "--threads", "1"]) == 0
+        assert torch.get_num_threads() == 1
+        hmmlm.set_threads(2)
+        assert torch.get_num_threads() == 2
+        assert "--threads" in failure(capsys, "sample", str(trained), "--threads", "0")
+        with pytest.raises(InputError, match="threads must be an integer of at least 1, not 0"):
+            hmmlm.set_threads(0)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_words_of_a_prompt_outside_the_vocabulary_are_named(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", str(trained), "--num", "2", "--prompt", "zebra <unk> quux", "--seed", "1"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == "hmmlm: warning: outside the vocabulary, read as <unk>: 'zebra', 'quux'\n"
+    assert shown.out.count("zebra <unk> quux") == 2
 
 
 def test_inspect_shows_shares_of_the_text_and_checks_the_sentence_first(

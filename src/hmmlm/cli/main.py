@@ -6,8 +6,10 @@ import difflib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TextIO
 
 COMMANDS = {
     "demo": "train on text that comes with Python and show what was learned: start here",
@@ -35,20 +37,16 @@ Hidden Markov language models, exact and large.
   hmmlm infill runs/mine "The ___ returns a list."
   hmmlm inspect runs/mine --text "The function returns a list."
 """
-# How long an idle OpenMP thread spins before it sleeps. With the default, training on two cores of which one is busy is
-# six times slower (2,100 instead of 12,100 tokens per second; 38,000 and 41,000 on idle cores). Read when torch is
-# loaded.
-SPIN = {"GOMP_SPINCOUNT": "10000"}
 INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for a process ended by these signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return the exit code."""
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
-        os.environ.update(SPIN)
     try:
         _check_streams()
-        code = _dispatch(_check_unicode(list(sys.argv[1:] if argv is None else argv)))
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = _dispatch(_check_unicode(list(sys.argv[1:] if argv is None else argv)))
         sys.stdout.flush()  # a closed pipe is noticed here, not while Python shuts down
         return code
     except KeyboardInterrupt:
@@ -99,6 +97,23 @@ def _check_unicode(argv: list[str]) -> list[str]:
 def _discard_output() -> None:
     """Discard what could not be written to standard output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning about what the user gave on one line, other warnings as Python does."""
+    from hmmlm.errors import InputWarning
+
+    if issubclass(category, InputWarning):
+        print(f"hmmlm: warning: {message}", file=sys.stderr)
+    else:
+        print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=file or sys.stderr)
 
 
 def _dispatch(argv: list[str]) -> int:

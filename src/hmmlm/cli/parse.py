@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, get_args
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from pydantic_core import PydanticUndefined
 from pydantic_settings import (
     BaseSettings,
@@ -35,6 +35,8 @@ class Arguments(BaseSettings):
 
     none_word: ClassVar[str] = "null"
     """The value that means None; not "None", which a text may contain."""
+    threads: PositiveInt | None = None
+    """CPU threads; None: one per core."""
     model_config = SettingsConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True
     )
@@ -187,13 +189,18 @@ def parse(
             cli_parse_none_str=kind.none_word,
             cli_shortcuts=shortcuts,
         )
-        return kind(_cli_settings_source=source)  # type: ignore[call-arg]
+        arguments = kind(_cli_settings_source=source)  # type: ignore[call-arg]
     except ValidationError as error:
         raise InputError(f"{explain(kind, error, _option)}; see hmmlm {command} --help") from None
     except SettingsError as error:
         raise InputError(f"{_unreadable(argv, error)}; see hmmlm {command} --help") from None
     except RecursionError:
         raise InputError(f"a value is nested too deeply; see hmmlm {command} --help") from None
+    if arguments.threads is not None:
+        from hmmlm.device import set_threads
+
+        set_threads(arguments.threads)
+    return arguments
 
 
 def _unreadable(argv: list[str], error: SettingsError) -> str:

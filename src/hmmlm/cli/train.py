@@ -28,6 +28,7 @@ most used options:
   --train.epochs N          passes over the text
   --train.seed N            seed of parameters and shuffling
   --train.device DEVICE     auto (default), cpu, cuda
+  --threads N               CPU threads (default: one per core)
 
 All settings, by section: hmmlm train --help SECTION
   SECTION is tokenizer, batches, model, initialization, optimizer, schedule, train, or all

@@ -11,6 +11,7 @@ import numpy as np
 
 from hmmlm.baselines.ngram import NgramModel
 from hmmlm.config.run import RunConfig
+from hmmlm.config.sections import StreamConfig
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.learning.evaluate import Evaluation, evaluate
 from hmmlm.learning.prepare import Prepared, evaluation_batches, reopen, trained_batches
@@ -20,6 +21,7 @@ from hmmlm.text.lm import LanguageModel
 
 BASELINES = {"unigram": 1, "bigram": 2, "5-gram": 5}
 BASELINE_TOKENS = 20_000_000  # training tokens of the n-grams at most: their counts are held in memory
+STREAM_LENGTH = 4096  # tokens of a single stream that are read at once
 SENTENCE_TOKENS = range(9, 16)  # tokens of a sentence to explain, <eos> included
 
 
@@ -58,9 +60,15 @@ def run_folder(path: Path) -> Path | None:
 
 
 def evaluate_tokens(lm: LanguageModel, tokens: TokenFile) -> Evaluation:
-    """Evaluate the model on a text, batched as in its own validation."""
-    batches = evaluation_batches(trained_batches(lm.config), tokens, lm.tokenizer.eos_id)
-    return evaluate(lm.hmm, batches.epoch(0))
+    """Evaluate the model on a text, which is read as `lm.perplexity` reads it.
+
+    Validation during training reads a text through which the chain continues as several streams, each from the start
+    distribution, because that is faster. Here it is one stream.
+    """
+    batches = trained_batches(lm.config)
+    if isinstance(batches, StreamConfig) and not batches.eval_reset_at_eos:
+        batches = batches.model_copy(update={"batch_size": 1, "length": STREAM_LENGTH})
+    return evaluate(lm.hmm, evaluation_batches(batches, tokens, lm.tokenizer.eos_id).epoch(0))
 
 
 def ngram_perplexities(lm: LanguageModel, data: Prepared, splits: tuple[str, ...]) -> dict[str, dict[str, float]]:

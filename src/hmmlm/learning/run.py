@@ -1,0 +1,38 @@
+"""Training from Python: `hmmlm.train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hmmlm.config.recipe import merge, recipe_values
+from hmmlm.config.run import RunConfig
+from hmmlm.config.training import drop_other_kinds, read_config
+from hmmlm.learning.train import train as train_in_folder
+from hmmlm.runs.folders import new_folder
+from hmmlm.runs.progress import terminal_progress
+from hmmlm.text.lm import LanguageModel, load
+
+
+def train(
+    data: str | Path = "embedded", out: str | Path | None = None, recipe: str | None = None, **settings: Any
+) -> LanguageModel:
+    """Train a model as `hmmlm train` does, and return the best one by validation.
+
+    Ctrl-C saves the run, then raises KeyboardInterrupt; `hmmlm train --resume OUT` continues it.
+
+    Args:
+        data: a corpus by name, a text file (one example per line), or a folder with train, valid and test files.
+        out: the folder of the run; None: a new one in runs/.
+        recipe: the settings to start from, by name or a .toml file.
+        settings: sections of the configuration, as in a recipe: model={"kind": "linear", "states": 512},
+            train={"epochs": 3}.
+    """
+    given = {"data": str(data), **settings}
+    values = {} if recipe is None else drop_other_kinds(RunConfig, recipe_values(recipe), given)
+    config = read_config(RunConfig, merge(values, given), "hmmlm.train")
+    with new_folder(None if out is None else Path(out), "runs", recipe or Path(data).stem) as folder:
+        result = train_in_folder(config, folder, progress=terminal_progress())
+    if not result.finished:
+        raise KeyboardInterrupt(f"saved; continue with: hmmlm train --resume {folder}")
+    return load(folder, config.train.device)
