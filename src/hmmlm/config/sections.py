@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -44,6 +44,12 @@ class FileTokenizerConfig(Section):
     file: Path
     """A Hugging Face tokenizer.json, a sentencepiece .model, or a saved word vocabulary."""
 
+
+CORPUS_WORDS: dict[str, dict[str, Any]] = {
+    "ptb": {"split": "whitespace", "vocab_size": 10_000},
+    "wikitext-2": {"split": "whitespace", "vocab_size": 33_278},
+}
+"""Settings of a word vocabulary that named corpora bring: they are tokenized already, and have <unk> of their own."""
 
 TokenizerConfig = Annotated[WordTokenizerConfig | BpeTokenizerConfig | FileTokenizerConfig, Field(discriminator="kind")]
 

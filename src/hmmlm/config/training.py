@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from hmmlm.config.explain import explain, member_types
 from hmmlm.config.sections import (
+    CORPUS_WORDS,
     AdamWConfig,
     BatchesConfig,
     CosineConfig,
@@ -45,7 +46,7 @@ class TrainingConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        return fill_in_kinds(cls, values)
+        return fill_in_kinds(cls, with_corpus_words(values, "data"))
 
     def dump(self) -> dict[str, Any]:
         """Return the configuration as plain JSON values; `read_config` is the inverse."""
@@ -67,6 +68,16 @@ def fill_in_kinds(kind: type[BaseModel], values: Any) -> Any:
         elif isinstance(given, Mapping) and isinstance(default, Section):
             filled[name] = {**default.model_dump(exclude_unset=True), **given}
     return filled
+
+
+def with_corpus_words(values: Any, field: str) -> Any:
+    """Fill in the word vocabulary of the corpus that `field` names, where the tokenizer section does not set it."""
+    if not isinstance(values, Mapping) or not isinstance(values.get(field), str):
+        return values
+    given = values.get("tokenizer", {})
+    if values[field] not in CORPUS_WORDS or not isinstance(given, Mapping) or given.get("kind", "word") != "word":
+        return values
+    return {**values, "tokenizer": {**CORPUS_WORDS[values[field]], **given}}
 
 
 def read_config(kind: type[AnyConfig], values: Mapping[str, Any], where: str = "configuration") -> AnyConfig:
