@@ -1,13 +1,16 @@
 """Kneser-Ney n-grams: exact normalisation, hand-computed values, a slow reading of the definition, order of quality."""
 
 from collections import Counter, defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hmmlm.baselines.arpa import arpa_words, read_arpa, write_arpa
 from hmmlm.baselines.ngram import NgramModel
+from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.errors import InputError
 
 EOS = 0
@@ -134,3 +137,42 @@ def test_bad_input_is_named() -> None:
         NgramModel(np.array([], dtype=np.int64), 5, 1)
     with pytest.raises(InputError, match="no perplexity"):
         NgramModel(np.array([1]), 5, 1).perplexity(np.array([], dtype=np.int64))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, 4), min_size=1, max_size=60),
+    text=st.lists(st.integers(0, 5), min_size=1, max_size=20),
+    order=st.integers(1, 4),
+    restarts=st.booleans(),
+)
+def test_an_arpa_file_has_the_same_probabilities(
+    tokens: list[int], text: list[int], order: int, restarts: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tokenizer = WordTokenizer(["<eos>", "<unk>", "a", "b", "<s>", "d"])
+    words = arpa_words(tokenizer, restarts)
+    model = NgramModel(np.array(tokens), len(words), order, EOS if restarts else None)
+    path = tmp_path_factory.mktemp("arpa") / "model.arpa"
+    write_arpa(path, model, words)
+    np.testing.assert_allclose(read_arpa(path, words).log_probs(np.array(text)), model.log_probs(text), rtol=1e-9)
+
+
+def test_an_arpa_file_of_another_program(tmp_path: Path) -> None:
+    """Hand-computed: a backoff bigram, which is not interpolated."""
+    path, words = tmp_path / "model.arpa", arpa_words(WordTokenizer(["<eos>", "<unk>", "a", "b"]), True)
+    text = (
+        "\\data\\\nngram 1=5\nngram 2=2\n\n\\1-grams:\n-1.0 <unk>\n-99 <s> -0.5\n-0.5 </s>\n-0.4 a -0.2\n-0.6 b\n\n"
+        "\\2-grams:\n-0.1 <s> a\n-0.3 a b\n\n\\end\\\n"
+    )
+    path.write_text(text)
+    found = read_arpa(path, words).log_probs([2, 3, 0, 3, 2, 2]) / np.log(10)
+    np.testing.assert_allclose(found, [-0.1, -0.3, -0.5, -0.5 - 0.6, -0.4, -0.2 - 0.4])
+    for wrong, message in (
+        (text.replace("-0.3 a b\n", ""), "1 2-grams, not 2"),
+        (text.replace("-0.6 b", "-0.6 c"), "the word 'c', which is not in the vocabulary"),
+        (text.replace("-0.4 a -0.2", "-0.4 a b c"), "is not a 1-gram"),
+        (text.replace("-0.6 b\n", "").replace("1=5", "1=4"), "no unigram 'b'"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(InputError, match=message):
+            read_arpa(path, words)

@@ -64,6 +64,27 @@ class NgramModel:
                 count = _continuations(count, grams[k], grams[k + 1], len(codes[k + 1]))
             self.orders.append(_smooth(codes[k], count, codes[k] // vocab_size, contexts[k]))
 
+    @classmethod
+    def from_orders(cls, orders: list[Order], vocab_size: int, eos: int | None) -> NgramModel:
+        """Return a model of given tables, order 1 first."""
+        model = cls.__new__(cls)
+        model.vocab_size, model.order, model.eos, model.orders = vocab_size, len(orders), eos, orders
+        return model
+
+    def gram_log_probs(self, grams: ArrayLike) -> FloatArray:
+        """Compute natural log p(last token | the others) [N] of k-grams [N, k], whose first token may be `eos`."""
+        tokens = np.asarray(grams, dtype=np.int64)
+        length = tokens.shape[1]
+        contexts = [self._gram_ids(tokens[:, length - k : length - 1]) for k in range(1, length + 1)]
+        return self._interpolate(contexts, tokens[:, -1])
+
+    def _gram_ids(self, grams: IntArray) -> IntArray:
+        """Return the id of each k-gram [N, k]; −1 if it is not known. The empty one has id 0."""
+        ids = np.zeros(len(grams), np.int64) if grams.shape[1] == 0 else grams[:, 0]
+        for k in range(1, grams.shape[1]):
+            ids = _find(self.orders[k].codes, np.where(ids >= 0, ids * self.vocab_size + grams[:, k], -1))
+        return ids
+
     def log_probs(self, tokens: ArrayLike) -> FloatArray:
         """Compute natural log p(token | its context) [N] for tokens [N]."""
         text = self._checked(tokens)
@@ -82,9 +103,9 @@ class NgramModel:
         return float(np.exp(-log_probs.mean()))
 
     def _interpolate(self, contexts: list[IntArray], tokens: IntArray) -> FloatArray:
-        """Compute log-probabilities [N] of tokens [N] from the context ids [N] or [1] (−1: unknown) of every order."""
+        """Compute log-probabilities [N] of tokens [N] from context ids [N] or [1] (−1: unknown) of the first orders."""
         probs = np.full(len(tokens), 1.0 / self.vocab_size)
-        for order, context in zip(self.orders, contexts, strict=True):
+        for order, context in zip(self.orders, contexts, strict=False):
             grams = _find(order.codes, np.where(context >= 0, context * self.vocab_size + tokens, -1))
             probs = probs * order.backoff[context] + order.discounted[grams]
         return np.log(probs)

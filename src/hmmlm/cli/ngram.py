@@ -1,0 +1,84 @@
+"""`hmmlm ngram`: Kneser-Ney n-grams, and ARPA files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+from pydantic_settings import CliPositionalArg
+
+from hmmlm.cli.models import print_scores, warn_unknown
+from hmmlm.cli.parse import Arguments, parse
+from hmmlm.runs.folders import find_run
+
+DESCRIPTION = """Print the perplexity of an interpolated modified Kneser-Ney n-gram of the training text of a run, on
+the validation and test text of the run. Its context restarts where the model of the run restarts.
+
+--out writes the n-gram as an ARPA file, which SRILM and KenLM read; --arpa reads one instead of
+counting.
+
+examples:
+  hmmlm ngram runs/mine --order 5
+  hmmlm ngram latest --order 3 --out trigram.arpa
+  hmmlm ngram latest --arpa trigram.arpa"""
+
+
+class NgramArguments(Arguments):
+    data: Annotated[
+        CliPositionalArg[Path],
+        Field(description="The folder of a run (`latest`: the newest), or one made by `hmmlm data`."),
+        AfterValidator(find_run),
+    ]
+    order: Annotated[int, Field(ge=1, le=10)] = 5
+    """Tokens of an n-gram."""
+    out: Path | None = None
+    """ARPA file to write."""
+    arpa: Path | None = None
+    """ARPA file to read; the n-gram is not counted."""
+    json_output: bool = Field(default=False, alias="json")
+    """Print JSON."""
+
+
+def run(argv: list[str]) -> int:
+    arguments = parse(NgramArguments, argv, "ngram", DESCRIPTION)
+
+    import numpy as np
+    import torch
+
+    from hmmlm.baselines.arpa import arpa_words, read_arpa, write_arpa
+    from hmmlm.baselines.ngram import NgramModel
+    from hmmlm.config.sections import StreamConfig
+    from hmmlm.data.files import read_json
+    from hmmlm.errors import InputError
+    from hmmlm.learning.prepare import is_prepared, reopen, trained_batches
+    from hmmlm.runs.folders import CONFIG
+    from hmmlm.text.scoring import score_of
+
+    folder = arguments.data
+    if not is_prepared(folder):
+        raise InputError(f"{folder} has no token files: give the folder of a run, or one made by `hmmlm data`")
+    data = reopen(folder)
+    batches = trained_batches(read_json(folder / CONFIG)) if (folder / CONFIG).exists() else StreamConfig()
+    restarts = isinstance(batches, StreamConfig) and batches.eval_reset_at_eos
+    words = arpa_words(data.tokenizer, restarts)
+    if arguments.arpa is not None:
+        model = read_arpa(arguments.arpa, words)
+    else:
+        eos = data.tokenizer.eos_id if restarts else None
+        model = NgramModel(np.asarray(data.tokens["train"].tokens), data.tokenizer.vocab_size, arguments.order, eos)
+    if arguments.out is not None:
+        write_arpa(arguments.out, model, words)
+    scores = {}
+    for split in ("valid", "test"):
+        ids = np.asarray(data.tokens[split].tokens).astype(np.int64)
+        log_probs = torch.from_numpy(model.log_probs(ids))
+        scores[split] = score_of(data.tokenizer, ids, log_probs, data.tokens[split].text_bytes)
+    if arguments.json_output:
+        results = {name: score.figures() for name, score in scores.items()}
+        print(json.dumps({"order": model.order, "results": results}, indent=1))
+    else:
+        print_scores(scores)
+    warn_unknown({name: score.unknown_share for name, score in scores.items()}, "")
+    return 0
