@@ -93,8 +93,9 @@ def test_everything_on_the_first_screen_exists(command: str, capsys: pytest.Capt
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_example_of_the_help_can_be_parsed(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     examples = re.findall(rf"^  hmmlm ({command}\b.*)$", help_text(capsys, command, "--help"), re.MULTILINE)
     assert examples
     only_parse(monkeypatch)
@@ -102,6 +103,9 @@ def test_every_example_of_the_help_can_be_parsed(
         argv = shlex.split(example)
         if "--resume" in argv:
             assert "no run to resume" in failure(capsys, *argv)
+            continue
+        if "latest" in argv:
+            assert "no runs in the folder runs" in failure(capsys, *argv)
             continue
         with pytest.raises(ParsedError):
             main(argv)

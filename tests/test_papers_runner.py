@@ -46,7 +46,7 @@ def test_a_blocked_model_learns_on_the_embedded_corpus(tmp_path: Path) -> None:
     record = perform(tiny(), tmp_path)
     metrics = record["metrics"]
     run = next(tmp_path.iterdir())
-    unigram = evaluate_run(run).baselines["unigram"]["valid"]
+    unigram = evaluate_run(run).baselines["unigram"]["valid"].perplexity
     assert metrics["valid_perplexity"] < 0.75 * unigram  # untrained networks are far above it
     assert metrics["tokens"] >= 40_000 and metrics["step_ms"] > 0
     assert record["command"].startswith("hmmlm train --recipe ptb-vl-hmm --data embedded")

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
-from hmmlm.data.tokenfile import TokenFile
+from hmmlm.data.tokenfile import TokenFile, unknown_fraction
 from hmmlm.errors import InputError
 from hmmlm.learning.prepare import Prepared
 from hmmlm.report.demo import SENTENCE, run_demo
 from hmmlm.report.explain import explain_states
 from hmmlm.report.page import next_commands, training_facts, write_report
-from hmmlm.report.results import RunResults, evaluate_run, typical_sentence, unknown_fraction
+from hmmlm.report.results import RunResults, evaluate_run, typical_sentence
 from hmmlm.runs.folders import flat_settings
 from hmmlm.runs.progress import Progress
 
@@ -71,18 +71,20 @@ def test_results_compare_like_with_like(finished: tuple[RunResults, str]) -> Non
     test = np.asarray(results.data.tokens["test"].tokens)
     train = np.asarray(results.data.tokens["train"].tokens)
     shares = np.bincount(train, minlength=results.lm.hmm.vocab_size) / len(train)
-    assert results.baselines["unigram"]["test"] == pytest.approx(float(np.exp(-np.log(shares[test]).mean())), rel=0.02)
-    assert results.baselines["bigram"]["test"] / 2 < results.perplexity["test"] < results.baselines["unigram"]["test"]
+    unigram = results.baselines["unigram"]["test"].perplexity
+    assert unigram == pytest.approx(float(np.exp(-np.log(shares[test]).mean())), rel=0.02)
+    perplexities = {name: scores["test"].perplexity for name, scores in results.baselines.items()}
+    assert perplexities["bigram"] / 2 < results.scores["test"].perplexity < perplexities["unigram"]
     # the model is scored sentence by sentence: so is its perplexity from Python
     text = results.data.tokenizer.decode(test.tolist())
-    assert results.perplexity["test"] == pytest.approx(results.lm.perplexity(text.split("\n")[:-1]), rel=1e-3)
-    assert results.perplexity["test"] == pytest.approx(results.lm.perplexity([text]), rel=1e-3)
+    assert results.scores["test"].perplexity == pytest.approx(results.lm.perplexity(text.split("\n")[:-1]), rel=1e-3)
+    assert results.scores["test"].perplexity == pytest.approx(results.lm.perplexity([text]), rel=1e-3)
 
 
 def test_the_page_is_complete_and_self_contained(finished: tuple[RunResults, str], page: str) -> None:
     results, _ = finished
     assert page.count("data:image/png;base64,") == 4
-    assert f"{results.perplexity['test']:,.1f}" in page
+    assert f"{results.scores['test'].perplexity:,.1f}" in page
     assert all(f"<td>{name}</td>" in page for name in flat_settings(results.config.dump()))  # every setting
     assert "http" not in page
     assert not re.search(r"""(src|href)=["'](?!data:)""", page)

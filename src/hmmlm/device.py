@@ -1,22 +1,32 @@
 """The device that computes, and the number of CPU threads."""
 
+import resource
+import sys
+
 import torch
 
 from hmmlm.errors import InputError
 
 
 def pick_device(name: str | torch.device) -> torch.device:
-    """Return the device for "auto" (a GPU if there is one), "cpu" or "cuda"; a torch.device is returned unchanged.
-
-    Apple's "mps" is not among them: it has no float64, in which log-likelihoods are summed.
-    """
+    """Return the device for "auto" (a GPU if there is one), "cpu" or "cuda"; a torch.device is returned unchanged."""
     if isinstance(name, torch.device):
         return name
+    if name == "mps":
+        raise InputError("device 'mps' has no float64, in which log-likelihoods are summed: use 'auto' or 'cpu'")
     if name not in ("auto", "cpu", "cuda"):
         raise InputError(f"unknown device {name!r}: use 'auto', 'cpu' or 'cuda'")
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("device 'cuda' is not available: there is no CUDA device here; use 'auto' or 'cpu'")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the largest number of bytes that this process has used on a GPU, or in memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def device_name(device: torch.device) -> str:

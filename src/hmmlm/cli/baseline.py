@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
 
     config = config_of(BaselineConfig, arguments)
     name = Path(arguments.data).stem
-    result = run_training("baseline", "baselines", config, arguments, name, train_baseline)
+    result = run_training("baseline", config, arguments, name, train_baseline)
     if not result.finished:
         return INTERRUPTED
     scores = {split: perplexity_text(value) for split, value in read_json(result.out / PERPLEXITY).items()}

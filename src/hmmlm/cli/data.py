@@ -10,7 +10,7 @@ from pydantic_settings import CliPositionalArg
 
 from hmmlm.cli.parse import Arguments, parse
 from hmmlm.config.sections import TokenizerConfig, WordTokenizerConfig
-from hmmlm.config.training import TrainingConfig, fill_in_kinds
+from hmmlm.config.training import TrainingConfig, fill_in_kinds, with_corpus_words
 from hmmlm.section import Passes
 
 DESCRIPTION = """Write the token files of a corpus (train, valid, test) and its tokenizer.
@@ -19,10 +19,10 @@ PTB and WikiText-2 are taken from --data-folder (else $HMMLM_DATA, else the cach
 it and checked.
 
 examples:
-  hmmlm data ptb --out data/ptb --tokenizer.split whitespace
+  hmmlm data ptb --out data/ptb
   hmmlm data wikitext-2 --data-folder ~/corpora --out data/wikitext-2
   hmmlm data my.txt --out data/mine --tokenizer.kind bpe
-  hmmlm data ptb --out data/ptb-128 --tokenizer.split whitespace --clusters 128"""
+  hmmlm data ptb --out data/ptb-128 --clusters 128"""
 MADE = ("tokenizer", "data", "clusters.paths")
 
 
@@ -44,7 +44,7 @@ class DataArguments(Arguments):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        return fill_in_kinds(cls, values)
+        return fill_in_kinds(cls, with_corpus_words(values, "corpus"))
 
 
 def run(argv: list[str]) -> int:
@@ -53,8 +53,8 @@ def run(argv: list[str]) -> int:
     from rich.console import Console
     from rich.table import Table
 
+    from hmmlm.data.tokenfile import unknown_fraction
     from hmmlm.learning.prepare import check_data, cluster_words, find_data, prepare
-    from hmmlm.report.results import unknown_fraction
     from hmmlm.runs.folders import refuse_used, removed_on_failure
     from hmmlm.runs.progress import terminal_progress
     from hmmlm.structure.paths import write_paths

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from hmmlm.cli.parse import Arguments, ModelPath, parse
+from hmmlm.cli.models import ModelArguments, open_model, print_scores, read_texts, warn_unknown
+from hmmlm.cli.parse import parse
 
 if TYPE_CHECKING:
     from hmmlm.data.tokenfile import TokenFile
     from hmmlm.text.lm import LanguageModel
 
-DESCRIPTION = """Print the perplexity of a model, exp(−Σ log p / tokens), with <eos> and <unk> counted; bits per
-token; and the fraction of words outside the vocabulary.
+DESCRIPTION = """Print the perplexity of a model, exp(−Σ log p / tokens), with <eos> and <unk> counted; the same
+without unknown words; bits per token; bits per byte of the text; and the share of words outside
+the vocabulary. Bits per byte can be compared between vocabularies if no words are unknown.
 
 A text file is scored whole, a corpus or a folder by its splits, each read like the model's own
 validation text.
 
 examples:
   hmmlm eval runs/mine
-  hmmlm eval runs/mine --splits valid,test
-  hmmlm eval runs/mine --data another.txt
+  hmmlm eval latest --splits valid,test
+  hmmlm eval runs/mine --data another.txt --json
   hmmlm eval runs/mine --data /dev/stdin"""
 
 
-class EvalArguments(Arguments):
-    model: ModelPath
+class EvalArguments(ModelArguments):
     data: str | None = None
     """A text file or a pipe (/dev/stdin), a folder with train, valid and test files, a folder made by `hmmlm data`, or
     a corpus by name; None: the data the model was trained on."""
@@ -36,6 +38,8 @@ class EvalArguments(Arguments):
     """Folder of named corpora."""
     splits: Annotated[tuple[Literal["train", "valid", "test"], ...], Field(min_length=1)] = ("test",)
     """Splits of a corpus, separated by commas."""
+    json_output: bool = Field(default=False, alias="json")
+    """Print JSON."""
 
     @field_validator("splits", mode="before")
     @classmethod
@@ -46,33 +50,24 @@ class EvalArguments(Arguments):
 def run(argv: list[str]) -> int:
     arguments = parse(EvalArguments, argv, "eval", DESCRIPTION)
 
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from hmmlm.report.results import score_tokens
 
-    from hmmlm.report.labels import printable
-    from hmmlm.report.results import bits_per_token, evaluate_tokens, unknown_fraction
-    from hmmlm.runs.progress import perplexity_text
-    from hmmlm.text.lm import load
-
-    lm = load(arguments.model)
-    table = Table("split", "tokens", "perplexity", "bits per token", "unknown words", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    lm = open_model(arguments.model, arguments.device)
     with tempfile.TemporaryDirectory() as scratch:
-        for split, tokens in _token_files(arguments, lm, Path(scratch)).items():
-            result = evaluate_tokens(lm, tokens)
-            unknown = unknown_fraction(tokens, lm.tokenizer.unk_id, lm.tokenizer.eos_id)
-            figures = (perplexity_text(result.perplexity, 2), f"{bits_per_token(result.perplexity):.3f}")
-            # Text, not markup: a file may be named "[red].txt".
-            table.add_row(Text(printable(split)), f"{result.tokens:,}", *figures, f"{unknown:.2%}")
-    Console().print(table)
+        files = _token_files(arguments, lm, Path(scratch))
+        scores = {name: score_tokens(lm, tokens) for name, tokens in files.items()}
+    if arguments.json_output:
+        results = {name: score.figures() for name, score in scores.items()}
+        print(json.dumps({"model": str(arguments.model), "device": str(lm.hmm.device), "results": results}, indent=1))
+    else:
+        print_scores(scores)
+    trained_on = str(lm.config.get("data", ""))
+    warn_unknown({name: score.unknown_share for name, score in scores.items()}, arguments.data or trained_on)
     return 0
 
 
 def _token_files(arguments: EvalArguments, lm: LanguageModel, scratch: Path) -> dict[str, TokenFile]:
-    from hmmlm.data.corpora import encode_documents, file_documents, load_text
-    from hmmlm.data.text import is_pipe
+    from hmmlm.data.corpora import encode_documents
     from hmmlm.errors import InputError
     from hmmlm.learning.prepare import is_prepared, reopen
     from hmmlm.report.results import run_folder
@@ -85,11 +80,5 @@ def _token_files(arguments: EvalArguments, lm: LanguageModel, scratch: Path) -> 
                 f"the token files in {folder} have another vocabulary than the model: give the text itself with --data"
             )
         return {split: prepared.tokens[split] for split in arguments.splits}
-    if arguments.data is not None and (Path(arguments.data).is_file() or is_pipe(Path(arguments.data))):
-        documents = {Path(arguments.data).name: file_documents(Path(arguments.data))}
-    else:
-        trained_on, trained_folder = lm.config.get("data", "embedded"), lm.config.get("data_folder")
-        home = arguments.data_folder or (None if trained_folder is None else Path(trained_folder))
-        corpus = load_text(arguments.data or trained_on, folder=home, download=True)
-        documents = {split: corpus[split] for split in arguments.splits}
+    documents = read_texts(lm, arguments.data, arguments.data_folder, arguments.splits)
     return {name: encode_documents(d, lm.tokenizer, scratch / str(i)) for i, (name, d) in enumerate(documents.items())}

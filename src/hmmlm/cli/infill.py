@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import Field, PositiveInt
 from pydantic_settings import CliPositionalArg
 
-from hmmlm.cli.parse import Arguments, ModelPath, parse
+from hmmlm.cli.models import ModelArguments, open_model
+from hmmlm.cli.parse import parse
 
 DESCRIPTION = """Print the most likely words for every blank ___ of a text, with their probabilities: exact, given
 everything before and after, the end of the line included. A blank is one token, which is part of a
@@ -15,14 +16,15 @@ word with subword tokenizers. Other blanks are summed over.
 
 examples:
   hmmlm infill runs/mine "The ___ returns a list."
-  hmmlm infill runs/mine "The ___ returns a ___ ." --top 10"""
+  hmmlm infill runs/mine "The ___ returns a ___ ." --top 10 --no-unknown"""
 
 
-class InfillArguments(Arguments):
-    model: ModelPath
+class InfillArguments(ModelArguments):
     text: Annotated[CliPositionalArg[str], Field(description="The text; ___ is a blank.")]
     top: PositiveInt = 5
     """Words per blank."""
+    unknown: bool = True
+    """Whether <unk> may fill a blank; --no-unknown: probabilities given that it does not."""
 
 
 def run(argv: list[str]) -> int:
@@ -33,12 +35,12 @@ def run(argv: list[str]) -> int:
     from rich.text import Text
 
     from hmmlm.report.labels import printable
-    from hmmlm.text.lm import load
 
+    lm = open_model(arguments.model, arguments.device)
     table = Table(box=None, pad_edge=False)
     for name in ("blank", "word", "probability"):
         table.add_column(name, justify="left" if name == "word" else "right")
-    for number, words in enumerate(load(arguments.model).infill(arguments.text, arguments.top), 1):
+    for number, words in enumerate(lm.infill(arguments.text, arguments.top, arguments.unknown), 1):
         for rank, (word, p) in enumerate(words):
             # Text, not markup: a word may be "[/b]".
             table.add_row("" if rank else str(number), Text(printable(word)), f"{p:.4f}")

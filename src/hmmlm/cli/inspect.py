@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from pydantic import PositiveInt
 
-from hmmlm.cli.parse import Arguments, ModelPath, parse
+from hmmlm.cli.models import ModelArguments, open_model
+from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
 
 DESCRIPTION = """Print the states of a model: the share of the tokens that each emits in the long run; its share of
@@ -21,8 +22,7 @@ examples:
   hmmlm inspect runs/mine --states 40 --text "The function returns a list." """
 
 
-class InspectArguments(Arguments):
-    model: ModelPath
+class InspectArguments(ModelArguments):
     states: PositiveInt = 20
     """Number of states shown, the most used first (in the validation text, or in the long run)."""
     words: PositiveInt = 8
@@ -43,12 +43,11 @@ def run(argv: list[str]) -> int:
     from hmmlm.report.explain import explain_states
     from hmmlm.report.results import run_folder
     from hmmlm.report.tables import path_table, states_table
-    from hmmlm.text.lm import load
 
     folder = run_folder(arguments.model)
     if arguments.contexts and folder is None:
         raise InputError(f"--contexts needs the text of a run, and {arguments.model} is not in one: leave it out")
-    lm = load(arguments.model)
+    lm = open_model(arguments.model, arguments.device)
     summary = explain_states(lm, arguments.words)
     # Everything that can fail comes before anything is printed.
     tables = [] if arguments.text is None else [path_table(lm, summary, arguments.text)]

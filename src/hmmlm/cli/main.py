@@ -15,11 +15,15 @@ COMMANDS = {
     "demo": "train on text that comes with Python and show what was learned: start here",
     "train": "train a model on your own text or a known corpus; --resume continues a run",
     "eval": "perplexity of a model",
+    "score": "log-probabilities of the lines and words of a text",
+    "compare": "two models on the same text: the difference and its confidence interval",
+    "runs": "the runs in a folder and their results",
     "sample": "text from a model",
     "infill": "the words that fit into the blanks of a text",
     "inspect": "the states of a model: their words, their successors, the states of a sentence",
     "teacher": "train a transformer on the same text, to distill a model from",
     "baseline": "train an LSTM or a feed-forward model on the same text, to compare with",
+    "ngram": "a Kneser-Ney n-gram of the same text: perplexity, ARPA files",
     "data": "write token files; get PTB or WikiText-2",
 }
 HELP = """usage: hmmlm COMMAND [OPTIONS]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, get_args
 
-from pydantic import BaseModel, Field, PositiveInt, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, PositiveInt, ValidationError
 from pydantic_core import PydanticUndefined
 from pydantic_settings import (
     BaseSettings,
@@ -23,10 +23,13 @@ from pydantic_settings import (
 
 from hmmlm.config.explain import explain, member_types
 from hmmlm.errors import InputError
+from hmmlm.runs.folders import find_run
 
 AnyArguments = TypeVar("AnyArguments", bound="Arguments")
 ModelPath = Annotated[
-    CliPositionalArg[Path], Field(description="A saved model, or the folder of a training run (its best model).")
+    CliPositionalArg[Path],
+    Field(description="A saved model, the folder of a training run (its best model), or `latest`: the newest run."),
+    AfterValidator(find_run),
 ]
 
 
@@ -172,9 +175,8 @@ def parse(
         defaults: a configuration whose values the help shows as defaults; None: those of the fields.
     """
     options = _Options(kind, defaults)
-    parser = Parser(
-        prog=f"hmmlm {command}", description=description, usage=f"hmmlm {command} [OPTIONS]", formatter_class=_Formatter
-    )
+    usage = " ".join(["hmmlm", command, *_positionals(kind), "[OPTIONS]"])
+    parser = Parser(prog=f"hmmlm {command}", description=description, usage=usage, formatter_class=_Formatter)
     try:
         source = CliSettingsSource[Any](
             kind,
@@ -201,6 +203,12 @@ def parse(
 
         set_threads(arguments.threads)
     return arguments
+
+
+def _positionals(kind: type[BaseModel]) -> list[str]:
+    """Return the positional arguments of a command, as its usage shows them."""
+    marker = get_args(CliPositionalArg[str])[1]
+    return [name.upper() for name, field in kind.model_fields.items() if marker in field.metadata]
 
 
 def _unreadable(argv: list[str], error: SettingsError) -> str:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hmmlm.cli.parse import Arguments, ModelPath, parse
+from hmmlm.cli.models import ModelArguments, open_model
+from hmmlm.cli.parse import parse
 from hmmlm.section import Seed
 
 DESCRIPTION = """Print exact samples from a model, each until <eos>. The same seed gives the same text.
@@ -18,8 +19,7 @@ examples:
   hmmlm sample runs/mine --must function --must "a list|a tuple" --never None"""
 
 
-class SampleArguments(Arguments):
-    model: ModelPath
+class SampleArguments(ModelArguments):
     num: Annotated[int, Field(gt=0, le=1_000_000)] = 5
     """Number of samples."""
     prompt: str = ""
@@ -45,9 +45,8 @@ def run(argv: list[str]) -> int:
     arguments = parse(SampleArguments, argv, "sample", DESCRIPTION)
 
     from hmmlm.report.labels import without_controls
-    from hmmlm.text.lm import load
 
-    lm = load(arguments.model)
+    lm = open_model(arguments.model, arguments.device)
     texts = lm.generate(
         arguments.prompt,
         max_new_tokens=arguments.max_new_tokens,

@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
         return _convert(arguments.convert, arguments.out)
     config = config_of(TeacherConfig, arguments)
     name = Path(arguments.data).stem
-    result = run_training("teacher", "teachers", config, arguments, name, train_teacher)
+    result = run_training("teacher", config, arguments, name, train_teacher)
     if not result.finished:
         return INTERRUPTED
     print(f"valid perplexity {perplexity_text(result.best_perplexity)}")

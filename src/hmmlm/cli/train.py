@@ -15,7 +15,8 @@ most used options:
   --data NAME_OR_PATH       embedded, ptb, wikitext-2, a text file (one example per line), a folder
                             with train, valid and test files, or one made by `hmmlm data`
   --out FOLDER              folder of the run (default: runs/NAME-TIME)
-  --resume FOLDER           resume a run (Ctrl-C saves and stops); may change how long it trains
+  --resume FOLDER           resume a run (Ctrl-C saves and stops); may change how long it trains;
+                            latest: the newest run in runs/
   --recipe NAME             start from {", ".join(recipe_names())}
   --config FILE.toml        start from a recipe of your own
   --model.kind KIND         scalar (default), linear, mlp, neural, … (hmmlm train --help model)
@@ -29,6 +30,7 @@ most used options:
   --train.seed N            seed of parameters and shuffling
   --train.device DEVICE     auto (default), cpu, cuda
   --threads N               CPU threads (default: one per core)
+  --quiet                   print results and warnings only
 
 All settings, by section: hmmlm train --help SECTION
   SECTION is tokenizer, batches, model, initialization, optimizer, schedule, train, or all
@@ -45,6 +47,7 @@ SHORTCUTS = {"initialization.kind": "init", "initialization.teacher": "teacher"}
 
 def run(argv: list[str]) -> int:
     from hmmlm.cli.main import INTERRUPTED
+    from hmmlm.cli.models import warn_unknown
     from hmmlm.cli.parse import parse
     from hmmlm.cli.training import TrainArguments, config_of, run_training
     from hmmlm.config.run import RunConfig
@@ -58,13 +61,18 @@ def run(argv: list[str]) -> int:
     from hmmlm.runs.progress import perplexity_text
 
     name = arguments.recipe or Path(arguments.config or arguments.data).stem
-    result = run_training("train", "runs", config_of(RunConfig, arguments), arguments, name, train)
+    result = run_training("train", config_of(RunConfig, arguments), arguments, name, train)
     if not result.finished:
         return INTERRUPTED
     results = evaluate_run(result.out)
-    others = ", ".join(f"{name} {perplexity_text(scores['test'])}" for name, scores in results.baselines.items())
-    print(f"test perplexity {perplexity_text(results.perplexity['test'])} ({others})")
-    if results.perplexity["valid"] > 0.98 * results.baselines["unigram"]["valid"]:
+    score, baselines = results.scores["test"], results.baselines
+    others = ", ".join(f"{name} {perplexity_text(scores['test'].perplexity)}" for name, scores in baselines.items())
+    print(
+        f"test perplexity {perplexity_text(score.perplexity)} ({others}); {score.unknown_share:.1%} of the words are "
+        f"unknown, perplexity without them {perplexity_text(score.known_perplexity)}"
+    )
+    warn_unknown({"the test text": score.unknown_share}, results.config.data)
+    if results.scores["valid"].perplexity > 0.98 * baselines["unigram"]["valid"].perplexity:
         print(
             "hmmlm: warning: the model has learned little more than word frequencies (unigram): train longer, or lower "
             "optimizer.rate if perplexity rose or did not change",

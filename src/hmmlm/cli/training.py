@@ -17,10 +17,13 @@ from hmmlm.config.recipe import recipe_source, recipe_values
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import TrainingConfig, drop_other_kinds
 from hmmlm.errors import InputError
-from hmmlm.runs.folders import new_folder, saved_config
+from hmmlm.runs.folders import find_run, new_folder, saved_config
 
 if TYPE_CHECKING:
     from hmmlm.learning.train import TrainResult
+
+FOLDERS = {"train": "runs", "teacher": "teachers", "baseline": "baselines"}
+"""The folder of the runs of each command."""
 
 
 class StartingPoint(PydanticBaseSettingsSource):
@@ -38,7 +41,8 @@ class StartingPoint(PydanticBaseSettingsSource):
             raise InputError("give --recipe or --config, not both")
         kind = _config_kind(self.settings_cls)
         if "resume" in sources:
-            return drop_other_kinds(kind, saved_config(kind, Path(given["resume"])).dump(), given)
+            out = find_run(Path(given["resume"]), FOLDERS[kind.command])
+            return drop_other_kinds(kind, saved_config(kind, out).dump(), given)
         if "config" in sources and not str(given["config"]).endswith(".toml"):
             raise InputError(f"--config {given['config']}: a recipe is a file that ends in .toml")
         name = given.get("config") or given.get("recipe")
@@ -70,7 +74,10 @@ class TrainingArguments(Arguments):
     out: Path | None = None
     """Folder of the run; None: a new one, named after the recipe or the data and the time."""
     resume: Path | None = None
-    """Resume the run in this folder. Its settings stay the same, except how long it trains and where."""
+    """Resume the run in this folder (latest: the newest). Its settings stay the same, except how long it trains and
+    where."""
+    quiet: bool = False
+    """Print results and warnings only."""
 
     @classmethod
     def settings_customise_sources(
@@ -106,24 +113,28 @@ class BaselineArguments(TrainingArguments, BaselineConfig):  # type: ignore[misc
 
 def run_training(
     command: str,
-    folder: str,
     config: TrainingConfig,
     arguments: TrainingArguments,
     name: str,
     train: Callable[[Any, Path, bool, Any], TrainResult],
 ) -> TrainResult:
-    """Train in the folder of the arguments, or in a new one: folder/name-TIME; print how it ended."""
-    from hmmlm.runs.progress import terminal_progress
+    """Train in the folder of the arguments, or in a new one: FOLDERS[command]/name-TIME; print how it ended."""
+    from hmmlm.device import peak_memory, pick_device
+    from hmmlm.runs.progress import Progress, terminal_progress
 
+    progress = Progress() if arguments.quiet else terminal_progress()
+    if config.data == "embedded" and "data" not in arguments.model_fields_set:
+        progress.note("no --data: training on the embedded corpus, the documentation that comes with Python")
     if arguments.resume is not None:
-        result = train(config, arguments.resume, True, terminal_progress())
+        result = train(config, find_run(arguments.resume, FOLDERS[command]), True, progress)
     else:
-        with new_folder(arguments.out, folder, name) as out:
-            result = train(config, out, False, terminal_progress())
+        with new_folder(arguments.out, FOLDERS[command], name) as out:
+            result = train(config, out, False, progress)
     if result.finished:
+        memory = peak_memory(pick_device(config.train.device))
         print(
-            f"finished after {result.steps:,} steps, {result.seconds:,.0f} s; best model, of valid perplexity "
-            f"{result.best_perplexity:.2f}: {result.out / 'best'}"
+            f"finished after {result.steps:,} steps, {result.seconds:,.0f} s, {memory / 1e9:.2f} GB of memory; "
+            f"best model, of valid perplexity {result.best_perplexity:.2f}: {result.out / 'best'}"
         )
     else:
         print(f"stopped at step {result.steps:,}, saved; continue with: hmmlm {command} --resume {result.out}")

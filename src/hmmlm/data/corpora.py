@@ -74,8 +74,15 @@ def encode_documents(documents: Documents, tokenizer: Tokenizer, path: Path) -> 
             return existing
     except InputError:
         pass  # missing, damaged or of another tokenizer: written below
-    encoded = ([i for line in document for i in (*tokenizer.encode(line), tokenizer.eos_id)] for document in documents)
-    return write_tokens(path, encoded, tokenizer.vocab_size, fingerprint, documents.source)
+    text_bytes = 0
+
+    def encoded() -> Iterator[list[int]]:
+        nonlocal text_bytes
+        for document in documents:
+            text_bytes += sum(len(line.encode()) + 1 for line in document)
+            yield [i for line in document for i in (*tokenizer.encode(line), tokenizer.eos_id)]
+
+    return write_tokens(path, encoded(), tokenizer.vocab_size, fingerprint, documents.source, lambda: text_bytes)
 
 
 def _paragraphs(lines: list[str]) -> Documents:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class TokenFile:
     fingerprint: str
     source: str = ""  # identifies the text, so that the file can be reused
     path: Path | None = None
+    text_bytes: int | None = None  # of the text in UTF-8, a line break per line included; None: not recorded
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
@@ -91,13 +92,22 @@ class TokenFile:
         if largest >= size:
             raise InputError(f"{data} has token {largest}, but {header_path} a vocabulary of {size}: prepare it again")
         _check_offsets(documents, len(tokens), f"{index}: ")
-        return cls(tokens, documents, size, header["fingerprint"], header["source"], data)
+        text_bytes = header.get("text_bytes")
+        return cls(tokens, documents, size, header["fingerprint"], header["source"], data, text_bytes)
 
 
 def write_tokens(
-    path: Path, documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int, fingerprint: str, source: str = ""
+    path: Path,
+    documents: Iterable[Sequence[int] | np.ndarray],
+    vocab_size: int,
+    fingerprint: str,
+    source: str = "",
+    text_bytes: Callable[[], int] | None = None,
 ) -> TokenFile:
-    """Stream `documents` into the token file `path`; an existing file is kept until the new one is complete."""
+    """Stream `documents` into the token file `path`; an existing file is kept until the new one is complete.
+
+    `text_bytes` is called after the last document, for the size of the text.
+    """
     data, index, header_path = _paths(path)
     dtype = _dtype(vocab_size)
     count, number = 0, 0
@@ -124,9 +134,17 @@ def write_tokens(
             "index_bytes": (number + 1) * _OFFSET.itemsize,
             "index_digest": _digest(np.memmap(index_part, dtype=_OFFSET, mode="r")),
             "source": source,
+            **({} if text_bytes is None else {"text_bytes": text_bytes()}),
         }
         header_part.write_text(json.dumps(header, indent=2) + "\n")
     return TokenFile.open(data)
+
+
+def unknown_fraction(tokens: TokenFile, unk: int | None, eos: int) -> float:
+    """Return the fraction of `<unk>` among the words; `<eos>` is not counted as a word."""
+    ids = np.asarray(tokens.tokens)
+    words = int(np.count_nonzero(ids != eos))
+    return float(np.count_nonzero(ids == unk)) / words if unk is not None and words else 0.0
 
 
 def _paths(path: Path) -> tuple[Path, Path, Path]:
@@ -172,7 +190,8 @@ def _read_header(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is not the header of a token file: prepare it first")
     if header.get("version") != VERSION:
         raise InputError(f"{path} has version {header.get('version')}; this hmmlm reads {VERSION}: prepare it again")
-    require_like(path, header, _HEADER)
+    optional = {"text_bytes": 0} if "text_bytes" in header else {}  # not in files of earlier versions
+    require_like(path, header, _HEADER | optional)
     size, name = header["vocab_size"], header["dtype"]
     if _dtype(size).name != name:
         raise InputError(f"{path}: dtype is {name[:40]!r}, not that of {size} tokens, {_dtype(size)}: prepare it again")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 
 from hmmlm.data.batches import Batch
 from hmmlm.hmm import Carry, HiddenMarkovModel
+from hmmlm.text.scoring import perplexity
 
 
 class Evaluation(NamedTuple):
@@ -23,12 +23,6 @@ class Evaluation(NamedTuple):
     def loss(self) -> float:
         """Negative log-likelihood per token."""
         return -self.log_likelihood / self.tokens
-
-
-def perplexity(log_likelihood: float, tokens: int) -> float:
-    """Return exp(−log_likelihood / tokens); infinity if a sequence is impossible."""
-    loss = -log_likelihood / tokens
-    return math.exp(loss) if loss < 700 else loss if math.isnan(loss) else math.inf
 
 
 def carried(batch: Batch, carry: Carry | None) -> Carry | None:

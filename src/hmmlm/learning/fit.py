@@ -29,6 +29,7 @@ from hmmlm.runs.clock import Clock
 from hmmlm.runs.history import HISTORY, History, read_history
 from hmmlm.runs.interrupt import Stopped, StopRequest
 from hmmlm.runs.progress import Progress, perplexity_text
+from hmmlm.text.scoring import perplexity
 
 
 class TrainingError(InputError):
@@ -171,7 +172,9 @@ class Fit:
             tokens_per_second=round(self.clock.speed(tokens)),
             **({"objective": "joint"} if phase.name == "joint" else {}),
         )
-        self.display.advance(0, loss=f"{loss:.3f}")
+        joint = {"joint loss": f"{loss:.3f}"}  # of P(O, S), which is not a perplexity of the text
+        marginal = {"train perplexity": perplexity_text(perplexity(-loss, 1))}
+        self.display.advance(0, **(joint if phase.name == "joint" else marginal))
 
     def read_window(self) -> list[float]:
         """Return the log-likelihoods of the last steps; waits for the device. One that is not finite ends the run.
@@ -227,7 +230,7 @@ class Fit:
             skipped=self.learner.skipped(),
         )
         epochs = position.epoch + position.index / self.train.steps_per_epoch
-        self.display.advance(0, valid=perplexity_text(result.perplexity))
+        self.display.advance(0, **{"valid perplexity": perplexity_text(result.perplexity)})
         self.progress.note(
             f"epoch {epochs:.2f}, step {position.step:,}: valid perplexity {perplexity_text(result.perplexity, 2)}"
             + (" (best so far)" if best else "")

@@ -17,10 +17,11 @@ from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.hmm import HMM, Carry, HiddenMarkovModel, Scan
 from hmmlm.learning.adamw import AdamW
 from hmmlm.learning.baum_welch import RunningCounts, maximize
-from hmmlm.learning.evaluate import Evaluation, carried, evaluate, perplexity
+from hmmlm.learning.evaluate import Evaluation, carried, evaluate
 from hmmlm.learning.graph import GraphedStep
 from hmmlm.models.base import Model
 from hmmlm.text.lm import LanguageModel
+from hmmlm.text.scoring import perplexity
 
 AnyCarry = TypeVar("AnyCarry")
 Hidden = tuple[Tensor, ...]

@@ -22,10 +22,10 @@ from hmmlm.config.run import RunConfig
 from hmmlm.config.sections import BaumWelchConfig
 from hmmlm.config.training import AnyConfig, TrainingConfig
 from hmmlm.data.files import write_bytes
-from hmmlm.device import pick_device
+from hmmlm.data.tokenfile import unknown_fraction
+from hmmlm.device import device_name, pick_device
 from hmmlm.distillation.labels import LabelledBatches
 from hmmlm.errors import InputError
-from hmmlm.learning.evaluate import perplexity
 from hmmlm.learning.fit import Fit, Phase, TrainingError
 from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner, HmmLearner, Learner, NetworkLearner
 from hmmlm.learning.memory import check_memory
@@ -55,6 +55,7 @@ from hmmlm.runs.interrupt import StopRequest, stop_on_signals
 from hmmlm.runs.progress import Progress
 from hmmlm.section import ModelSize
 from hmmlm.teachers.teacher import Teacher
+from hmmlm.text.scoring import perplexity
 
 __all__ = ["TrainResult", "TrainingError", "train", "train_baseline", "train_teacher"]
 
@@ -195,6 +196,7 @@ def _train(
         check_memory(size(data.tokenizer.vocab_size), config.optimizer.kind, device)
         learner = make(make_fabric(config), data)
         training, validation = (make_batches(config, data, split) for split in ("train", "valid"))
+        progress.note(_describe(learner, data))
         return Fit(config, out, learner, data.tokenizer, training, validation, progress)
 
     with ExitStack() as stack:
@@ -210,6 +212,8 @@ def _train(
             refuse_shorter(out, fit.position.epoch, fit.position.tokens, fit.total_tokens, batch)
             write_bytes(out / CONFIG, settings)
             progress.note(f"run folder: {out}")
+            if fit.position.tokens >= fit.total_tokens:
+                progress.note(f"this run is complete ({fit.position.epoch} epochs): --train.epochs N trains it longer")
         else:
             if resume:
                 refuse_lost(out, config.command)
@@ -239,6 +243,17 @@ def _train(
     epochs = position.epoch + position.index / fit.train.steps_per_epoch
     best = perplexity(-fit.plateau.best, 1)
     return TrainResult(out, finished, epochs, position.step, position.tokens, position.seconds, best)
+
+
+def _describe(learner: Learner[Any], data: Prepared) -> str:
+    """Return the line with device, parameters and text of a run."""
+    parameters = sum(p.numel() for p in learner.parameters().values())
+    train, tokenizer = data.tokens["train"], data.tokenizer
+    unknown = unknown_fraction(train, tokenizer.unk_id, tokenizer.eos_id)
+    return (
+        f"device {device_name(learner.device)}; {parameters:,} parameters; vocabulary {tokenizer.vocab_size:,}; "
+        f"{len(train):,} training tokens, {unknown:.1%} unknown words"
+    )
 
 
 def make_fabric(config: TrainingConfig) -> Fabric:

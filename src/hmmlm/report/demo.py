@@ -12,7 +12,7 @@ from hmmlm.config.run import RunConfig
 from hmmlm.learning.train import TrainResult, train
 from hmmlm.report.explain import explain_states
 from hmmlm.report.page import next_commands, write_report
-from hmmlm.report.results import RunResults, bits_per_token, evaluate_run
+from hmmlm.report.results import RunResults, evaluate_run
 from hmmlm.report.tables import path_table, states_table
 from hmmlm.runs.progress import Progress, perplexity_text
 
@@ -63,10 +63,13 @@ def _comparison(results: RunResults) -> Table:
     """Return a table of the test perplexities of the HMM and its baselines, best last."""
     table = Table(box=None, pad_edge=False)
     table.add_column("model")
-    for name in ("perplexity", "bits per token"):
+    for name in ("perplexity", "known words", "bits per token"):
         table.add_column(name, justify="right")
     rows = {name: (scores["test"], "") for name, scores in results.baselines.items()}
-    rows[f"HMM, {results.lm.hmm.states:,} states"] = (results.perplexity["test"], "bold")
-    for name, (perplexity, style) in sorted(rows.items(), key=lambda row: -row[1][0]):
-        table.add_row(name, perplexity_text(perplexity), f"{bits_per_token(perplexity):.2f}", style=style)
+    rows[f"HMM, {results.lm.hmm.states:,} states"] = (results.scores["test"], "bold")
+    for name, (score, style) in sorted(rows.items(), key=lambda row: -row[1][0].perplexity):
+        figures = (score.perplexity, score.known_perplexity)
+        table.add_row(name, *map(perplexity_text, figures), f"{score.bits_per_token:.2f}", style=style)
+    table.caption = f"{results.scores['test'].unknown_share:.1%} of the words are unknown"
+    table.caption_justify, table.caption_style = "left", ""
     return table

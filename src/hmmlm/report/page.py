@@ -18,11 +18,12 @@ from matplotlib.figure import Figure
 from hmmlm import __version__
 from hmmlm.config.run import RunConfig
 from hmmlm.data.files import write_bytes
+from hmmlm.data.tokenfile import unknown_fraction
 from hmmlm.errors import InputError
 from hmmlm.report import plots
 from hmmlm.report.explain import StateSummary, TextExplanation, explain_states, explain_text, similar_order
 from hmmlm.report.labels import state_followers, state_label, state_words, token_label
-from hmmlm.report.results import BASELINE_TOKENS, RunResults, bits_per_token, typical_sentence, unknown_fraction
+from hmmlm.report.results import BASELINE_TOKENS, RunResults, typical_sentence, write_results
 from hmmlm.runs.folders import flat_settings
 from hmmlm.runs.progress import perplexity_text
 from hmmlm.section import Section
@@ -53,7 +54,7 @@ class Plot(NamedTuple):
 
 
 def write_report(results: RunResults, sentence: str | None = None) -> Path:
-    """Write report.html and plots/*.png into the folder of a run; return the path of the page.
+    """Write report.html, results.json and plots/*.png into the folder of a run; return the path of the page.
 
     Args:
         sentence: the text whose states are shown; by default a line of the test split.
@@ -71,6 +72,7 @@ def write_report(results: RunResults, sentence: str | None = None) -> Path:
     drawn = {name: _draw(figure) for name, figure in figures.items()}
     for name, plot in drawn.items():
         write_bytes(results.run / "plots" / f"{name}.png", plot.png)
+    write_results(results)
     report = results.run / "report.html"
     write_bytes(report, _render(results, summary, sentence, problem, drawn).encode())
     return report
@@ -96,7 +98,7 @@ def _training_figures(results: RunResults) -> dict[str, Figure]:
         if record.get("loss") is not None and record["event"] in curves and marginal:
             curves[record["event"]].append((record["tokens"], math.exp(min(record["loss"], 700))))
     rates = [(r["tokens"], r["rate"]) for r in results.history if r["event"] == "train"]
-    baselines = {name: scores["valid"] for name, scores in results.baselines.items()}
+    baselines = {name: scores["valid"].perplexity for name, scores in results.baselines.items()}
     return {
         "learning-curve": plots.learning_curve(curves["train"], curves["valid"], baselines),
         "learning-rate": plots.learning_rate(rates),
@@ -190,22 +192,22 @@ def _duration(seconds: float) -> str:
 
 def _tiles(results: RunResults) -> dict[str, str]:
     """Return test perplexity by label, the model's own first."""
-    own = {"test perplexity": results.perplexity["test"]}
-    return {
-        name: perplexity_text(value)
-        for name, value in (own | {name: scores["test"] for name, scores in results.baselines.items()}).items()
-    }
+    own = {"test perplexity": results.scores["test"]}
+    others = {name: scores["test"] for name, scores in results.baselines.items()}
+    return {name: perplexity_text(score.perplexity) for name, score in (own | others).items()}
 
 
 def _result_rows(results: RunResults) -> Rows:
-    scores = {f"HMM, {results.lm.hmm.states:,} states": results.perplexity}
+    scores = {f"HMM, {results.lm.hmm.states:,} states": results.scores}
     scores |= {f"Kneser-Ney {name}": by_split for name, by_split in results.baselines.items()}
     return [
         (
             name,
-            perplexity_text(by_split["valid"]),
-            perplexity_text(by_split["test"]),
-            f"{bits_per_token(by_split['test']):.2f}",
+            perplexity_text(by_split["valid"].perplexity),
+            perplexity_text(by_split["test"].perplexity),
+            perplexity_text(by_split["test"].known_perplexity),
+            f"{by_split['test'].bits_per_token:.2f}",
+            "–" if by_split["test"].bits_per_byte is None else f"{by_split['test'].bits_per_byte:.3f}",
         )
         for name, by_split in scores.items()
     ]

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import math
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from hmmlm.baselines.ngram import NgramModel
 from hmmlm.config.run import RunConfig
 from hmmlm.config.sections import StreamConfig
+from hmmlm.data.files import write_bytes
 from hmmlm.data.tokenfile import TokenFile
+from hmmlm.device import pick_device
 from hmmlm.learning.evaluate import Evaluation, evaluate
 from hmmlm.learning.prepare import Prepared, evaluation_batches, reopen, trained_batches
-from hmmlm.runs.folders import saved_config
+from hmmlm.runs.folders import RESULTS, saved_config
 from hmmlm.runs.history import read_history
 from hmmlm.text.lm import LanguageModel
+from hmmlm.text.scoring import TextScore, score_of, token_log_probs
 
 BASELINES = {"unigram": 1, "bigram": 2, "5-gram": 5}
 BASELINE_TOKENS = 20_000_000  # training tokens of the n-grams at most: their counts are held in memory
@@ -27,30 +32,43 @@ SENTENCE_TOKENS = range(9, 16)  # tokens of a sentence to explain, <eos> include
 
 @dataclass(frozen=True)
 class RunResults:
-    """A finished run: its best model, data, history, and perplexities."""
+    """A finished run: its best model, data, history, and scores."""
 
     run: Path
     lm: LanguageModel
     config: RunConfig
     data: Prepared
     history: list[dict[str, Any]]
-    perplexity: dict[str, float]  # of the model, by split: valid and test
-    baselines: dict[str, dict[str, float]]  # perplexity by name, then by split
+    scores: dict[str, TextScore]  # of the model, by split: valid and test
+    baselines: dict[str, dict[str, TextScore]]  # by name, then by split
 
 
 def evaluate_run(run: Path) -> RunResults:
-    """Load the best model of the run in the folder `run`, and evaluate it and its baselines."""
-    lm, data = LanguageModel.load(run), reopen(run)
+    """Load the best model of the run in the folder `run`, and evaluate it and its baselines.
+
+    The model is evaluated on the device that the run is configured for.
+    """
+    config, data = saved_config(RunConfig, run), reopen(run)
+    lm = LanguageModel.load(run).to(pick_device(config.train.device))
     splits = ("valid", "test")
     return RunResults(
         run=run,
         lm=lm,
-        config=saved_config(RunConfig, run),
+        config=config,
         data=data,
         history=read_history(run / "history.jsonl"),
-        perplexity={split: evaluate_tokens(lm, data.tokens[split]).perplexity for split in splits},
-        baselines=ngram_perplexities(lm, data, splits),
+        scores={split: score_tokens(lm, data.tokens[split]) for split in splits},
+        baselines=score_ngrams(lm, data, splits),
     )
+
+
+def write_results(results: RunResults) -> Path:
+    """Write results.json into the folder of a run: the figures of the model and its baselines, by split."""
+    models = {"model": results.scores, **results.baselines}
+    figures = {name: {split: score.figures() for split, score in scores.items()} for name, scores in models.items()}
+    path = results.run / RESULTS
+    write_bytes(path, (json.dumps(figures, indent=1) + "\n").encode())
+    return path
 
 
 def run_folder(path: Path) -> Path | None:
@@ -71,31 +89,59 @@ def evaluate_tokens(lm: LanguageModel, tokens: TokenFile) -> Evaluation:
     return evaluate(lm.hmm, evaluation_batches(batches, tokens, lm.tokenizer.eos_id).epoch(0))
 
 
-def ngram_perplexities(lm: LanguageModel, data: Prepared, splits: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    """Compute perplexities of Kneser-Ney n-grams of the training tokens; their context restarts where the HMM does.
+def score_tokens(lm: LanguageModel, tokens: TokenFile) -> TextScore:
+    """Score a text as `evaluate_tokens` reads it, with the share and the log-likelihood of its unknown words."""
+    ids = np.asarray(tokens.tokens)
+    eos, unk = lm.tokenizer.eos_id, lm.tokenizer.unk_id
+    unknown = 0 if unk is None else int(np.count_nonzero(ids == unk))
+    return TextScore(
+        tokens=len(ids),
+        log_likelihood=evaluate_tokens(lm, tokens).log_likelihood,
+        words=int(np.count_nonzero(ids != eos)),
+        unknown_words=unknown,
+        unknown_log_likelihood=_unknown_log_likelihood(lm, tokens) if unknown else 0.0,
+        text_bytes=tokens.text_bytes,
+    )
+
+
+@torch.no_grad()
+def _unknown_log_likelihood(lm: LanguageModel, tokens: TokenFile) -> float:
+    """Compute the part of a text's log-likelihood that is of `<unk>`, each given the tokens before it."""
+    hmm, unk, total = lm.hmm, lm.tokenizer.unk_id, 0.0
+    if lm.restarts:  # sequences are lines, however the text is cut into streams
+        ids = np.asarray(tokens.tokens)
+        lines = np.split(ids, np.flatnonzero(ids == lm.tokenizer.eos_id) + 1)
+        affected = [line.tolist() for line in lines if unk in line]
+        scored = zip(affected, token_log_probs(lm, affected), strict=True)
+        return sum(float(log_probs[torch.tensor(line) == unk].sum()) for line, log_probs in scored)
+    final: Tensor | None = None
+    for given in evaluation_batches(trained_batches(lm.config), tokens, lm.tokenizer.eos_id).epoch(0):
+        batch = given.to(hmm.device)
+        initial = final[: len(batch.tokens)] if batch.carry and final is not None else None
+        log_probs = hmm.token_log_probs(batch.tokens, batch.lengths, initial)
+        total += float(log_probs[batch.tokens == unk].double().sum())
+        if not batch.last and lm.config.get("batches", {}).get("kind") != "chunks":
+            final = hmm.filter(batch.tokens, batch.lengths, initial).final
+    return total
+
+
+def score_ngrams(lm: LanguageModel, data: Prepared, splits: tuple[str, ...]) -> dict[str, dict[str, TextScore]]:
+    """Score Kneser-Ney n-grams of the training tokens; their context restarts where the HMM does.
 
     Returns:
-        Perplexity by the name of the n-gram, then by split.
+        Scores by the name of the n-gram, then by split.
     """
     eos = data.tokenizer.eos_id if lm.restarts else None
     train = np.asarray(data.tokens["train"].tokens[:BASELINE_TOKENS])
-    perplexities = {}
+    scores: dict[str, dict[str, TextScore]] = {}
     for name, order in BASELINES.items():
         model = NgramModel(train, data.tokenizer.vocab_size, order, eos)
-        perplexities[name] = {split: model.perplexity(np.asarray(data.tokens[split].tokens)) for split in splits}
-    return perplexities
-
-
-def unknown_fraction(tokens: TokenFile, unk: int | None, eos: int) -> float:
-    """Return the fraction of `<unk>` among the words; `<eos>` is not counted as a word."""
-    ids = np.asarray(tokens.tokens)
-    words = int(np.count_nonzero(ids != eos))
-    return float(np.count_nonzero(ids == unk)) / words if unk is not None and words else 0.0
-
-
-def bits_per_token(perplexity: float) -> float:
-    """Return bits per token, log₂ of the perplexity."""
-    return math.log2(perplexity)
+        scores[name] = {}
+        for split in splits:
+            ids = np.asarray(data.tokens[split].tokens).astype(np.int64)
+            log_probs = torch.from_numpy(model.log_probs(ids))
+            scores[name][split] = score_of(data.tokenizer, ids, log_probs, data.tokens[split].text_bytes)
+    return scores
 
 
 def typical_sentence(data: Prepared) -> str:

@@ -23,6 +23,10 @@ BLOCKS = "blocks.json"
 """File with the block of each word, of a model with blocks."""
 LOCK = ".lock"
 """File that is locked while a process works in the folder."""
+RESULTS = "results.json"
+"""Figures of a finished run and its baselines."""
+LATEST = "latest"
+"""The name of the newest run, in every command that takes a run."""
 PREPARED = (CONFIG, "tokenizer", "data", BLOCKS)
 """The files and folders of a run before training starts."""
 CHANGEABLE = frozenset(
@@ -43,6 +47,24 @@ def saved_config(kind: type[AnyConfig], out: Path) -> AnyConfig:
             f"{path} does not belong to a run of `hmmlm {kind.command}` of this version ({explain(kind, error)}): "
             "use the command and the version that started the run, or start a new run"
         ) from None
+
+
+def list_runs(parent: Path) -> list[Path]:
+    """Return the runs in a folder, the newest (started or resumed) last."""
+    found = [folder for folder in parent.iterdir() if _is_run(folder)] if parent.is_dir() else []
+    return sorted(found, key=lambda run: (run / CONFIG).stat().st_mtime_ns)
+
+
+def find_run(path: Path, parent: str = "runs") -> Path:
+    """Return a path, or the newest run in the folder `parent` if the path is "latest"."""
+    if str(path) != LATEST or path.exists():
+        return path
+    runs = list_runs(Path(parent))
+    if not runs:
+        raise InputError(
+            f"there are no runs in the folder {parent}, so there is no latest one: give the folder of a run"
+        )
+    return runs[-1]
 
 
 def refuse_changes(saved: TrainingConfig, given: TrainingConfig, out: Path) -> None:

@@ -371,12 +371,13 @@ class LanguageModel:
         return context
 
     @torch.no_grad()
-    def infill(self, text: str, top: int = 5) -> list[list[tuple[str, float]]]:
+    def infill(self, text: str, top: int = 5, unknown: bool = True) -> list[list[tuple[str, float]]]:
         """Return, for every blank `___` of a text, the `top` most likely words with their probabilities.
 
         `lm.infill("The ___ returns a list.")[0]` may start with ("function", 0.31). Exact: given all text before and
         after the blank, including the end of the line; other blanks are summed over. A blank is one token, and never
         `<eos>`. With subword tokenizers it may be the first part of a word, or continue the word before it: "…ing".
+        With unknown=False the probabilities are those given that the blank is not `<unk>`.
         """
         _check_text("the text", text)
         check_count("top", top, 1)
@@ -388,6 +389,9 @@ class LanguageModel:
         found: list[list[tuple[str, float]]] = []
         for sequence in self.sequences(tokens):
             for probs in self.hmm.infill_blanks([sequence], self._eos).exp() if -1 in sequence else ():
+                if not unknown and self.tokenizer.unk_id is not None:
+                    probs[self.tokenizer.unk_id] = 0.0
+                    probs /= probs.sum()
                 found.append(self._most_likely(probs, top, next(inside)))
         return found
 

@@ -1,0 +1,97 @@
+"""What the commands that use a trained model share: the model, its device, a text to read, a warning."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hmmlm.cli.parse import Arguments, ModelPath
+
+if TYPE_CHECKING:
+    from hmmlm.data.corpora import Documents
+    from hmmlm.text.lm import LanguageModel
+    from hmmlm.text.scoring import TextScore
+
+MANY_UNKNOWN = 0.05
+"""Share of unknown words above which a perplexity says little about a text."""
+
+
+class ModelArguments(Arguments):
+    """A model and where it computes."""
+
+    model: ModelPath
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one."""
+
+
+def open_model(path: Path, device: str) -> LanguageModel:
+    """Return the model in a folder, on a device."""
+    from hmmlm.device import pick_device
+    from hmmlm.text.lm import load
+
+    chosen = pick_device(device)
+    return load(path).to(chosen)
+
+
+def read_texts(
+    lm: LanguageModel, data: str | None, data_folder: Path | None, splits: tuple[str, ...]
+) -> dict[str, Documents]:
+    """Return a text by name: a file whole, a corpus or a folder by its splits; None: what the model was trained on."""
+    from hmmlm.data.corpora import file_documents, load_text
+    from hmmlm.data.text import is_pipe
+
+    if data is not None and (Path(data).is_file() or is_pipe(Path(data))):
+        return {Path(data).name: file_documents(Path(data))}
+    trained_on, trained_folder = lm.config.get("data", "embedded"), lm.config.get("data_folder")
+    home = data_folder or (None if trained_folder is None else Path(trained_folder))
+    corpus = load_text(data or trained_on, folder=home, download=True)
+    return {split: corpus[split] for split in splits}
+
+
+def warn_unknown(shares: Mapping[str, float], data: str) -> None:
+    """Warn if many words of a text are unknown. Named corpora have `<unk>` of their own, which no model can avoid."""
+    from hmmlm.data.corpora import NAMES
+
+    for name, share in shares.items():
+        if share > MANY_UNKNOWN and data not in NAMES:
+            print(
+                f"hmmlm: warning: {share:.1%} of the words of {name} are unknown and count as <unk>, so its perplexity "
+                "says little: use subwords (hmmlm train --tokenizer.kind bpe) or a larger vocabulary",
+                file=sys.stderr,
+            )
+
+
+def print_scores(scores: Mapping[str, TextScore]) -> None:
+    """Print a table of scores by the name of the text."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from hmmlm.report.labels import printable
+    from hmmlm.runs.progress import perplexity_text
+
+    columns = (
+        "tokens",
+        "perplexity",
+        "perplexity,\nknown words",
+        "bits per\ntoken",
+        "bits per\nbyte",
+        "unknown\nwords",
+    )
+    table = Table("text", *columns, box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, score in scores.items():
+        per_byte = "–" if score.bits_per_byte is None else f"{score.bits_per_byte:.3f}"
+        table.add_row(
+            Text(printable(name)),  # not markup: a file may be named "[red].txt"
+            f"{score.tokens:,}",
+            perplexity_text(score.perplexity, 2),
+            perplexity_text(score.known_perplexity, 2),
+            f"{score.bits_per_token:.3f}",
+            per_byte,
+            f"{score.unknown_share:.2%}",
+        )
+    Console().print(table)

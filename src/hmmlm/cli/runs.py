@@ -1,0 +1,101 @@
+"""`hmmlm runs`: the runs in a folder and their results."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from pydantic_settings import CliPositionalArg
+
+from hmmlm.cli.parse import Arguments, parse
+
+DESCRIPTION = """List the runs of `hmmlm train` in a folder, the newest last: data, model, validation and test
+perplexity, share of unknown words, and how far training is. `latest` is a name for the newest run
+in every command that takes a run.
+
+examples:
+  hmmlm runs
+  hmmlm runs experiments --json"""
+
+
+class RunsArguments(Arguments):
+    folder: Annotated[CliPositionalArg[Path], Field(description="Folder of the runs (default: runs).")] = Path("runs")
+    json_output: bool = Field(default=False, alias="json")
+    """Print JSON."""
+
+
+def run(argv: list[str]) -> int:
+    arguments = parse(RunsArguments, argv, "runs", DESCRIPTION)
+
+    from hmmlm.errors import InputError
+    from hmmlm.runs.folders import list_runs
+
+    found = [_summary(folder) for folder in list_runs(arguments.folder)]
+    if not found:
+        raise InputError(f"no runs in the folder {arguments.folder}: `hmmlm train` makes one")
+    if arguments.json_output:
+        print(json.dumps(found, indent=1))
+    else:
+        _print_table(found)
+    return 0
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """Return what a run is and what it has reached, as JSON values; null where it is not known yet."""
+    from hmmlm.data.files import read_json
+    from hmmlm.errors import InputError
+    from hmmlm.runs.folders import CONFIG, RESULTS
+    from hmmlm.runs.history import read_history
+
+    config = read_json(folder / CONFIG)
+    try:
+        history = read_history(folder / "history.jsonl")
+    except InputError:  # not started, or damaged
+        history = []
+    checks = [record for record in history if record["event"] == "valid"]
+    perplexities = [record["perplexity"] for record in checks if record.get("perplexity") is not None]
+    try:
+        test = read_json(folder / RESULTS)["model"]["test"]
+    except (InputError, KeyError):  # not finished
+        test = {}
+    return {
+        "run": str(folder),
+        "data": config["data"],
+        "model": config.get("model", {}).get("kind"),
+        "states": config.get("model", {}).get("states"),
+        "finished": (folder / "final").exists(),
+        "steps": history[-1]["step"] if history else 0,
+        "valid_perplexity": min(perplexities, default=None),
+        "test_perplexity": test.get("perplexity"),
+        "unknown_share": test.get("unknown_share"),
+        "seconds": history[-1].get("seconds") if history else None,
+        "changed": time.strftime("%Y-%m-%d %H:%M", time.localtime((folder / CONFIG).stat().st_mtime)),
+    }
+
+
+def _print_table(found: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from hmmlm.report.labels import printable
+    from hmmlm.runs.progress import perplexity_text
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "data", "model"):
+        table.add_column(name, overflow="fold")
+    for name in ("valid", "test", "unknown"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for run in found:
+        perplexities = (
+            "" if p is None else perplexity_text(p) for p in (run["valid_perplexity"], run["test_perplexity"])
+        )
+        unknown = "" if run["unknown_share"] is None else f"{run['unknown_share']:.1%}"
+        model = " ".join(str(part) for part in (run["model"], run["states"]) if part is not None)
+        texts = [Text(printable(str(part))) for part in (run["run"], run["data"], model)]
+        table.add_row(*texts, *perplexities, unknown, "finished" if run["finished"] else f"step {run['steps']:,}")
+    Console().print(table)
