@@ -5,6 +5,7 @@ import json
 import math
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,10 @@ from hmmlm.config.training import read_config
 from hmmlm.data.corpora import Documents
 from hmmlm.learning import prepare
 from hmmlm.learning.prepare import reopen
+from hmmlm.teachers.huggingface import INSTALL
 from hmmlm.text.lm import load
 
+ROOT = Path(__file__).parent.parent
 RUNNING = ["--no-batches.reset-at-eos", "--no-batches.eval-reset-at-eos"]
 
 
@@ -284,3 +287,37 @@ def test_ngrams_are_written_as_arpa_and_read_back(run: str, tmp_path: Path, caps
     assert "bits per" in output(capsys, "ngram", f"runs/{run}", "--order", "2")
     assert "is not an ARPA file" in failure(capsys, *argv, "--arpa", "animals.txt")
     assert "has no token files" in failure(capsys, "ngram", str(tmp_path))
+
+
+# --- text, progress, installation ---
+
+
+def test_a_run_as_data_may_be_the_latest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["train", "--data", "latest", *SMALL, "--train.epochs", "1", "--quiet", "--out", str(tmp_path / "run")]
+    output(capsys, *argv)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["data"] == "runs/subwords"
+
+
+def test_clustering_shows_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = output(capsys, "data", "animals.txt", "--out", str(tmp_path / "tokens"), "--clusters", "4")
+    assert "clustering into 4: 17 of 17 words" in printed
+    assert output(capsys, "data", "animals.txt", "--out", str(tmp_path / "more"), "--quiet").startswith("split")
+
+
+def test_tables_fit_a_terminal_of_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = ["inspect --contexts", "eval --splits train,valid,test", "compare latest"]
+    for command, *rest in map(str.split, commands):
+        lines = output(capsys, command, "runs/words", *rest).splitlines()
+        assert max(map(len, lines)) <= 80, command
+    contexts = output(capsys, "inspect", "runs/words", "--contexts", "--text", "the unicorn").splitlines()
+    begin = next(i for i, line in enumerate(contexts) if "before" in line)
+    assert contexts[begin + 1][:2].strip().isdigit()  # the number of the state
+    assert any(line.startswith("perplexity") and "1 unknown word" in line for line in contexts)
+
+
+def test_the_packages_of_teachers_are_those_of_the_extra() -> None:
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["teacher"]
+    assert shlex.split(INSTALL)[2:] == extra

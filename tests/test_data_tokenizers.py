@@ -7,18 +7,22 @@ import json
 from functools import cache
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import sentencepiece
 import tokenizers
+from helpers.commands import failure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, processors
 
+from hmmlm.cli.main import main
 from hmmlm.data.tokenizers import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
     WordTokenizer,
+    find_tokenizer,
     load_tokenizer,
 )
 from hmmlm.errors import InputError
@@ -223,3 +227,30 @@ def test_two_kinds_are_not_saved_into_one_folder(all_kinds: dict[str, Tokenizer]
     with pytest.raises(InputError, match="already contains another tokenizer"):
         all_kinds["sentencepiece"].save(tmp_path)
     assert load_tokenizer(tmp_path).kind == "word"
+
+
+def test_a_tokenizer_by_its_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer = HuggingFaceTokenizer.train(LINES, 300)
+    tokenizer.save(tmp_path / "cache")
+    cached: dict[str, str] = {}
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: cached.get(f"{name}/{file}"))
+
+    def offline(*args: object, **options: object) -> None:
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(huggingface_hub, "model_info", offline)
+    (tmp_path / "text.txt").write_text("\n".join(LINES * 9))
+    argv = ["data", "text.txt", "--out", "tokens", "--tokenizer.kind", "file", "--tokenizer.file", "owner/name"]
+    error = failure(capsys, *argv)
+    assert "no tokenizer owner/name" in error and "no route to the hub" in error and "check the name" in error
+    cached["owner/name/tokenizer.json"] = str(tmp_path / "cache" / "tokenizer.json")
+    assert find_tokenizer(Path("owner/name")).fingerprint() == tokenizer.fingerprint()
+    assert main(argv) == 0
+    assert load_tokenizer(Path("tokens/tokenizer")).fingerprint() == tokenizer.fingerprint()
+    with pytest.raises(
+        InputError, match=r"no tokenizer at missing/tokenizer\.json"
+    ):  # a path, which no hub is asked for
+        find_tokenizer(Path("missing/tokenizer.json"))

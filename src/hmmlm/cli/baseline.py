@@ -22,7 +22,7 @@ most used options:
   --train.epochs N          passes over the text
 
 All settings, by section: hmmlm baseline --help SECTION
-  SECTION is tokenizer, batches, model, optimizer, schedule, train, or all
+  SECTION is text, tokenizer, batches, model, optimizer, schedule, train, or all
 
 examples:
   hmmlm baseline --data runs/mine --out baselines/lstm

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg
 
 from hmmlm.cli.parse import Arguments, parse
-from hmmlm.config.sections import TokenizerConfig, WordTokenizerConfig
+from hmmlm.config.sections import TextConfig, TokenizerConfig, WordTokenizerConfig
 from hmmlm.config.training import TrainingConfig, fill_in_kinds, with_corpus_words
 from hmmlm.section import Passes
 
@@ -39,7 +39,10 @@ class DataArguments(Arguments):
     """Also cluster the words of the training text into this many Brown clusters, for --model.clusters; 0: none."""
     exchange_passes: Passes = 0
     """Passes over all words that move each to the best cluster afterwards."""
+    text: TextConfig = TextConfig()
     tokenizer: TokenizerConfig = WordTokenizerConfig()
+    quiet: bool = False
+    """Print results and warnings only."""
 
     @model_validator(mode="before")
     @classmethod
@@ -56,19 +59,27 @@ def run(argv: list[str]) -> int:
     from hmmlm.data.tokenfile import unknown_fraction
     from hmmlm.learning.prepare import check_data, cluster_words, find_data, prepare
     from hmmlm.runs.folders import refuse_used, removed_on_failure
-    from hmmlm.runs.progress import terminal_progress
+    from hmmlm.runs.progress import Progress, terminal_progress
     from hmmlm.structure.paths import write_paths
 
     out = arguments.out
     refuse_used(out)
-    check_data(arguments.corpus, arguments.tokenizer)
-    config = TrainingConfig(data=arguments.corpus, data_folder=arguments.data_folder, tokenizer=arguments.tokenizer)
+    config = TrainingConfig(
+        data=arguments.corpus,
+        data_folder=arguments.data_folder,
+        text=arguments.text,
+        tokenizer=arguments.tokenizer,
+    )
+    check_data(config)
+    progress = Progress() if arguments.quiet else terminal_progress()
     source = find_data(config)
     with removed_on_failure(out, MADE, made=not out.exists()):
-        prepared = prepare(config, source, out, terminal_progress())
+        prepared = prepare(config, source, out, progress)
         if arguments.clusters:
             words = [prepared.tokenizer.token(i) for i in range(prepared.tokenizer.vocab_size)]
-            clustering = cluster_words(prepared.tokens["train"], arguments.clusters, arguments.exchange_passes)
+            clustering = cluster_words(
+                prepared.tokens["train"], arguments.clusters, arguments.exchange_passes, progress
+            )
             write_paths(out / "clusters.paths", clustering, words)
             print(f"{len(clustering.paths)} clusters: {out / 'clusters.paths'}")
     table = Table("split", "tokens", "documents", "unknown words", box=None, pad_edge=False)

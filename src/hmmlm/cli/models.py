@@ -42,11 +42,12 @@ def read_texts(
     from hmmlm.data.corpora import file_documents, load_text
     from hmmlm.data.text import is_pipe
 
+    unit = lm.config.get("text", {}).get("unit", "line")
     if data is not None and (Path(data).is_file() or is_pipe(Path(data))):
-        return {Path(data).name: file_documents(Path(data))}
+        return {Path(data).name: file_documents(Path(data), unit)}
     trained_on, trained_folder = lm.config.get("data", "embedded"), lm.config.get("data_folder")
     home = data_folder or (None if trained_folder is None else Path(trained_folder))
-    corpus = load_text(data or trained_on, folder=home, download=True)
+    corpus = load_text(data or trained_on, folder=home, download=True, unit=unit)
     return {split: corpus[split] for split in splits}
 
 

@@ -23,7 +23,7 @@ most used options:
   --convert FILE.gguf       train nothing: write a GGUF file as a Hugging Face folder (--out)
 
 All settings, by section: hmmlm teacher --help SECTION
-  SECTION is tokenizer, batches, model, optimizer, schedule, train, or all
+  SECTION is text, tokenizer, batches, model, optimizer, schedule, train, or all
 
 examples:
   hmmlm teacher --data my.txt --out teachers/mine

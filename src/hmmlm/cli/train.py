@@ -14,6 +14,7 @@ Train a hidden Markov language model and write its report.
 most used options:
   --data NAME_OR_PATH       embedded, ptb, wikitext-2, a text file (one example per line), a folder
                             with train, valid and test files, or one made by `hmmlm data`
+  --text.unit UNIT          line (default), paragraph (wrapped lines are joined), document
   --out FOLDER              folder of the run (default: runs/NAME-TIME)
   --resume FOLDER           resume a run (Ctrl-C saves and stops); may change how long it trains;
                             latest: the newest run in runs/
@@ -33,7 +34,7 @@ most used options:
   --quiet                   print results and warnings only
 
 All settings, by section: hmmlm train --help SECTION
-  SECTION is tokenizer, batches, model, initialization, optimizer, schedule, train, or all
+  SECTION is text, tokenizer, batches, model, initialization, optimizer, schedule, train, or all
 
 examples:
   hmmlm train --data my.txt

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
@@ -17,7 +17,7 @@ from hmmlm.config.recipe import recipe_source, recipe_values
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import TrainingConfig, drop_other_kinds
 from hmmlm.errors import InputError
-from hmmlm.runs.folders import find_run, new_folder, saved_config
+from hmmlm.runs.folders import LATEST, find_run, new_folder, saved_config
 
 if TYPE_CHECKING:
     from hmmlm.learning.train import TrainResult
@@ -79,6 +79,11 @@ class TrainingArguments(Arguments):
     quiet: bool = False
     """Print results and warnings only."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _find_latest(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return {**values, "data": str(find_run(Path(LATEST)))} if values.get("data") == LATEST else values
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -119,7 +124,9 @@ def run_training(
     train: Callable[[Any, Path, bool, Any], TrainResult],
 ) -> TrainResult:
     """Train in the folder of the arguments, or in a new one: FOLDERS[command]/name-TIME; print how it ended."""
+    from hmmlm.data.tokenfile import unknown_fraction
     from hmmlm.device import peak_memory, pick_device
+    from hmmlm.learning.prepare import reopen
     from hmmlm.runs.progress import Progress, terminal_progress
 
     progress = Progress() if arguments.quiet else terminal_progress()
@@ -131,10 +138,12 @@ def run_training(
         with new_folder(arguments.out, FOLDERS[command], name) as out:
             result = train(config, out, False, progress)
     if result.finished:
-        memory = peak_memory(pick_device(config.train.device))
+        memory, data = peak_memory(pick_device(config.train.device)), reopen(result.out)
+        unknown = unknown_fraction(data.tokens["valid"], data.tokenizer.unk_id, data.tokenizer.eos_id)
         print(
             f"finished after {result.steps:,} steps, {result.seconds:,.0f} s, {memory / 1e9:.2f} GB of memory; "
-            f"best model, of valid perplexity {result.best_perplexity:.2f}: {result.out / 'best'}"
+            f"best model, of valid perplexity {result.best_perplexity:.2f} ({unknown:.1%} unknown words): "
+            f"{result.out / 'best'}"
         )
     else:
         print(f"stopped at step {result.steps:,}, saved; continue with: hmmlm {command} --resume {result.out}")

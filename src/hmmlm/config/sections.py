@@ -9,6 +9,18 @@ from pydantic import Field, model_validator
 
 from hmmlm.section import MAX_TOKENS, MAX_VOCABULARY, Fraction, Momentum, Pseudocount, Section, Seed, TokenCount
 
+# --- text ---
+
+
+class TextConfig(Section):
+    """How a text file becomes examples."""
+
+    unit: Literal["line", "paragraph", "document"] = "line"
+    """line: every line is an example; paragraph: wrapped lines are joined, up to a blank line; document: the same, and
+    whole documents are held out, which two blank lines separate (or a folder has, one per file). Named corpora have
+    their own."""
+
+
 # --- tokenizer ---
 
 VocabularySize = Annotated[int, Field(gt=0, le=MAX_VOCABULARY)]
@@ -42,7 +54,8 @@ class FileTokenizerConfig(Section):
 
     kind: Literal["file"] = "file"
     file: Path
-    """A Hugging Face tokenizer.json, a sentencepiece .model, or a saved word vocabulary."""
+    """A Hugging Face tokenizer.json, a sentencepiece .model, a saved word vocabulary, or a name on the Hugging Face hub
+    (gpt2, owner/name)."""
 
 
 CORPUS_WORDS: dict[str, dict[str, Any]] = {

@@ -17,6 +17,7 @@ from hmmlm.config.sections import (
     OptimizerConfig,
     ScheduleConfig,
     StreamConfig,
+    TextConfig,
     TokenizerConfig,
     TrainConfig,
     WordTokenizerConfig,
@@ -37,6 +38,7 @@ class TrainingConfig(Section):
     made by `hmmlm data` or `hmmlm train`, whose token files and tokenizer are then used."""
     data_folder: Path | None = None
     """Folder of named corpora; None: $HMMLM_DATA or the cache folder, to which missing corpora are downloaded."""
+    text: TextConfig = TextConfig()
     tokenizer: TokenizerConfig = WordTokenizerConfig()
     batches: BatchesConfig = StreamConfig()
     optimizer: OptimizerConfig = AdamWConfig()

@@ -14,13 +14,22 @@ from pathlib import Path
 
 from hmmlm.data.embedded import embedded_corpus
 from hmmlm.data.public import PTB, WIKITEXT_2, locate
-from hmmlm.data.text import check_text_file, held_out, is_pipe, read_documents, read_lines
+from hmmlm.data.text import (
+    check_text_file,
+    held_out,
+    is_pipe,
+    read_documents,
+    read_lines,
+    read_paragraphs,
+    split_long,
+)
 from hmmlm.data.tokenfile import TokenFile, write_tokens
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
 
 SPLITS = ("train", "valid", "test")
 NAMES = ("embedded", PTB.name, WIKITEXT_2.name)
+TEXT_SUFFIXES = ("", ".gz", ".xz")
 Document = list[str]
 
 
@@ -30,19 +39,24 @@ class Documents:
 
     source: str  # identifies the content: changes when the content changes
     read: Callable[[], Iterable[Document]]
+    note: str = ""  # how the text was divided, if not as usual
 
     def __iter__(self) -> Iterator[Document]:
         return iter(self.read())
 
 
-def load_text(name_or_path: str, *, folder: Path | None = None, download: bool = False) -> dict[str, Documents]:
+def load_text(
+    name_or_path: str, *, folder: Path | None = None, download: bool = False, unit: str = "line"
+) -> dict[str, Documents]:
     """Return the train, valid and test documents of a corpus.
 
     Args:
         name_or_path: a name ("embedded", "ptb" or "wikitext-2"); a folder with train.txt, valid.txt and test.txt (or
-            .gz, .xz); or one text file, whose lines are split into 90% train, 5% valid and 5% test.
+            .gz, .xz); or one text file, whose units are split into 90% train, 5% valid and 5% test. With the unit
+            "document" also a folder of text files, each a document, which are split in the same way.
         folder: where to find a named corpus; by default $HMMLM_DATA or the cache.
         download: whether to download a named corpus that is missing.
+        unit: "line", "paragraph" or "document" (see `hmmlm.config.sections.TextConfig`); not of named corpora.
     """
     if name_or_path == "embedded":
         return {split: _paragraphs(lines) for split, lines in embedded_corpus().items()}
@@ -51,18 +65,22 @@ def load_text(name_or_path: str, *, folder: Path | None = None, download: bool =
             found = locate(corpus, folder, download)
             return {split: Documents(checksum, partial(read, path)) for split, (path, checksum) in found.items()}
     path = Path(name_or_path)
+    if path.is_dir() and unit == "document" and not any(path.glob("train.txt*")):
+        files = sorted(file for suffix in TEXT_SUFFIXES for file in path.rglob(f"*.txt{suffix}"))
+        source = " ".join(map(_file_source, files))
+        return _held_out_splits(path, source, lambda: map(_whole_file, files), unit)
     if path.is_dir():
-        return {split: file_documents(_split_file(path, split)) for split in SPLITS}
+        return {split: file_documents(_split_file(path, split), unit) for split in SPLITS}
     if not path.exists():
         raise InputError(f"no corpus {name_or_path!r}: give a file, a folder, or one of {', '.join(NAMES)}")
     if is_pipe(path):
         raise InputError(f"{path} is a pipe, which can be read only once, and its splits are read one by one: save it")
-    return _held_out_splits(path)
+    return _held_out_splits(path, _file_source(path), partial(_units, path, unit), unit)
 
 
-def file_documents(path: Path) -> Documents:
-    """Return a whole text file as one split, with one document per line."""
-    return Documents(_file_source(path), partial(_one_a_line, path))
+def file_documents(path: Path, unit: str = "line") -> Documents:
+    """Return a whole text file as one split, with one document per unit."""
+    return Documents(f"{_file_source(path)} {unit}", partial(_units, path, unit))
 
 
 def encode_documents(documents: Documents, tokenizer: Tokenizer, path: Path) -> TokenFile:
@@ -88,6 +106,19 @@ def encode_documents(documents: Documents, tokenizer: Tokenizer, path: Path) -> 
 def _paragraphs(lines: list[str]) -> Documents:
     source = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     return Documents(source, lambda: ([line] for line in lines))
+
+
+def _units(path: Path, unit: str) -> Iterator[Document]:
+    """Yield the lines, paragraphs or documents of a file."""
+    if unit == "line":
+        return _one_a_line(path)
+    documents = read_paragraphs(path)
+    return documents if unit == "document" else ([paragraph] for document in documents for paragraph in document)
+
+
+def _whole_file(path: Path) -> Document:
+    """Return a file as one document of paragraphs."""
+    return [paragraph for document in read_paragraphs(path) for paragraph in document]
 
 
 def _one_a_line(path: Path) -> Iterator[Document]:
@@ -122,7 +153,7 @@ def _is_title(line: str) -> bool:
 
 def _split_file(folder: Path, split: str) -> Path:
     """Return the text file of a split in a corpus folder."""
-    candidates = [folder / f"{split}.txt{suffix}" for suffix in ("", ".gz", ".xz")]
+    candidates = [folder / f"{split}.txt{suffix}" for suffix in TEXT_SUFFIXES]
     found = next((path for path in candidates if path.is_file()), None)
     if found is None:
         raise InputError(f"no {split}.txt (or .gz, .xz) in {folder}: a corpus folder needs train, valid and test")
@@ -136,29 +167,45 @@ def _file_source(path: Path) -> str:
     return f"{path.resolve()} {status.st_size} bytes {status.st_mtime_ns}"
 
 
-def _held_out_splits(path: Path) -> dict[str, Documents]:
-    """Split a file by the hash of a line, so that no line is in two splits; by position if a split would be empty."""
+def _held_out_splits(
+    path: Path, source: str, documents: Callable[[], Iterable[Document]], unit: str, note: str = ""
+) -> dict[str, Documents]:
+    """Split documents by their hash, so that none is in two splits; by position if a split would be empty.
+
+    A text of one or two long lines is divided into sentences.
+    """
     seen: set[str] = set()
     count = 0
-    for count, line in enumerate(read_documents(path), 1):  # noqa: B007
-        seen.add(held_out(line))
+    for count, document in enumerate(documents(), 1):  # noqa: B007
+        seen.add(held_out("\n".join(document)))
         if len(seen) == len(SPLITS):
             assign: Callable[[int, str], str] = _by_hash
             break
     else:
+        if count < len(SPLITS) and unit == "line" and not note:
+            note = f"({'its one line' if count == 1 else f'its {count} lines'} divided into sentences)"
+            pieces = lambda: ([piece] for document in documents() for piece in split_long(document[0]))  # noqa: E731
+            return _held_out_splits(path, f"{source} sentences", pieces, unit, note)
         if count < len(SPLITS):
-            lines = "1 line" if count == 1 else f"{count} lines"
-            raise InputError(f"{path} has {lines}, too few for train, valid and test: write one example per line")
+            units = f"1 {unit}" if count == 1 else f"{count} {unit}s"
+            raise InputError(f"{path} has {units}, too few for train, valid and test: {_ADVICE[unit]}")
         assign = partial(_by_position, min(count, 20))
 
     def read(split: str) -> Iterator[Document]:
-        return ([line] for i, line in enumerate(read_documents(path)) if assign(i, line) == split)
+        return (document for i, document in enumerate(documents()) if assign(i, "\n".join(document)) == split)
 
-    return {split: Documents(f"{_file_source(path)} {split}", partial(read, split)) for split in SPLITS}
+    return {split: Documents(f"{source} {unit} {split}", partial(read, split), note) for split in SPLITS}
 
 
-def _by_hash(_: int, line: str) -> str:
-    return held_out(line)
+_ADVICE = {
+    "line": "write one example per line",
+    "paragraph": "separate paragraphs by a blank line, or use --text.unit line",
+    "document": "separate documents by two blank lines, give a folder with a file each, or use --text.unit paragraph",
+}
+
+
+def _by_hash(_: int, text: str) -> str:
+    return held_out(text)
 
 
 def _by_position(period: int, i: int, _: str) -> str:

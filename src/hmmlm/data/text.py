@@ -7,6 +7,7 @@ import hashlib
 import io
 import lzma
 import os
+import re
 import select
 import stat
 import time
@@ -19,6 +20,10 @@ from hmmlm.errors import InputError
 
 MAX_LINE = 1 << 24  # bytes of a line: a text without line breaks is not read into memory, whatever its size
 PIPE_TIMEOUT_S = 3.0  # how long a pipe may have no writer
+MAX_CHARACTERS = 400
+"""Of a piece of a text without line breaks."""
+# After a full stop that a space follows, or an ideographic one.
+_SENTENCE_END = re.compile(r"(?<=[.!?…][\"'”’)\]])\s+|(?<=[.!?…])\s+|(?<=[。！？])\s*")
 
 
 def is_pipe(path: Path) -> bool:
@@ -59,6 +64,47 @@ def read_documents(path: Path) -> Iterator[str]:
             yield line
     if empty:
         raise InputError(f"{path} has only blank lines")
+
+
+def read_paragraphs(path: Path) -> Iterator[list[str]]:
+    """Yield documents as lists of paragraphs: wrapped lines joined at single spaces.
+
+    A blank line ends a paragraph, two or more end a document.
+    """
+    document: list[str] = []
+    paragraph: list[str] = []
+    blank = 0
+    for line in read_lines(path):
+        blank = 0 if line else blank + 1
+        if line:
+            paragraph.append(line)
+        elif paragraph:
+            document.append(" ".join(paragraph))
+            paragraph = []
+        if blank == 2 and document:
+            yield document
+            document = []
+    document += [" ".join(paragraph)] if paragraph else []
+    if document:
+        yield document
+
+
+def split_long(text: str) -> list[str]:
+    """Split a text without line breaks into sentences, and those into pieces of at most MAX_CHARACTERS characters.
+
+    Pieces end between words; a longer word, such as a sentence of a script without spaces, is cut.
+    """
+    pieces: list[str] = []
+    for sentence in _SENTENCE_END.split(text):
+        words = [word[i : i + MAX_CHARACTERS] for word in sentence.split() for i in range(0, len(word), MAX_CHARACTERS)]
+        piece = ""
+        for word in words:
+            if piece and len(piece) + 1 + len(word) > MAX_CHARACTERS:
+                pieces.append(piece)
+                piece = ""
+            piece = f"{piece} {word}" if piece else word
+        pieces += [piece] if piece else []
+    return pieces
 
 
 def held_out(text: str) -> str:

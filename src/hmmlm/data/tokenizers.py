@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,8 @@ from hmmlm.errors import InputError
 
 __all__ = ["HuggingFaceTokenizer", "SentencePieceTokenizer", "Tokenizer", "WordTokenizer", "load_tokenizer"]
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # "gpt2" or "owner/name"
+_HUB_TIMEOUT_S = 10.0
 _EOS_NAMES = ("</s>", EOS, "<|endoftext|>", "<|end_of_text|>")
 
 
@@ -142,6 +145,26 @@ class SentencePieceTokenizer:
         if (folder / "tokenizer.json").exists():
             raise InputError(f"{folder} already contains another tokenizer (tokenizer.json): choose another folder")
         write_bytes(folder / "tokenizer.model", self._processor.serialized_model_proto())
+
+
+def find_tokenizer(name: Path) -> Tokenizer:
+    """Return the tokenizer in a file or folder, or the one of that name on the Hugging Face hub."""
+    if name.exists() or name.suffix in (".json", ".model") or not _HUB_NAME.fullmatch(str(name)):
+        return load_tokenizer(name)
+    import huggingface_hub as hub  # a dependency of tokenizers; its import is slow
+
+    try:
+        file = hub.try_to_load_from_cache(str(name), "tokenizer.json")
+        if not isinstance(file, str):
+            hub.model_info(str(name), timeout=_HUB_TIMEOUT_S)  # fails at once, where a download retries for a minute
+            file = hub.hf_hub_download(str(name), "tokenizer.json")
+    except Exception as error:  # of huggingface_hub or of its HTTP library: no common class
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(
+            f"no tokenizer {name}: there is no such file, it is not in the cache of the Hugging Face hub, and the hub "
+            f"does not supply it ({reason}): check the name and the connection, or give a tokenizer.json"
+        ) from None
+    return load_tokenizer(Path(file))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

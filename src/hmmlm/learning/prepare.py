@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from hmmlm.data.batches import Batches, ChunkBatches, StreamBatches
 from hmmlm.data.corpora import NAMES, SPLITS, Documents, encode_documents, load_text
 from hmmlm.data.files import link_or_copy, parse_json, read_json, require_like, write_bytes
 from hmmlm.data.tokenfile import TokenFile
-from hmmlm.data.tokenizers import HuggingFaceTokenizer, Tokenizer, WordTokenizer, load_tokenizer
+from hmmlm.data.tokenizers import HuggingFaceTokenizer, Tokenizer, WordTokenizer, find_tokenizer, load_tokenizer
 from hmmlm.errors import InputError
 from hmmlm.models.base import BlockedConfig, ModelConfig
 from hmmlm.runs.folders import BLOCKS
@@ -60,14 +60,14 @@ def is_prepared(folder: Path) -> bool:
     return (folder / "data" / "train.json").exists()
 
 
-def check_data(data: str, tokenizer: TokenizerConfig) -> None:
-    """Raise an InputError if a text or its tokenizer is missing or visibly wrong; names are not looked up."""
-    if is_prepared(Path(data)):
+def check_data(config: TrainingConfig) -> None:
+    """Raise an InputError if a text or its tokenizer is missing or visibly wrong; named corpora are not looked up."""
+    if is_prepared(Path(config.data)):
         return
-    if data not in NAMES:
-        load_text(data)
-    if isinstance(tokenizer, FileTokenizerConfig):
-        load_tokenizer(tokenizer.file)
+    if config.data not in NAMES:
+        load_text(config.data, unit=config.text.unit)
+    if isinstance(config.tokenizer, FileTokenizerConfig):
+        find_tokenizer(config.tokenizer.file)
 
 
 def with_actual_tokenizer(config: AnyConfig, saved: AnyConfig | None) -> AnyConfig:
@@ -87,7 +87,7 @@ def find_data(config: TrainingConfig) -> Mapping[str, Documents] | Path:
     folder = Path(config.data)
     if is_prepared(folder):
         return folder
-    return load_text(config.data, folder=config.data_folder, download=True)
+    return load_text(config.data, folder=config.data_folder, download=True, unit=config.text.unit)
 
 
 def prepare(
@@ -117,7 +117,7 @@ def prepare(
 def _encode(
     config: TrainingConfig, splits: Mapping[str, Documents], run: Path, progress: Progress
 ) -> tuple[Tokenizer, dict[str, TokenFile]]:
-    progress.note(f"reading {config.data}")
+    progress.note(" ".join(filter(None, [f"reading {config.data}", splits["train"].note])))
     with progress.phase("tokenizer", unit="lines") as phase:
         lines = (line for document in splits["train"] for line in document)
         tokenizer = make_tokenizer(config.tokenizer, _counted(lines, phase.advance))
@@ -125,7 +125,7 @@ def _encode(
     tokens = {}
     for split, documents in splits.items():
         with progress.phase(f"encoding {split}", unit="documents") as phase:
-            counted = Documents(documents.source, partial(_counted, documents, phase.advance))
+            counted = replace(documents, read=partial(_counted, documents, phase.advance))
             tokens[split] = encode_documents(counted, tokenizer, run / "data" / split)
     return tokenizer, tokens
 
@@ -226,8 +226,7 @@ def make_blocks(config: BlockedConfig, tokenizer: Tokenizer, train: TokenFile, p
                 f"model.blocks is {config.blocks:,}: clustering words into more than {MAX_CLUSTERS:,} takes hours; use "
                 "fewer, or give clusters of your own with model.clusters"
             )
-        progress.note(f"clustering {tokenizer.vocab_size:,} words into {config.blocks}")
-        clustering = cluster_words(train, config.blocks, config.exchange_passes)
+        clustering = cluster_words(train, config.blocks, config.exchange_passes, progress)
     found = len(clustering.paths)
     if found != config.blocks:
         source = config.clusters or "the training text"
@@ -235,21 +234,24 @@ def make_blocks(config: BlockedConfig, tokenizer: Tokenizer, train: TokenFile, p
     return [int(cluster) for cluster in clustering.with_unseen_placed()]
 
 
-def cluster_words(train: TokenFile, clusters: int, exchange_passes: int = 0) -> BrownClustering:
+def cluster_words(train: TokenFile, clusters: int, exchange_passes: int, progress: Progress) -> BrownClustering:
     """Return Brown clusters of a token file's words."""
-    return brown_clusters(
-        np.asarray(train.tokens, dtype=np.int64),
-        train.vocab_size,
-        clusters,
-        documents=train.documents[:-1],
-        exchange_passes=exchange_passes,
-    )
+    tokens = np.asarray(train.tokens, dtype=np.int64)
+    with progress.phase(f"clustering into {clusters}", len(np.unique(tokens)), unit="words") as phase:
+        return brown_clusters(
+            tokens,
+            train.vocab_size,
+            clusters,
+            documents=train.documents[:-1],
+            exchange_passes=exchange_passes,
+            on_word=phase.advance,
+        )
 
 
 def make_tokenizer(config: TokenizerConfig, lines: Iterable[str]) -> Tokenizer:
     """Return the configured tokenizer; `lines` are those of the training text."""
     if isinstance(config, FileTokenizerConfig):
-        return load_tokenizer(config.file)
+        return find_tokenizer(config.file)
     if isinstance(config, BpeTokenizerConfig):
         return HuggingFaceTokenizer.train(lines, config.vocab_size)
     return WordTokenizer.train(

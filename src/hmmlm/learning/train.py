@@ -217,7 +217,7 @@ def _train(
         else:
             if resume:
                 refuse_lost(out, config.command)
-            check_data(config.data, config.tokenizer)
+            check_data(config)
             check_memory(size(1), config.optimizer.kind, device)  # whatever the vocabulary will be
             check(config)
             source = find_data(config)

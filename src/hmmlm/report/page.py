@@ -85,6 +85,12 @@ def next_commands(results: RunResults) -> dict[str, str]:
         f"hmmlm eval {run}": "compute perplexity on the test split, or on another text with --data",
         f"hmmlm sample {run}": "generate text; --prompt sets how it starts",
     }
+    commands |= {
+        f'hmmlm infill {run} "the ___ of"': "list the most likely words for a blank",
+        f"hmmlm score {run} -": "compute the probability of lines that you type, or of a file instead of -",
+    }
+    if results.config.train.epochs is not None:
+        commands[f"hmmlm train --resume {run} --train.epochs {2 * results.config.train.epochs}"] = "train longer"
     if results.lm.hmm.states <= MAX_STATES:
         commands[f"hmmlm inspect {run} --contexts"] = "list the states with occurrences in the validation text"
     return commands
@@ -148,7 +154,7 @@ def _render(
         version=__version__,
         run=str(results.run),
         tiles=_tiles(results),
-        facts=training_facts(results.history),
+        facts=_model_facts(results) | training_facts(results.history),
         baseline_tokens=f"the first {plots.short(BASELINE_TOKENS)}" if train_tokens > BASELINE_TOKENS else "all",
         results=_result_rows(results),
         splits=_split_rows(results),
@@ -162,6 +168,12 @@ def _render(
         defaults=defaults,
         plots=drawn,
     )
+
+
+def _model_facts(results: RunResults) -> dict[str, str]:
+    """Return the size of the vocabulary and the share of unknown words by label."""
+    unknown = results.scores["test"].unknown_share
+    return {"vocabulary": f"{results.lm.hmm.vocab_size:,}", "unknown words in test": f"{unknown:.1%}"}
 
 
 def training_facts(history: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -39,6 +39,9 @@ def path_table(lm: LanguageModel, summary: StateSummary, text: str) -> Table:
     """Return a table of every token of a text with its Viterbi state, that state's posterior and its words."""
     explanation = explain_text(lm, text)
     title = f"perplexity {perplexity_text(perplexity(explanation.log_prob, len(explanation.tokens)))}"
+    unknown = explanation.tokens.count(lm.tokenizer.unk_id) if lm.tokenizer.unk_id is not None else 0
+    if unknown:
+        title += f", {unknown} unknown {'word' if unknown == 1 else 'words'}"
     table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="")
     table.add_column("word")
     for name in ("state", "p(state)"):

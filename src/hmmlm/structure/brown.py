@@ -15,6 +15,7 @@ either count is 0, plus terms without a sum. `ClusterWindow` maintains the sums 
 a cluster updates only the pairs and columns in which the added cluster, or the sparser of the merged ones, has bigrams.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -150,6 +151,7 @@ def brown_clusters(
     *,
     documents: np.ndarray | None = None,
     exchange_passes: int = 0,
+    on_word: Callable[[int], None] = lambda words: None,
 ) -> BrownClustering:
     """Cluster the words of a text into at most `clusters` clusters, in O(V·C²).
 
@@ -160,6 +162,7 @@ def brown_clusters(
         documents: offsets at which documents start; no bigram crosses one.
         exchange_passes: passes over all words before the tree is built. A pass moves each word to the cluster that
             gives the most mutual information (Martin et al. 1998).
+        on_word: called with 1 for each word that has been placed (progress).
     """
     if clusters < 1:
         raise InputError(f"clusters = {clusters}: it must be at least 1")
@@ -168,7 +171,7 @@ def brown_clusters(
     if seen == 0:
         raise InputError("the text to cluster has no words: give at least one token that is not missing (−1)")
     clusters = min(clusters, seen)
-    slot_of = _merge_words(bigrams, clusters)
+    slot_of = _merge_words(bigrams, clusters, on_word)
     if exchange_passes:
         slot_of = exchange(bigrams, slot_of, clusters, exchange_passes)
     table = cluster_table(bigrams, slot_of, clusters)
@@ -184,7 +187,7 @@ def brown_clusters(
     )
 
 
-def _merge_words(bigrams: Bigrams, clusters: int) -> np.ndarray:
+def _merge_words(bigrams: Bigrams, clusters: int, on_word: Callable[[int], None]) -> np.ndarray:
     """Return the slot 0..C−1 of each word [V], −1 if unseen; words enter the window by frequency, then by id."""
     first, second = bigrams.marginals()
     words = np.argsort(-bigrams.counts, kind="stable")[: np.count_nonzero(bigrams.counts)]
@@ -200,6 +203,7 @@ def _merge_words(bigrams: Bigrams, clusters: int) -> np.ndarray:
         else:
             kept, free = window.merge_best()
             slot_of[slot_of == free] = kept
+        on_word(1)
     slot_of[slot_of > free] -= 1  # close the gap of the last merge
     return slot_of
 
