@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import re
 import shlex
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.commands import failure, python_environment, run_python
+from helpers.commands import failure, python_environment, run_python, write_corpus
 
 import hmmlm
 from hmmlm.cli.main import main
@@ -31,14 +30,6 @@ SMALL = shlex.split(
     "--model.states 4 --batches.batch-size 4 --batches.length 8 --schedule.kind constant --schedule.warmup 0 "
     "--no-train.tensorboard"
 )
-
-
-def write_corpus(path: Path, lines: int = 200) -> Path:
-    rng = random.Random(0)
-    nouns, verbs = ["cat", "dog", "bird", "fish"], ["sees", "hears", "likes"]
-    text = [f"the {rng.choice(nouns)} {rng.choice(verbs)} the {rng.choice(nouns)} ." for _ in range(lines)]
-    path.write_text("".join(f"{i % 7} {line}\n" for i, line in enumerate(text)), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.commands import failure, help_text
-from test_cli_main import SMALL, write_corpus
+from helpers.commands import failure, help_text, write_corpus
+from test_cli_main import SMALL
 
 from hmmlm.cli.main import main
 from hmmlm.config.run import RunConfig

@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_cli_main import SMALL, write_corpus
+from helpers.commands import write_corpus
+from test_cli_main import SMALL
 
 from hmmlm.cli.main import main
 

@@ -1,6 +1,7 @@
 """Commands as a user runs them."""
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -73,3 +74,12 @@ def options_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
         patch.setattr(parsing, "Parser", RecordedParser)
         help_text(capsys, command, "--help", "all")
     return set(made[0]._option_string_actions)
+
+
+def write_corpus(path: Path, lines: int = 200) -> Path:
+    """Write a text of short sentences, and return the file."""
+    rng = random.Random(0)
+    nouns, verbs = ["cat", "dog", "bird", "fish"], ["sees", "hears", "likes"]
+    text = [f"the {rng.choice(nouns)} {rng.choice(verbs)} the {rng.choice(nouns)} ." for _ in range(lines)]
+    path.write_text("".join(f"{i % 7} {line}\n" for i, line in enumerate(text)), encoding="utf-8")
+    return path

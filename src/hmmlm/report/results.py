@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,12 +95,14 @@ def score_tokens(lm: LanguageModel, tokens: TokenFile) -> TextScore:
     ids = np.asarray(tokens.tokens)
     eos, unk = lm.tokenizer.eos_id, lm.tokenizer.unk_id
     unknown = 0 if unk is None else int(np.count_nonzero(ids == unk))
+    log_likelihood = evaluate_tokens(lm, tokens).log_likelihood
+    possible = math.isfinite(log_likelihood)
     return TextScore(
         tokens=len(ids),
-        log_likelihood=evaluate_tokens(lm, tokens).log_likelihood,
+        log_likelihood=log_likelihood,
         words=int(np.count_nonzero(ids != eos)),
         unknown_words=unknown,
-        unknown_log_likelihood=_unknown_log_likelihood(lm, tokens) if unknown else 0.0,
+        unknown_log_likelihood=_unknown_log_likelihood(lm, tokens) if unknown and possible else 0.0,
         text_bytes=tokens.text_bytes,
     )
 

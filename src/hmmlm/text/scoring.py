@@ -39,7 +39,11 @@ def token_log_probs(lm: LanguageModel, texts: Sequence[Sequence[int]]) -> list[T
             log_probs = lm.hmm.token_log_probs(tokens, lengths, carry).double().cpu()
             for i, row, length in zip(batch, log_probs, lengths.tolist(), strict=True):
                 found[i].append(row[:length])
-            if len(sequences[batch[-1]][1]) > begin + window:
+            rest = len(sequences[batch[-1]][1]) - begin - window
+            if rest > 0 and not bool(log_probs.isfinite().all()):  # nothing can follow
+                found[batch[-1]].append(torch.full((rest,), -math.inf, dtype=torch.float64))
+                break
+            if rest > 0:
                 carry = lm.hmm.filter(tokens, lengths, carry).final
     parts: list[list[Tensor]] = [[] for _ in texts]
     for (i, _), windows in zip(sequences, found, strict=True):

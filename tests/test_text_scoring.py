@@ -1,0 +1,58 @@
+"""Log-probabilities of single tokens, and the figures of a text."""
+
+import math
+
+import pytest
+import torch
+from helpers.oracle import random_blocked_hmm, random_hmm
+from helpers.report_models import sentence_model
+
+from hmmlm.data.tokenfile import TokenFile
+from hmmlm.hmm import HMM, HiddenMarkovModel
+from hmmlm.report.results import score_tokens
+from hmmlm.text import scoring
+from hmmlm.text.lm import LanguageModel
+from hmmlm.text.scoring import TextScore, token_log_probs
+
+
+@pytest.mark.parametrize("kind", ["dense", "blocked"])
+def test_log_probabilities_of_tokens_are_differences_of_likelihoods(kind: str) -> None:
+    hmm: HiddenMarkovModel = random_blocked_hmm(3, 4, 9, seed=1)
+    if kind == "dense":
+        hmm = HMM.from_probs(*random_hmm(5, 9, seed=1))
+    hmm = hmm.to(torch.float64)
+    tokens, lengths = torch.tensor([[3, 1, -1, 8, 0], [2, 2, 5, -1, -1]]), torch.tensor([5, 3])
+    found = hmm.token_log_probs(tokens, lengths)
+    for row, length, log_probs in zip(tokens, lengths.tolist(), found, strict=True):
+        prefixes = torch.stack([hmm.log_likelihood(row[None, :t])[0] for t in range(1, length + 1)])
+        torch.testing.assert_close(log_probs[:length].cumsum(0), prefixes)
+        assert not log_probs[length:].any()
+    final = hmm.filter(tokens[:, :2]).final
+    torch.testing.assert_close(hmm.token_log_probs(tokens[:, 2:], lengths - 2, final), found[:, 2:])
+
+
+def test_an_impossible_text_has_infinite_perplexity_in_windows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = sentence_model()
+    impossible = lm.encode("runs runs the the cat the the cat")
+    whole = token_log_probs(lm, [impossible])[0]
+    assert float(whole.sum()) == -math.inf
+    monkeypatch.setattr(scoring, "_CELLS", 2 * lm.hmm.states)
+    assert float(token_log_probs(lm, [impossible])[0].sum()) == -math.inf
+    for config in ({}, {"batches": {"kind": "stream", "eval_reset_at_eos": True}}):
+        other = LanguageModel(lm.hmm, lm.tokenizer, config)
+        text = TokenFile.from_arrays([*impossible, lm.tokenizer.unk_id, lm.tokenizer.eos_id], None, lm.hmm.vocab_size)
+        score = score_tokens(other, text)
+        assert score.perplexity == score.known_perplexity == math.inf
+        assert score.figures()["perplexity"] is None and score.figures()["bits_per_byte"] is None
+
+
+def test_figures() -> None:
+    score = TextScore(
+        10, -10 * math.log(4), words=8, unknown_words=2, unknown_log_likelihood=-math.log(4), text_bytes=40
+    )
+    assert score.perplexity == pytest.approx(4) and score.bits_per_token == pytest.approx(2)
+    assert score.known_perplexity == pytest.approx(4 ** (9 / 8))
+    assert score.bits_per_byte == pytest.approx(0.5) and score.unknown_share == 0.25
+    only_unknown = TextScore(1, -1.0, words=1, unknown_words=1, unknown_log_likelihood=-1.0)
+    assert math.isnan(only_unknown.known_perplexity)
+    assert only_unknown.figures()["perplexity_without_unknown"] is None
