@@ -117,7 +117,7 @@ def test_help_of_one_section_and_of_all(capsys: pytest.CaptureFixture[str]) -> N
     assert "--model.states int" in everything and "--optimizer.rate" in everything
     assert model in everything
     error = failure(capsys, "train", "--help", "modell")
-    assert "no section 'modell' of options; sections: tokenizer, batches, optimizer" in error
+    assert "no section 'modell' of options; sections: text, tokenizer, batches" in error
 
 
 def test_help_shows_the_defaults_and_the_kinds_of_settings(capsys: pytest.CaptureFixture[str]) -> None:

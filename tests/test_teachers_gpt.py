@@ -139,7 +139,7 @@ def test_a_teacher_learns_from_the_command_line(
     training = "--optimizer.rate 0.01 --train.epochs 6 --train.device cpu --no-train.tensorboard"
     settings = f"{network} {training}".split()
     assert main(["teacher", "--data", str(corpus), "--out", str(out), *settings]) == 0
-    found = re.search(r"valid perplexity ([\d.]+): ", capsys.readouterr().out)
+    found = re.search(r"of valid perplexity ([\d.]+) \(", capsys.readouterr().out)
     assert found and 1.8 < float(found[1]) < 2.6  # 17 words; 2.0 is optimal, and 30 validation lines add noise
     teacher = open_teacher(str(out), device="cpu")
     assert teacher.context == 16 and teacher.hidden_size == 32
