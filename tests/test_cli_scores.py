@@ -175,13 +175,13 @@ def test_score_of_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_a_text_longer_than_a_batch_is_read_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hmmlm.text import scoring
+    from hmmlm.text import lm as module
 
     lm = load("runs/running")
     texts = [lm.encode("the cat sees the dog .\n" * n) for n in (1, 9, 3)]
-    whole = scoring.token_log_probs(lm, texts)
-    monkeypatch.setattr(scoring, "_CELLS", 4 * 10)  # ten tokens of a model with four states
-    for part, expected in zip(scoring.token_log_probs(lm, texts), whole, strict=True):
+    whole = lm.token_log_probs(texts)
+    monkeypatch.setattr(module, "_BATCH_CELLS", 4 * 10)  # ten tokens of a model with four states
+    for part, expected in zip(lm.token_log_probs(texts), whole, strict=True):
         assert torch.allclose(part, expected, atol=1e-4)
 
 

@@ -10,9 +10,9 @@ from helpers.report_models import sentence_model
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.hmm import HMM, HiddenMarkovModel
 from hmmlm.report.results import score_tokens
-from hmmlm.text import scoring
+from hmmlm.text import lm as module
 from hmmlm.text.lm import LanguageModel
-from hmmlm.text.scoring import TextScore, token_log_probs
+from hmmlm.text.scoring import TextScore
 
 
 @pytest.mark.parametrize("kind", ["dense", "blocked"])
@@ -34,10 +34,10 @@ def test_log_probabilities_of_tokens_are_differences_of_likelihoods(kind: str) -
 def test_an_impossible_text_has_infinite_perplexity_in_windows_too(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = sentence_model()
     impossible = lm.encode("runs runs the the cat the the cat")
-    whole = token_log_probs(lm, [impossible])[0]
+    whole = lm.token_log_probs([impossible])[0]
     assert float(whole.sum()) == -math.inf
-    monkeypatch.setattr(scoring, "_CELLS", 2 * lm.hmm.states)
-    assert float(token_log_probs(lm, [impossible])[0].sum()) == -math.inf
+    monkeypatch.setattr(module, "_BATCH_CELLS", 2 * lm.hmm.states)
+    assert float(lm.token_log_probs([impossible])[0].sum()) == -math.inf
     for config in ({}, {"batches": {"kind": "stream", "eval_reset_at_eos": True}}):
         other = LanguageModel(lm.hmm, lm.tokenizer, config)
         text = TokenFile.from_arrays([*impossible, lm.tokenizer.unk_id, lm.tokenizer.eos_id], None, lm.hmm.vocab_size)

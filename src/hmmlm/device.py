@@ -1,6 +1,5 @@
 """The device that computes, and the number of CPU threads."""
 
-import resource
 import sys
 
 import torch
@@ -25,6 +24,10 @@ def peak_memory(device: torch.device) -> int:
     """Return the largest number of bytes that this process has used on a GPU, or in memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return 0  # not recorded
+    import resource
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

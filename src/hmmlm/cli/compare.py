@@ -136,9 +136,9 @@ def _score(lm: LanguageModel, texts: list[list[int]], text_bytes: int | None) ->
     import numpy as np
     import torch
 
-    from hmmlm.text.scoring import score_of, token_log_probs
+    from hmmlm.text.scoring import score_of
 
-    log_probs = token_log_probs(lm, texts)
+    log_probs = lm.token_log_probs(texts)
     total = score_of(lm.tokenizer, [token for text in texts for token in text], torch.cat(log_probs), text_bytes)
     return Scored(np.array([float(values.sum()) for values in log_probs]), total)
 

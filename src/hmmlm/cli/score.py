@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
     from hmmlm.data.text import read_lines
     from hmmlm.report.labels import printable
     from hmmlm.runs.progress import perplexity_text
-    from hmmlm.text.scoring import perplexity, score_of, token_log_probs
+    from hmmlm.text.scoring import perplexity, score_of
 
     lm = open_model(arguments.model, arguments.device)
 
@@ -55,7 +55,7 @@ def run(argv: list[str]) -> int:
         lines = enumerate(_standard_input() if arguments.file == "-" else read_lines(Path(arguments.file)), 1)
         while some := list(islice(lines, LINES)):
             encoded = [lm.encode(line) for _, line in some]
-            for (number, line), ids, log_probs in zip(some, encoded, token_log_probs(lm, encoded), strict=True):
+            for (number, line), ids, log_probs in zip(some, encoded, lm.token_log_probs(encoded), strict=True):
                 names = [lm.tokenizer.token(i) for i in ids]
                 yield (
                     number,

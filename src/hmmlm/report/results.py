@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from hmmlm.baselines.ngram import NgramModel
 from hmmlm.config.run import RunConfig
@@ -23,7 +22,7 @@ from hmmlm.learning.prepare import Prepared, evaluation_batches, reopen, trained
 from hmmlm.runs.folders import RESULTS, saved_config
 from hmmlm.runs.history import read_history
 from hmmlm.text.lm import LanguageModel
-from hmmlm.text.scoring import TextScore, score_of, token_log_probs
+from hmmlm.text.scoring import TextScore, score_of
 
 BASELINES = {"unigram": 1, "bigram": 2, "5-gram": 5}
 BASELINE_TOKENS = 20_000_000  # training tokens of the n-grams at most: their counts are held in memory
@@ -110,22 +109,10 @@ def score_tokens(lm: LanguageModel, tokens: TokenFile) -> TextScore:
 @torch.no_grad()
 def _unknown_log_likelihood(lm: LanguageModel, tokens: TokenFile) -> float:
     """Compute the part of a text's log-likelihood that is of `<unk>`, each given the tokens before it."""
-    hmm, unk, total = lm.hmm, lm.tokenizer.unk_id, 0.0
-    if lm.restarts:  # sequences are lines, however the text is cut into streams
-        ids = np.asarray(tokens.tokens)
-        lines = np.split(ids, np.flatnonzero(ids == lm.tokenizer.eos_id) + 1)
-        affected = [line.tolist() for line in lines if unk in line]
-        scored = zip(affected, token_log_probs(lm, affected), strict=True)
-        return sum(float(log_probs[torch.tensor(line) == unk].sum()) for line, log_probs in scored)
-    final: Tensor | None = None
-    for given in evaluation_batches(trained_batches(lm.config), tokens, lm.tokenizer.eos_id).epoch(0):
-        batch = given.to(hmm.device)
-        initial = final[: len(batch.tokens)] if batch.carry and final is not None else None
-        log_probs = hmm.token_log_probs(batch.tokens, batch.lengths, initial)
-        total += float(log_probs[batch.tokens == unk].double().sum())
-        if not batch.last and lm.config.get("batches", {}).get("kind") != "chunks":
-            final = hmm.filter(batch.tokens, batch.lengths, initial).final
-    return total
+    unk = lm.tokenizer.unk_id
+    affected = [sequence for sequence in lm.sequences(tokens.tokens.tolist()) if unk in sequence]
+    scored = zip(affected, lm.token_log_probs(affected), strict=True)
+    return sum(float(log_probs[torch.tensor(sequence) == unk].sum()) for sequence, log_probs in scored)
 
 
 def score_ngrams(lm: LanguageModel, data: Prepared, splits: tuple[str, ...]) -> dict[str, dict[str, TextScore]]:

@@ -137,7 +137,7 @@ class LanguageModel:
             # A tokenizer may join the two: then the text is encoded alone.
             whole.append(both if both[: len(prefix)] == prefix else [*prefix, *self.encode(text)])
         scores = []
-        for number, (prefix, log_probs) in enumerate(zip(prefixes, self._token_log_probs(whole), strict=True)):
+        for number, (prefix, log_probs) in enumerate(zip(prefixes, self.token_log_probs(whole), strict=True)):
             if bool((log_probs[: len(prefix)] == -math.inf).any()):
                 raise InputError(f"given, of text {number}, has probability zero under the model")
             scores.append(log_probs[len(prefix) :].sum(dtype=torch.float64))
@@ -151,7 +151,7 @@ class LanguageModel:
         encoded = self._encode_all(texts)
         return [
             [(self.tokenizer.token(i), p) for i, p in zip(tokens, log_probs.tolist(), strict=True)]
-            for tokens, log_probs in zip(encoded, self._token_log_probs(encoded), strict=True)
+            for tokens, log_probs in zip(encoded, self.token_log_probs(encoded), strict=True)
         ]
 
     @torch.no_grad()
@@ -185,18 +185,33 @@ class LanguageModel:
         """Return how many tokens a query that keeps tokens × states may process together."""
         return max(1, min(_BATCH_TOKENS, _BATCH_CELLS // self.hmm.states))
 
-    def _token_log_probs(self, encoded: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Compute log p(token | tokens before it) [T] of each text."""
+    @torch.no_grad()
+    def token_log_probs(self, encoded: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Compute log p(token | tokens before it) of each text, given as tokens: [T] float64, on the CPU.
+
+        An impossible token and those after it in its sequence have −inf.
+        """
         sequences, owner = self._parts(encoded)
-        found = [torch.empty(0)] * len(sequences)
+        found: list[list[Tensor]] = [[] for _ in sequences]
         for chosen in _batches([len(tokens) for tokens in sequences], self._lattice_tokens):
-            log_probs = self.hmm.token_log_probs(*padded([sequences[i] for i in chosen])).cpu()
-            for i, row in zip(chosen, log_probs, strict=True):
-                found[i] = row[: len(sequences[i])]
-        by_text: list[list[Tensor]] = [[] for _ in encoded]
-        for i, row in zip(owner, found, strict=True):
-            by_text[i].append(row)
-        return [torch.cat(rows) if rows else torch.empty(0) for rows in by_text]
+            longest = len(sequences[chosen[-1]])
+            window = max(1, self._lattice_tokens // len(chosen))  # a sequence too long for a batch is read in windows
+            carry: Tensor | None = None
+            for first in range(0, longest, window):
+                tokens, lengths = padded([sequences[i][first : first + window] for i in chosen])
+                log_probs = self.hmm.token_log_probs(tokens, lengths, carry).double().cpu()
+                for i, row, length in zip(chosen, log_probs, lengths.tolist(), strict=True):
+                    found[i].append(row[:length])
+                rest = longest - first - window
+                if rest > 0 and bool((log_probs == -math.inf).any()):  # of the only sequence: nothing can follow
+                    found[chosen[0]].append(torch.full((rest,), -math.inf, dtype=torch.float64))
+                    break
+                if rest > 0:
+                    carry = self.hmm.filter(tokens, lengths, carry).final
+        by_text: list[list[Tensor]] = [[torch.zeros(0, dtype=torch.float64)] for _ in encoded]
+        for i, rows in zip(owner, found, strict=True):
+            by_text[i] += rows
+        return [torch.cat(rows) for rows in by_text]
 
     def perplexity(self, texts: Sequence[str]) -> float:
         """Compute exp(−Σ log p / Σ tokens) over all texts, `<eos>` and `<unk>` counted.

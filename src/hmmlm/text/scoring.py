@@ -1,4 +1,4 @@
-"""Log-probabilities of single tokens of texts, and the figures of a text that follow from them."""
+"""The figures of a text that follow from log-probabilities of its tokens."""
 
 from __future__ import annotations
 
@@ -12,53 +12,12 @@ import torch
 from torch import Tensor
 
 from hmmlm.data.tokenizers import Tokenizer
-from hmmlm.text.lm import LanguageModel, padded
-
-_CELLS = 1 << 22  # tokens × states of a batch: the filter keeps a few arrays of this size
 
 
 def perplexity(log_likelihood: float, tokens: int) -> float:
     """Return exp(−log_likelihood / tokens); infinity if a sequence is impossible."""
     loss = -log_likelihood / tokens
     return math.exp(loss) if loss < 700 else loss if math.isnan(loss) else math.inf
-
-
-@torch.no_grad()
-def token_log_probs(lm: LanguageModel, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Compute natural log p(token | tokens before it) of each text of tokens: [T] float64, on the CPU.
-
-    A text starts from the start distribution, and the chain restarts in it where the model restarts.
-    """
-    sequences = [(i, sequence) for i, text in enumerate(texts) for sequence in lm.sequences(text)]
-    found: list[list[Tensor]] = [[] for _ in sequences]
-    for batch in _batches([len(sequence) for _, sequence in sequences], max(1, _CELLS // lm.hmm.states)):
-        window = max(1, _CELLS // (lm.hmm.states * len(batch)))  # a sequence too long for a batch is read in windows
-        carry: Tensor | None = None
-        for begin in range(0, len(sequences[batch[-1]][1]), window):
-            tokens, lengths = padded([sequences[i][1][begin : begin + window] for i in batch])
-            log_probs = lm.hmm.token_log_probs(tokens, lengths, carry).double().cpu()
-            for i, row, length in zip(batch, log_probs, lengths.tolist(), strict=True):
-                found[i].append(row[:length])
-            rest = len(sequences[batch[-1]][1]) - begin - window
-            if rest > 0 and not bool(log_probs.isfinite().all()):  # nothing can follow
-                found[batch[-1]].append(torch.full((rest,), -math.inf, dtype=torch.float64))
-                break
-            if rest > 0:
-                carry = lm.hmm.filter(tokens, lengths, carry).final
-    parts: list[list[Tensor]] = [[] for _ in texts]
-    for (i, _), windows in zip(sequences, found, strict=True):
-        parts[i] += windows
-    return [torch.cat(part) if part else torch.zeros(0, dtype=torch.float64) for part in parts]
-
-
-def _batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Return indices of sequences in batches of similar length, of at most `max_tokens` padded tokens or one each."""
-    batches: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if not batches or (len(batches[-1]) + 1) * lengths[i] > max_tokens:
-            batches.append([])
-        batches[-1].append(i)
-    return batches
 
 
 @dataclass(frozen=True)
