@@ -42,7 +42,15 @@ class BlockedHMM(HiddenMarkovModel):
     """
 
     kind: ClassVar[str] = "blocked"
-    TENSORS: ClassVar[tuple[str, ...]] = Factors._fields
+    TENSORS: ClassVar[dict[str, str]] = {
+        "block_of_word": "V",
+        "u": "Z?",
+        "w": "Z?",
+        "log_normalizer": "Z",
+        "log_start": "Z",
+        "log_emission": "V?",
+    }
+    INDICES: ClassVar[tuple[str, ...]] = ("block_of_word",)
 
     def __init__(
         self,
@@ -452,7 +460,7 @@ class BlockedHMM(HiddenMarkovModel):
             torch.where(possible[: len(f), None], (f + m).exp(), 0.0)
             for f, m in zip(lattice.log_filtered, messages, strict=True)
         ]
-        emitted, moved = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()  # (flat indices, counts)
+        emitted = list[tuple[Tensor, Tensor]]()  # (flat indices, counts)
         for t, marginal in enumerate(marginals):
             rows, support = len(marginal), lattice.supports[t]
             tokens_here = lattice.batch.tokens[:rows, t]
@@ -460,9 +468,7 @@ class BlockedHMM(HiddenMarkovModel):
             states = model.state_ids(support, torch.arange(marginal.shape[1], device=self.device)[:, None]).t()
             flat = states.expand_as(marginal) * self.vocab_size + tokens_here[:, None]
             emitted.append((flat[known].flatten(), marginal[known].flatten()))
-            if t:
-                source, ahead = lattice.supports[t - 1].rows(slice(0, rows)), lattice.scores[t] + messages[t]
-                moved += model._pair_counts(lattice.log_filtered[t - 1][:rows], ahead, source, support, possible)
+        moved = list(model._transition_counts(lattice, messages, possible))
         return Counts(
             model.spread(marginals[0], lattice.supports[0], 0.0).sum(0),
             self._sparse(moved, self.states),
@@ -470,18 +476,49 @@ class BlockedHMM(HiddenMarkovModel):
             lattice.log_likelihood().sum().to(self.dtype),
         )
 
-    def _pair_counts(
-        self, log_probs: Tensor, log_ahead: Tensor, source: BlockSupport, target: BlockSupport, possible: Tensor
+    def _transition_counts(
+        self, lattice: Lattice, messages: list[Tensor], possible: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the expected transitions of one step, for each possible row: flat indices into [Z, Z] and counts."""
-        for row in possible[: len(log_probs)].nonzero().flatten().tolist():
-            a, c = int(source.blocks[row]), int(target.blocks[row])
-            before = log_probs[row, self._span(a)] if source.wide else log_probs[row]
-            ahead = log_ahead[row, self._span(c)] if target.wide else log_ahead[row]
-            pieces = self._pieces(self._span(a), self._span(c))
-            scores = torch.cat([before[:, None] + tile + ahead[part] for part, tile in pieces], 1)
-            origins, targets = self.all_states[self._span(a)], self.all_states[self._span(c)]
-            yield (origins[:, None] * self.states + targets).flatten(), scores.flatten().softmax(0)
+        """Yield the expected transitions of possible sequences: flat indices into [Z, Z] and counts."""
+        k, in_block = self.states_per_block, torch.arange(self.states_per_block, device=self.device)
+        steps = []  # filtered before, ahead, and their supports
+        for t in range(1, len(messages)):
+            rows, ahead = len(messages[t]), lattice.scores[t] + messages[t]
+            source = lattice.supports[t - 1].rows(slice(0, rows))
+            steps.append((lattice.log_filtered[t - 1][:rows], ahead, source, lattice.supports[t]))
+        pairs = [source.blocks * self.blocks + target.blocks for _, _, source, target in steps]
+        inside = [(source.blocks >= 0) & (target.blocks >= 0) for _, _, source, target in steps]
+        some = [pair[here & possible[: len(pair)]] for pair, here in zip(pairs, inside, strict=True)]
+        known = torch.cat([*some, self.all_states[:0]]).unique()
+        totals = torch.zeros(len(known), k, k, dtype=self.dtype, device=self.device)
+        for (before, ahead, source, target), pair, here in zip(steps, pairs, inside, strict=True):
+            for rows in (here & possible[: len(here)]).nonzero().squeeze(1).split(max(1, _CELLS // k**2)):
+                scores = self._in_block(before, source, rows)[:, :, None] + self._in_block(ahead, target, rows)[:, None]
+                scores += self._tiles(source.blocks[rows], target.blocks[rows])
+                counts = scores.flatten(1).softmax(1).view_as(scores)
+                totals.index_add_(0, torch.searchsorted(known, pair[rows]), counts)
+            for row in (~here & possible[: len(here)]).nonzero().flatten().tolist():  # a missing token: all states
+                yield self._wide_counts(before[row], ahead[row], source, target, row)
+        origins, targets = known // self.blocks, known % self.blocks
+        flat = (origins[:, None] * k + in_block)[:, :, None] * self.states + (targets[:, None] * k + in_block)[:, None]
+        yield flat.flatten(), totals.flatten()
+
+    def _wide_counts(
+        self, before: Tensor, ahead: Tensor, source: BlockSupport, target: BlockSupport, row: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the expected transitions of one row of a step, from or to all states."""
+        first, second = (self._span(int(support.blocks[row])) for support in (source, target))
+        before, ahead = before[first] if source.wide else before, ahead[second] if target.wide else ahead
+        pieces = self._pieces(first, second)
+        scores = torch.cat([before[:, None] + tile + ahead[part] for part, tile in pieces], 1)
+        flat = self.all_states[first][:, None] * self.states + self.all_states[second]
+        return flat.flatten(), scores.flatten().softmax(0)
+
+    def _in_block(self, values: Tensor, support: BlockSupport, rows: Tensor) -> Tensor:
+        """Return the values [n, k] of rows [n] that are in one block each."""
+        if not support.wide:
+            return values[rows]
+        return values[rows].unflatten(1, (self.blocks, -1))[torch.arange(len(rows)), support.blocks[rows]]
 
     def _sparse(self, entries: list[tuple[Tensor, Tensor]], columns: int) -> Tensor:
         """Return a sparse [Z, columns] tensor of flat indices and values, duplicates added up."""

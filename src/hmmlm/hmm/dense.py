@@ -47,7 +47,7 @@ class HMM(HiddenMarkovModel):
     """
 
     kind: ClassVar[str] = "dense"
-    TENSORS: ClassVar[tuple[str, ...]] = Parameters._fields
+    TENSORS: ClassVar[dict[str, str]] = {"log_start": "Z", "log_transition": "ZZ", "log_emission": "ZV"}
 
     def __init__(self, log_start: Tensor, log_transition: Tensor, log_emission: Tensor, impl: Impl = "auto") -> None:
         named = {"log_start": log_start, "log_transition": log_transition, "log_emission": log_emission}

@@ -42,6 +42,10 @@ class Primitives(ABC):
 
     kind: ClassVar[str]
     """The name of the kind in model files."""
+    TENSORS: ClassVar[dict[str, str]]
+    """The tensors of a model file and their dimensions: Z states, V words, ? any."""
+    INDICES: ClassVar[tuple[str, ...]] = ()
+    """Those of them that are int64."""
 
     @property
     @abstractmethod

@@ -488,16 +488,11 @@ class LanguageModel:
             raise InputError(f"{config} has a model of kind {kind!r}; this hmmlm reads {', '.join(KINDS)}")
         states, words = (require_size(config, header, name) for name in ("states", "vocab_size"))
         training = _check_training(config, header.get("training"))
-        shapes: dict[str, list[int | None]] = {"log_start": [states]}
-        if kind == "blocked":
-            shapes |= {"block_of_word": [words], "u": [states, None], "w": [states, None], "log_normalizer": [states]}
-            shapes |= {"log_emission": [words, None]}
-        else:
-            shapes |= {"log_transition": [states, states], "log_emission": [states, words]}
-        require_tensors(file, tensors, shapes)
-        require_dtype(file, tensors, [n for n in shapes if n != "block_of_word"], torch.float32, torch.float64)
-        if kind == "blocked":
-            require_dtype(file, tensors, ["block_of_word"], torch.int64)
+        needed, indices = KINDS[kind].TENSORS, KINDS[kind].INDICES
+        sizes = {"Z": states, "V": words}
+        require_tensors(file, tensors, {name: [sizes.get(d) for d in dims] for name, dims in needed.items()})
+        require_dtype(file, tensors, indices, torch.int64)
+        require_dtype(file, tensors, [n for n in needed if n not in indices], torch.float32, torch.float64)
         try:
             hmm = hmm_from_tensors(kind, tensors)
             hmm.validate()
