@@ -21,7 +21,7 @@ from hmmlm.config.run import RunConfig
 from hmmlm.errors import InputError
 from hmmlm.learning.prepare import reopen
 from hmmlm.learning.train import train
-from hmmlm.runs.checkpoint import read_state
+from hmmlm.runs.checkpoint import read_checkpoint
 from hmmlm.runs.folders import saved_config
 from hmmlm.text.control import save_control
 from hmmlm.text.lm import load
@@ -360,7 +360,7 @@ def test_an_interrupted_process_prints_how_to_resume(corpus: Path, tmp_path: Pat
     assert process.returncode == 130, error
     assert f"hmmlm train --resume {out}" in output
     assert "Traceback" not in error
-    config, (_, state) = saved_config(RunConfig, out), read_state(out / "last")
+    config, (_, state) = saved_config(RunConfig, out), read_checkpoint(out / "last")
     longer = config.train.model_copy(update={"max_tokens": state["position"]["tokens"] + 100})
     assert train(config.model_copy(update={"train": longer}), out, resume=True).finished
 

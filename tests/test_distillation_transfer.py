@@ -25,7 +25,7 @@ from hmmlm.distillation.transfer import (
 from hmmlm.errors import InputError
 from hmmlm.learning.train import train
 from hmmlm.models.factored import Factored, LinearConfig, MlpConfig
-from hmmlm.runs.checkpoint import read_state
+from hmmlm.runs.checkpoint import read_checkpoint
 from hmmlm.teachers.gpt import GPT, GPTShape
 from hmmlm.teachers.teacher import open_teacher
 from hmmlm.teachers.tokenizers import FastTokenizer
@@ -261,7 +261,7 @@ def test_maximum_initial_similarity_is_a_setting(tmp_path: Path) -> None:
         config = run_config(tmp_path, {}, kind="pretrained", max_initial_similarity=similarity)
         run = tmp_path / f"run{similarity}"
         train(config, run, progress=Interrupting("train", 1))
-        spread[similarity] = float(read_state(run / "last")[0]["parameters.embeddings.0"].std(0).mean())
+        spread[similarity] = float(read_checkpoint(run / "last")[0]["parameters.embeddings.0"].std(0).mean())
     assert spread[0.0] > 1.5 * spread[1.0]
 
 

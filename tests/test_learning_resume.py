@@ -30,7 +30,7 @@ from hmmlm.learning.fit import Fit
 from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner
 from hmmlm.learning.train import train, train_baseline, train_teacher
 from hmmlm.runs import checkpoint
-from hmmlm.runs.checkpoint import read_state, remove_folder
+from hmmlm.runs.checkpoint import read_checkpoint, remove_folder
 from hmmlm.runs.folders import saved_config
 from hmmlm.runs.history import History
 from hmmlm.runs.progress import Progress, ProgressPhase
@@ -124,7 +124,7 @@ def test_killed_repeatedly_and_resumed(straight: tuple[RunConfig, Path], tmp_pat
     for kill_at in (1, 8, 15, 30, 31, 33, 34, 35, 37, 38, 40, 58, 75):
         kills += in_child(config, tmp_path, kill_at) == -signal.SIGKILL
         if (tmp_path / "last").exists():
-            read_state(tmp_path / "last")
+            read_checkpoint(tmp_path / "last")
     assert kills >= 9
     assert train(config, tmp_path, resume=True).finished
     assert_same_run(tmp_path, expected)
@@ -200,7 +200,7 @@ def test_a_full_disk_while_saving_loses_nothing(
         patch.setattr(checkpoint, "write_tensors", full)
         with pytest.raises(InputError, match=r"No space left on device.*--resume"):
             train(config, tmp_path)
-    read_state(tmp_path / "last")
+    read_checkpoint(tmp_path / "last")
     assert train(config, tmp_path, resume=True).finished
     assert_same_run(tmp_path, expected)
 
@@ -226,7 +226,7 @@ def test_a_finished_run_can_be_extended(tmp_path: Path) -> None:
     train(long, tmp_path / "straight")
     train(short, tmp_path / "run")
     assert train(long, tmp_path / "run", resume=True).epochs == 2
-    ours, theirs = (read_state(tmp_path / name / "last")[0] for name in ("run", "straight"))
+    ours, theirs = (read_checkpoint(tmp_path / name / "last")[0] for name in ("run", "straight"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs if name.startswith("parameters."))
 
 
@@ -339,7 +339,7 @@ def test_a_wrong_entry_of_the_state_is_named(
 def test_a_wrong_tensor_of_the_state_is_named(stopped: tuple[RunConfig, Path], entry: str) -> None:
     config, run = stopped
     path = run / "last" / "state.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in read_state(run / "last")[0].items()}
+    tensors = {name: tensor.clone() for name, tensor in read_checkpoint(run / "last")[0].items()}
     name = max(n for n in tensors if n.startswith(entry) and tensors[n].dim())
     wrong: dict[str, torch.Tensor | None] = {"missing": None, "short": tensors[name][:-1]}
     wrong |= {"mistyped": tensors[name].double(), "another rank": tensors[name][None]}

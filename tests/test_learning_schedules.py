@@ -69,6 +69,6 @@ def test_plateau_state_round_trip(losses: list[float]) -> None:
     before, after = Plateau(config), Plateau(config)
     for loss in losses:
         before.check(loss)
-    after.load(before.state())
+    after.load(before.state_dict())
     assert after == before
-    assert all(math.isfinite(value) for value in before.state().values())
+    assert all(math.isfinite(value) for value in before.state_dict().values())

@@ -28,7 +28,7 @@ from hmmlm.models import base, scalar
 from hmmlm.models.base import Model
 from hmmlm.models.scalar import Scalar
 from hmmlm.ops.scan import Evidence, scan
-from hmmlm.runs.checkpoint import read_state
+from hmmlm.runs.checkpoint import read_checkpoint
 
 CHUNKS: dict[str, Any] = {"kind": "chunks", "batch_size": 16, "length": 12}
 STEADY: dict[str, Any] = {"kind": "constant", "warmup": 0}
@@ -153,7 +153,7 @@ def test_train_from_text_writes_models_to_load_and_returns_how_it_ended(tmp_path
     assert result.finished
     assert result.out == tmp_path / "run"
     assert 300 <= result.tokens < 300 + 3 * 8
-    assert result.steps == read_state(tmp_path / "run" / "last")[1]["position"]["step"]
+    assert result.steps == read_checkpoint(tmp_path / "run" / "last")[1]["position"]["step"]
     best, final = hmmlm.load(tmp_path / "run"), hmmlm.load(tmp_path / "run" / "final")
     assert best.config["model"]["states"] == final.hmm.states == 4
     assert result.best_perplexity == min(r["perplexity"] for r in records(tmp_path / "run", "valid"))
@@ -180,7 +180,7 @@ def test_nan_parameters_stop_training_at_their_step_and_keep_the_last_good_check
     message = r"the training loss is nan at step 7 .*lower optimizer\.rate.* is of step 5"
     with pytest.raises(TrainingError, match=message):
         fit_planted(tmp_path / "run", data, train={"log_every": 9, "checkpoint_every": 5, "checks_per_epoch": 1})
-    tensors, state = read_state(tmp_path / "run" / "last")
+    tensors, state = read_checkpoint(tmp_path / "run" / "last")
     assert state["position"]["step"] == 5
     assert all(bool(tensor.isfinite().all()) for name, tensor in tensors.items() if name.startswith("parameters."))
 

@@ -19,7 +19,7 @@ from hmmlm.learning.fit import Fit
 from hmmlm.learning.train import train
 from hmmlm.models.base import Model
 from hmmlm.models.factored import LinearConfig
-from hmmlm.runs.checkpoint import read_state
+from hmmlm.runs.checkpoint import read_checkpoint
 from hmmlm.runs.folders import saved_config
 
 CHUNKS: dict[str, Any] = {"kind": "chunks", "batch_size": 8, "length": 16}
@@ -110,7 +110,7 @@ def test_embeddings_are_frozen_through_both_phases_and_when_resumed(tmp_path: Pa
         resume = (tmp_path / "run").exists()
         result = train(config, tmp_path / "run", resume, Interrupting("train", after))
         assert not result.finished and (result.tokens < 300) == (after < 9)
-        tensors, _ = read_state(tmp_path / "run" / "last")
+        tensors, _ = read_checkpoint(tmp_path / "run" / "last")
         states.append(tensors["parameters.embeddings.0"])
         others.append(tensors["parameters.emission"])
     assert torch.equal(states[0], states[1]) and not torch.equal(states[1], states[2])

@@ -20,13 +20,13 @@ from hmmlm.report.explain import explain_states
 from hmmlm.text.lm import LanguageModel
 
 WORDS = ["<unk>", "<eos>", "a", "b", "[/b]"]
-STATE = [0, 0, 1, 1, 2]  # of each word
+VALUES = [0, 0, 1, 1, 2]  # of each word
 
 
 def model() -> LanguageModel:
     emission = torch.zeros(3, 5)
-    for word, state in enumerate(STATE):
-        emission[state, word] = 1 / STATE.count(state)
+    for word, state in enumerate(VALUES):
+        emission[state, word] = 1 / VALUES.count(state)
     hmm = HMM.from_probs(torch.full((3,), 1 / 3), torch.full((3, 3), 1 / 3), emission)
     return LanguageModel(hmm, WordTokenizer(WORDS))
 
@@ -38,7 +38,7 @@ def test_occurrences_are_of_their_state_and_of_different_words() -> None:
     for state, found in occurrences.items():
         assert len(found) == 3
         for tokens, position in found:
-            assert STATE[tokens[position]] == state and len(tokens) <= 13
+            assert VALUES[tokens[position]] == state and len(tokens) <= 13
             assert any(ids[i : i + len(tokens)] == tokens for i in range(len(ids)))
     assert {tokens[position] for tokens, position in occurrences[1][:2]} == {2, 3}
 

@@ -12,16 +12,18 @@ import torch
 
 from hmmlm.errors import InputError
 from hmmlm.runs import checkpoint
-from hmmlm.runs.checkpoint import load_tensors, read_state, save_folder, write_state
+from hmmlm.runs.checkpoint import load_tensors, read_checkpoint, save_folder, write_checkpoint
 
 
 def save(run: Path, value: float, name: str | None = None) -> None:
     state = {"value": value}
-    save_folder(run, "last", name or f"step-{value}", lambda f: write_state(f, {"x": torch.tensor([value])}, state))
+    save_folder(
+        run, "last", name or f"step-{value}", lambda f: write_checkpoint(f, {"x": torch.tensor([value])}, state)
+    )
 
 
 def value_of(run: Path) -> float:
-    tensors, state = read_state(run / "last")
+    tensors, state = read_checkpoint(run / "last")
     assert tensors["x"].item() == state["value"]
     return float(state["value"])
 
@@ -93,11 +95,11 @@ def test_truncated_foreign_and_missing_files_are_named(tmp_path: Path, file: str
     for damaged in (whole[: len(whole) // 2], b"", b"PK\x03\x04 something else", b"[1, 2]"):
         path.write_bytes(damaged)
         with pytest.raises(InputError, match=file.replace(".", r"\.")) as caught:
-            read_state(tmp_path / "last")
+            read_checkpoint(tmp_path / "last")
         assert "\n" not in str(caught.value)
     path.unlink()
     with pytest.raises(InputError, match=file.replace(".", r"\.")):
-        read_state(tmp_path / "last")
+        read_checkpoint(tmp_path / "last")
 
 
 def test_json_of_another_program_or_version_is_refused(tmp_path: Path) -> None:
@@ -106,11 +108,11 @@ def test_json_of_another_program_or_version_is_refused(tmp_path: Path) -> None:
     whole = path.read_text()
     path.write_text('{"a": 1}')
     with pytest.raises(InputError, match="not a checkpoint of a training run"):
-        read_state(tmp_path / "last")
+        read_checkpoint(tmp_path / "last")
     for version in (1, 99):
         path.write_text(whole.replace('"version": 2', f'"version": {version}'))
         with pytest.raises(InputError, match=rf"version {version}, this hmmlm resumes version 2: .*start a new run"):
-            read_state(tmp_path / "last")
+            read_checkpoint(tmp_path / "last")
 
 
 def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from hmmlm.config.training import read_config
 from hmmlm.data.tokenizers import HuggingFaceTokenizer
 from hmmlm.errors import InputError
 from hmmlm.learning.train import train_teacher
-from hmmlm.runs.checkpoint import read_state
+from hmmlm.runs.checkpoint import read_checkpoint
 from hmmlm.teachers.embeddings import student_embeddings
 from hmmlm.teachers.gpt import GPT, GPTShape
 from hmmlm.teachers.teacher import open_teacher
@@ -157,7 +157,7 @@ def test_a_resumed_teacher_is_the_same(corpus: Path, tmp_path: Path) -> None:
     train_teacher(tiny_teacher(corpus, epochs=1), tmp_path / "resumed")
     resumed = train_teacher(tiny_teacher(corpus, epochs=2), tmp_path / "resumed", resume=True)
     assert (resumed.steps, resumed.tokens) == (straight.steps, straight.tokens)
-    first, second = (read_state(tmp_path / run / "last")[0] for run in ("straight", "resumed"))
+    first, second = (read_checkpoint(tmp_path / run / "last")[0] for run in ("straight", "resumed"))
     assert first.keys() == second.keys()
     # the window of steps since the last record was written and emptied where the first run ended
     assert [name for name in first if not torch.equal(first[name], second[name])] == ["window"]

@@ -18,7 +18,7 @@ from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner, HmmLearner
 from hmmlm.learning.train import train
-from hmmlm.runs.checkpoint import read_state
+from hmmlm.runs.checkpoint import read_checkpoint
 
 WORDS, BATCH, LENGTH = 40, 8, 16
 SCALAR = {"model": {"kind": "scalar", "states": 32}, "optimizer": {"rate": 0.05, "eps": 1e-4}}
@@ -127,7 +127,7 @@ def test_steps_on_the_gpu_agree_with_the_cpu(name: str, device: torch.device) ->
 
 
 def last_parameters(run: Path) -> dict[str, Tensor]:
-    tensors, _ = read_state(run / "last")
+    tensors, _ = read_checkpoint(run / "last")
     return {name: value for name, value in tensors.items() if name.startswith("parameters.")}
 
 

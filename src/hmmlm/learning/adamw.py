@@ -60,14 +60,14 @@ class AdamW:
     def advice(self, rate: float) -> str:
         return f"lower optimizer.rate (now {rate:.3g}) or optimizer.clip, or lengthen the warm-up"
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the moments of each parameter, and the parameters that no step has changed yet (frozen ones)."""
         named, state = list(self.module.named_parameters()), self.optimizer.state
         tensors = {f"{name}.{key}": value for name, p in named for key, value in state[p].items()}
         return tensors, {"unseen": [name for name, p in named if not state[p]]}
 
     def load(self, folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Restore what `state` returned, from the checkpoint in `folder`."""
+        """Restore what `state_dict` returned, from the checkpoint in `folder`."""
         state: dict[int, dict[str, Tensor]] = {}
         ordered = [p for group in self.optimizer.param_groups for p in group["params"]]
         index = {id(p): i for i, p in enumerate(ordered)}

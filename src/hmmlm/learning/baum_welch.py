@@ -68,14 +68,14 @@ class RunningCounts:
             total.zero_()
         return taken
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the counts and the number of updates, as a checkpoint stores them."""
         sums = {f"sum.{name}": tensor for name, tensor in self.sum.items()}
         return sums | {f"mean.{name}": tensor for name, tensor in self.mean.items()}, {"updates": self.updates}
 
     def load(self, folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Restore what `state` returned, from the checkpoint in `folder`."""
-        load_tensors(folder, tensors, "optimizer.", self.state()[0])
+        """Restore what `state_dict` returned, from the checkpoint in `folder`."""
+        load_tensors(folder, tensors, "optimizer.", self.state_dict()[0])
         self.updates = int(values["updates"])
 
     def advice(self, rate: float) -> str:

@@ -24,7 +24,15 @@ from hmmlm.errors import InputError
 from hmmlm.learning.evaluate import Evaluation
 from hmmlm.learning.learners import Learner
 from hmmlm.learning.schedules import Plateau, rate_factor
-from hmmlm.runs.checkpoint import STATE, TENSORS, TrainingPosition, load_tensors, read_state, save_folder, write_state
+from hmmlm.runs.checkpoint import (
+    TENSORS,
+    VALUES,
+    TrainingPosition,
+    load_tensors,
+    read_checkpoint,
+    save_folder,
+    write_checkpoint,
+)
 from hmmlm.runs.clock import Clock
 from hmmlm.runs.history import HISTORY, History, read_history
 from hmmlm.runs.interrupt import Stopped, StopRequest
@@ -253,24 +261,24 @@ class Fit:
         if self.saved == self.position:
             return
         self.read_window()
-        moments, values = self.learner.optimizer.state()
+        moments, values = self.learner.optimizer.state_dict()
         tensors = {f"parameters.{name}": t for name, t in self.learner.parameters().items()}
         tensors |= {f"optimizer.{name}": t for name, t in moments.items()}
         tensors |= {f"carry.{name}": t for name, t in self.learner.carry_tensors(self.carry).items()}
         tensors |= {"window": self.window, "rng.cpu": torch.get_rng_state()}
         if self.learner.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self.learner.device)
-        state = {
+        content = {
             "config": self.config.dump(),
             "vocabulary": {"size": self.tokenizer.vocab_size, "fingerprint": self.tokenizer.fingerprint()},
             "position": self.stored_position(),
-            "plateau": self.plateau.state(),
+            "plateau": self.plateau.state_dict(),
             "optimizer": values,
             "window_tokens": self.window_tokens,
         }
         self.history.sync()
         name = f"step-{self.position.step:08}"
-        save_folder(self.out, "last", name, lambda folder: write_state(folder, tensors, state))
+        save_folder(self.out, "last", name, lambda folder: write_checkpoint(folder, tensors, content))
         self.saved = replace(self.position)
 
     def stored_position(self) -> dict[str, Any]:
@@ -279,15 +287,15 @@ class Fit:
     def load(self) -> None:
         """Continue from `out/last`."""
         folder, learner = self.out / "last", self.learner
-        tensors, state = read_state(folder)
-        self.check_state(folder / STATE, state)
-        position = {name: state["position"][name] for name in self.stored_position()}
+        tensors, content = read_checkpoint(folder)
+        self.check_checkpoint(folder / VALUES, content)
+        position = {name: content["position"][name] for name in self.stored_position()}
         self.position = TrainingPosition(**position, seconds=self.seconds_until(position["step"]))
-        self.plateau.load(state["plateau"])
-        self.window_tokens = state["window_tokens"]
+        self.plateau.load(content["plateau"])
+        self.window_tokens = content["window_tokens"]
         load_tensors(folder, tensors, "parameters.", learner.parameters())
         load_tensors(folder, tensors, "", {"window": self.window})
-        learner.optimizer.load(folder, tensors, state["optimizer"])
+        learner.optimizer.load(folder, tensors, content["optimizer"])
         carried = {name.removeprefix("carry."): t for name, t in tensors.items() if name.startswith("carry.")}
         rng = {"rng.cpu": torch.get_rng_state()}
         load_tensors(folder, tensors, "", rng)
@@ -302,27 +310,27 @@ class Fit:
             torch.cuda.set_rng_state(tensors["rng.cuda"], learner.device)
         self.saved = replace(self.position)
 
-    def check_state(self, path: Path, state: dict[str, Any]) -> None:
+    def check_checkpoint(self, path: Path, content: dict[str, Any]) -> None:
         """Raise an InputError that names what is wrong in the JSON file of a checkpoint."""
         like: dict[str, Any] = {
             "vocabulary": {"size": 0, "fingerprint": ""},
             "position": self.stored_position(),
-            "plateau": self.plateau.state(),
-            "optimizer": self.learner.optimizer.state()[1],
+            "plateau": self.plateau.state_dict(),
+            "optimizer": self.learner.optimizer.state_dict()[1],
             "window_tokens": [0],
         }
-        if isinstance(state.get("plateau"), dict) and "best" in state["plateau"]:  # from the first check on
+        if isinstance(content.get("plateau"), dict) and "best" in content["plateau"]:  # from the first check on
             like["plateau"]["best"] = 0.0
-        require_like(path, state, like)
-        trained, own = state["vocabulary"], self.tokenizer
+        require_like(path, content, like)
+        trained, own = content["vocabulary"], self.tokenizer
         if (trained["size"], trained["fingerprint"]) != (own.vocab_size, own.fingerprint()):
             raise InputError(
                 f"{path} was trained with a vocabulary of {trained['size']} tokens ({trained['fingerprint']}), "
                 f"the tokenizer has {own.vocab_size} ({own.fingerprint()}): put the run's own tokenizer back"
             )
         for name, value, limit in (
-            ("position.index", state["position"]["index"], self.train.steps_per_epoch),
-            ("the length of window_tokens", len(state["window_tokens"]), self.config.train.log_every),
+            ("position.index", content["position"]["index"], self.train.steps_per_epoch),
+            ("the length of window_tokens", len(content["window_tokens"]), self.config.train.log_every),
         ):
             if value >= limit:
                 raise InputError(f"{path}: {name} is {value}, but must be below {limit}: the file is damaged")

@@ -39,11 +39,11 @@ class StepResult(NamedTuple):
 class Optimizer(Protocol):
     """What a checkpoint stores of an optimizer."""
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors and JSON values."""
 
     def load(self, folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Restore what `state` returned, from the checkpoint in `folder`; names of tensors start with "optimizer."."""
+        """Restore what `state_dict` returned, from the checkpoint in `folder`; tensors are named "optimizer.…"."""
 
     def advice(self, rate: float) -> str:
         """Return what to change if training diverges at this rate."""

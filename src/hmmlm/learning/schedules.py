@@ -45,7 +45,7 @@ class Plateau:
         if isinstance(self.config, PlateauConfig) and self.checks >= self.config.patience:
             self.divisions, self.checks = self.divisions + 1, 0
 
-    def state(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float]:
         """Return the state for a checkpoint; JSON has no infinity, so a missing best is left out."""
         state: dict[str, float] = {"checks": self.checks, "divisions": self.divisions}
         return state if math.isinf(self.best) else {**state, "best": self.best}

@@ -29,7 +29,7 @@ from hmmlm.errors import InputError
 FORMAT = "hmmlm checkpoint"
 VERSION = 2
 TENSORS = "state.safetensors"
-STATE = "state.json"
+VALUES = "state.json"
 
 
 @dataclass
@@ -132,36 +132,38 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_state(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Write the two files of a checkpoint to resume from."""
     write_tensors(folder / TENSORS, tensors)
-    content = {"format": FORMAT, "version": VERSION, **state, "tensors": _describe(tensors)}
-    (folder / STATE).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    content = {"format": FORMAT, "version": VERSION, **values, "tensors": _describe(tensors)}
+    (folder / VALUES).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def read_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read tensors (on the CPU) and scalars of a checkpoint.
 
     Raise an InputError that names a missing or truncated file, or one of another program.
     """
-    state = read_json(folder / STATE)
-    if state.get("format") != FORMAT:
-        raise InputError(f"{folder / STATE} is not a checkpoint of a training run: another program may have written it")
-    if state.get("version") != VERSION:
+    values = read_json(folder / VALUES)
+    if values.get("format") != FORMAT:
         raise InputError(
-            f"{folder / STATE} has version {state.get('version')!r}, this hmmlm resumes version {VERSION}: "
+            f"{folder / VALUES} is not a checkpoint of a training run: another program may have written it"
+        )
+    if values.get("version") != VERSION:
+        raise InputError(
+            f"{folder / VALUES} has version {values.get('version')!r}, this hmmlm resumes version {VERSION}: "
             "finish the run with the hmmlm that started it, or start a new run"
         )
     tensors, _ = read_tensors(folder / TENSORS)
-    found, saved = _describe(tensors), state.get("tensors")
+    found, saved = _describe(tensors), values.get("tensors")
     if isinstance(saved, dict):  # earlier versions did not write it
         for name in sorted(saved.keys() | found.keys()):
             if saved.get(name) != found.get(name):
                 raise InputError(
-                    f"{folder / TENSORS}: {name} is {found.get(name, 'missing')}, {STATE} has "
+                    f"{folder / TENSORS}: {name} is {found.get(name, 'missing')}, {VALUES} has "
                     f"{saved.get(name, 'no such entry')}: the checkpoint is damaged, or its files are of two runs"
                 )
-    return tensors, state
+    return tensors, values
 
 
 def _describe(tensors: Mapping[str, Tensor]) -> dict[str, str]:
