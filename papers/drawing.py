@@ -11,13 +11,13 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
-from hmmlm.report.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, logarithmic, new_figure
+from hmmlm.report.plots import BLUE, GRAY, GREEN, ORANGE, PURPLE, logarithmic, new_figure
 from papers.rows import MeasuredRow, main_rows
 from papers.study import Bars, Lines, Study
 
-COLOURS, MARKERS = (BLUE, ORANGE, GREEN, PURPLE, "#56b4e9", "#e69f00", "#000000"), "os^DvPX"
+COLORS, MARKERS = (BLUE, ORANGE, GREEN, PURPLE, "#56b4e9", "#e69f00", "#000000"), "os^DvPX"
 DASHES = (":", "-", "--")
-PAPER_COLOUR, INK = "#bbbbbb", "#222222"
+PAPER_COLOR, INK = "#bbbbbb", "#222222"
 OURS, PAPER = "here", "paper"
 Spread = tuple[float, float, float]
 """Min, mean and max over the seeds."""
@@ -83,11 +83,11 @@ def bars(labels: Sequence[str], series: Mapping[str, Mapping[str, Spread]], axis
     figure, axes = new_figure(7.2, 0.9 + len(labels) * (0.22 * count + 0.16))
     height = 0.8 / count
     largest = max(spread[2] for spreads in series.values() for spread in spreads.values())
-    colours = cycle(COLOURS)
+    colors = cycle(COLORS)
     for place, (name, spreads) in enumerate(series.items()):
-        colour = PAPER_COLOUR if name == PAPER else next(colours)
+        color = PAPER_COLOR if name == PAPER else next(colors)
         at = {label: labels.index(label) + (place - (count - 1) / 2) * height for label in spreads}
-        axes.barh(list(at.values()), [mean for _, mean, _ in spreads.values()], 0.92 * height, color=colour, label=name)
+        axes.barh(list(at.values()), [mean for _, mean, _ in spreads.values()], 0.92 * height, color=color, label=name)
         for label, (low, mean, high) in spreads.items():
             if low < high:
                 axes.plot([low, high], [at[label]] * 2, color=INK, lw=1.2, marker="|", ms=5)
@@ -113,22 +113,22 @@ def lines(
 ) -> Figure:
     """Draw one line per series over a logarithmic x; whiskers from min to max, crosses for the paper's values."""
     figure, axes = new_figure(7.2, 4.2)
-    looks = dict(zip(dict.fromkeys(name for name, _ in series), zip(cycle(COLOURS), cycle(MARKERS)), strict=False))
+    looks = dict(zip(dict.fromkeys(name for name, _ in series), zip(cycle(COLORS), cycle(MARKERS)), strict=False))
     styles = dict.fromkeys(style for _, style in series)
     dashes = dict(zip(styles, cycle(DASHES if len(styles) > 1 else "-"), strict=False))
     for (name, style), spreads in series.items():
-        colour, marker = looks[name]
+        color, marker = looks[name]
         places = sorted(spreads)
         low, mean, high = (list(part) for part in zip(*(spreads[x] for x in places), strict=True))
         label = f"{name}, {style}" if style else name
-        axes.plot(places, mean, color=colour, marker=marker, ms=5, lw=1.6, ls=dashes[style], label=label)
-        axes.vlines(places, low, high, color=colour, lw=1.2)
+        axes.plot(places, mean, color=color, marker=marker, ms=5, lw=1.6, ls=dashes[style], label=label)
+        axes.vlines(places, low, high, color=color, lw=1.2)
         theirs = printed.get((name, style), {})
-        axes.plot(list(theirs), list(theirs.values()), color=colour, marker="x", ms=8, mew=2, ls="")
+        axes.plot(list(theirs), list(theirs.values()), color=color, marker="x", ms=8, mew=2, ls="")
         if len(series) == 1:
             _number_points(axes, spreads, theirs)
     if printed:
-        axes.plot([], [], color=GREY, marker="x", ms=8, mew=2, ls="", label=PAPER)
+        axes.plot([], [], color=GRAY, marker="x", ms=8, mew=2, ls="", label=PAPER)
     axes.set_xscale("log")
     axes.set_xticks(sorted(ticks), [ticks[x] for x in sorted(ticks)])
     axes.set_xticks([], minor=True)

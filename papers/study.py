@@ -90,9 +90,9 @@ class StudyRow:
     bar: str = ""
     """Label of its bar; the row name if empty."""
     series: str = ""
-    """The line, or the colour of the bar, that it belongs to."""
+    """The line, or the color of the bar, that it belongs to."""
     style: str = ""
-    """Second part of the series name; lines of one series share a colour, lines of one style a dash pattern."""
+    """Second part of the series name; lines of one series share a color, lines of one style a dash pattern."""
     x: float | None = None
     tick: str = ""
     """Text at `x`; the drawing's format if empty."""

@@ -1,4 +1,4 @@
-"""Kneser-Ney n-grams: exact normalisation, hand-computed values, a slow reading of the definition, order of quality."""
+"""Kneser-Ney n-grams: exact normalization, hand-computed values, a slow reading of the definition, order of quality."""
 
 from collections import Counter, defaultdict
 from pathlib import Path

@@ -173,8 +173,8 @@ def test_places_are_the_positions_of_tokens_in_the_file(corpus: TokenFile, shuff
 
 def test_a_batch_is_moved_without_its_places() -> None:
     batch = next(ChunkBatches(numbered([7]), 2, 4, shuffle=False, seed=0).epoch(0))
-    labelled = batch._replace(labels=torch.zeros_like(batch.tokens))
-    moved = labelled.to(torch.device("meta"))
+    labeled = batch._replace(labels=torch.zeros_like(batch.tokens))
+    moved = labeled.to(torch.device("meta"))
     assert moved.lengths is not None and moved.labels is not None
     assert {tensor.device.type for tensor in (moved.tokens, moved.lengths, moved.labels)} == {"meta"}
     assert moved.places is None and moved.restart is None and moved.last and not moved.carry

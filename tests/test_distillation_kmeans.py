@@ -48,10 +48,10 @@ def test_passes_are_those_of_lloyd() -> None:
     first = fit_clusters(cut(points, 300), 7, passes=1)
     for passes in (2, 5):
         expected = first.centroids[0].double()
-        centred = (points - first.mean).double()
+        centered = (points - first.mean).double()
         for _ in range(passes - 1):
-            labels = brute_labels(centred, expected)
-            expected = torch.stack([centred[labels == i].mean(0) for i in range(7)])
+            labels = brute_labels(centered, expected)
+            expected = torch.stack([centered[labels == i].mean(0) for i in range(7)])
         found = fit_clusters(cut(points, 300), 7, passes=passes)
         torch.testing.assert_close(found.centroids[0].double(), expected, rtol=1e-4, atol=1e-4)
 

@@ -14,7 +14,7 @@ from hmmlm.data.batches import Batch, ChunkBatches, StreamBatches
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.distillation.cache import LabelStore
 from hmmlm.distillation.kmeans import fit_clusters
-from hmmlm.distillation.labels import EmbeddedText, LabelledBatches, StoredLabels, TeacherLabels, hmm_from_labels
+from hmmlm.distillation.labels import EmbeddedText, LabeledBatches, StoredLabels, TeacherLabels, hmm_from_labels
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.models.factored import LinearConfig, MlpConfig, TransformerConfig
@@ -213,7 +213,7 @@ def test_stored_labels_are_those_of_the_teacher_and_are_computed_once(tmp_path: 
     store = LabelStore(tmp_path / "labels.bin", len(text), 4)
     source = StoredLabels(TeacherLabels(embed, clusters), store)
     chunks = ChunkBatches(text, rows, 8, shuffle=True, seed=3)
-    for batch in LabelledBatches(chunks, source).epoch(0):
+    for batch in LabeledBatches(chunks, source).epoch(0):
         assert batch.places is not None and batch.labels is not None
         assert torch.equal(batch.labels[batch.tokens >= 0], expected.flatten()[batch.places[batch.tokens >= 0]])
         assert torch.equal(batch.labels < 0, batch.tokens < 0)
@@ -221,7 +221,7 @@ def test_stored_labels_are_those_of_the_teacher_and_are_computed_once(tmp_path: 
     calls = embed.calls
     assert calls == chunks.steps_per_epoch
     stream = StreamBatches(text, 3, 5, shuffle=True, reset_at_eos=False, eos_id=1, seed=1)  # read by place, too
-    for batch in LabelledBatches(stream, source).epoch(1):
+    for batch in LabeledBatches(stream, source).epoch(1):
         assert batch.places is not None and batch.labels is not None
         assert torch.equal(batch.labels[batch.tokens >= 0], expected.flatten()[batch.places[batch.tokens >= 0]])
     assert embed.calls == calls

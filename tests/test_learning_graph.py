@@ -86,8 +86,8 @@ def test_batches_that_do_not_fit_are_left_to_the_caller() -> None:
     step = ReplayedStep(make_learner().learn)
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     ragged = Batch(tokens, torch.tensor([4, 2, 1]), None, carry=False)
-    labelled = Batch(tokens, None, None, carry=False, labels=tokens)
-    assert step(ragged, None) is None and step(labelled, None) is None
+    labeled = Batch(tokens, None, None, carry=False, labels=tokens)
+    assert step(ragged, None) is None and step(labeled, None) is None
     plain = Batch(tokens, None, None, carry=False)
     for _ in range(WARM_UP + 1):
         assert step(plain, None) is not None

@@ -1,4 +1,4 @@
-"""Figures of studies: every row drawn, numbers, whiskers, colours and dashes."""
+"""Figures of studies: every row drawn, numbers, whiskers, colors and dashes."""
 
 import pytest
 from helpers.papers_runs import DRAWN, record, rows_of
@@ -40,7 +40,7 @@ def test_lines_are_sorted_by_x_with_the_values_of_the_paper() -> None:
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["two", "four"]
 
 
-def test_lines_of_a_series_share_colours_and_those_of_a_style_dashes() -> None:
+def test_lines_of_a_series_share_colors_and_those_of_a_style_dashes() -> None:
     point = {1.0: (1, 1, 1), 10.0: (9, 9, 9)}
     names = [(series, style) for series in ("a", "b") for style in ("random", "pretrained")]
     drawing = Lines(TEST, "perplexity", "rate", top=5.0)

@@ -173,7 +173,7 @@ def test_a_crashed_run_does_not_lose_the_others(
         (["--set", "states"], "--set states: write it as name=value"),
         (["--jobs", "0"], "--jobs must be at least 1, not 0"),
         (["--job"], "expected one argument"),
-        (["--colour"], "unrecognized arguments: --colour"),
+        (["--color"], "unrecognized arguments: --color"),
     ],
 )
 def test_mistakes_are_one_line(

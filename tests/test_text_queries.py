@@ -247,6 +247,6 @@ def test_training_from_python(tmp_path: Path) -> None:
     assert lm.hmm.states == 4
     assert lm.config["train"]["epochs"] == 1 and lm.config["data"] == str(folder)
     assert load(tmp_path / "run").score(["a"]).tolist() == pytest.approx(lm.score(["a"]).tolist())
-    with pytest.raises(InputError, match=r"hmmlm\.train: .*model\.colour"):
-        hmmlm.train(folder, tmp_path / "other", model={"colour": 4})
+    with pytest.raises(InputError, match=r"hmmlm\.train: .*model\.color"):
+        hmmlm.train(folder, tmp_path / "other", model={"color": 4})
     assert not (tmp_path / "other").exists()

@@ -92,7 +92,7 @@ class WordTokenizer:
         return [get(word, unk) for word in _split(text, self.split, self.lowercase)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        join = " ".join if self.split == "whitespace" else _detokenise
+        join = " ".join if self.split == "whitespace" else _detokenize
         return "\n".join(join([self.token(i) for i in line]) for line in split_at(ids, self.eos_id))
 
     def token(self, id: int) -> str:
@@ -151,7 +151,7 @@ def _split(text: str, split: Split, lowercase: bool) -> list[str]:
     return text.split() if split == "whitespace" else _WORD.findall(text)
 
 
-def _detokenise(words: Sequence[str]) -> str:
+def _detokenize(words: Sequence[str]) -> str:
     """Join words with English spacing: none before a comma, after an opening bracket or inside quotation marks."""
     out: list[str] = []
     glue = True  # whether the next word follows without a space

@@ -73,7 +73,7 @@ class StoredLabels:
 
 
 @dataclass(frozen=True)
-class LabelledBatches:
+class LabeledBatches:
     """Batches with labels."""
 
     batches: Batches
@@ -141,7 +141,7 @@ class EmbeddedText:
 
 
 def hmm_from_labels(
-    labelled: Iterable[tuple[Tensor, Tensor]],
+    labeled: Iterable[tuple[Tensor, Tensor]],
     states: int,
     vocab_size: int,
     pseudocount: float,
@@ -154,7 +154,7 @@ def hmm_from_labels(
     if pseudocount <= 0:
         raise InputError(f"pseudocount is {pseudocount}: it must be above 0, or unseen words would be impossible")
     counts: list[Tensor] | None = None
-    for tokens, labels in labelled:
+    for tokens, labels in labeled:
         if counts is None:
             shapes = ((states,), (states, states), (states, vocab_size))
             counts = [torch.zeros(shape, dtype=torch.float64, device=labels.device) for shape in shapes]

@@ -46,7 +46,7 @@ class TrainingError(InputError):
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of training with its own batches: P(O, S) of labelled batches, or P(O)."""
+    """A part of training with its own batches: P(O, S) of labeled batches, or P(O)."""
 
     name: str
     """joint or marginal; the history marks joint losses."""

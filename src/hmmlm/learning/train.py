@@ -24,7 +24,7 @@ from hmmlm.config.training import AnyConfig, TrainingConfig
 from hmmlm.data.files import write_bytes
 from hmmlm.data.tokenfile import unknown_fraction
 from hmmlm.device import device_name, pick_device
-from hmmlm.distillation.labels import LabelledBatches
+from hmmlm.distillation.labels import LabeledBatches
 from hmmlm.errors import InputError
 from hmmlm.learning.fit import Fit, Phase, TrainingError
 from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner, HmmLearner, Learner, NetworkLearner
@@ -270,12 +270,12 @@ def _plan_phases(
     if not isinstance(start, LabelConfig):
         return [Phase("marginal", total, fit.train)]
     warm: WarmStart | None = None
-    labelled: LabelledBatches | None = None
+    labeled: LabeledBatches | None = None
     if not position.initialized or position.tokens < position.joint_tokens:
         teacher = opened.pop() if opened else None
         warm = WarmStart(config, fit.out, fit.tokenizer, learner.model, teacher, fit.progress, request.raise_if_asked)
         source = warm.open_labels(fresh=fit.saved.step < 0)
-        labelled = LabelledBatches(fit.train, source)
+        labeled = LabeledBatches(fit.train, source)
         if not position.initialized:
             warm.initialize(source)
             position.initialized, position.joint_tokens = True, joint_tokens(config, total)
@@ -291,8 +291,8 @@ def _plan_phases(
 
     phases = []
     for begin, end in zip([0, *edges], edges, strict=False):
-        joint = begin < position.joint_tokens and labelled is not None
-        name, batches = ("joint", labelled) if joint else ("marginal", fit.train)
+        joint = begin < position.joint_tokens and labeled is not None
+        name, batches = ("joint", labeled) if joint else ("marginal", fit.train)
         frozen = begin < frozen_tokens
         phases.append(Phase(name, end, batches, lambda frozen=frozen, joint=joint: enter(frozen, joint)))  # type: ignore[misc, arg-type]
     return phases

@@ -271,7 +271,7 @@ class WarmStart:
         """Set the model to the closed-form maximum of P(O, S) over some of the training text."""
         limit = min(start.tokens or start.kmeans.tokens, len(self.train))
 
-        def labelled() -> Iterator[tuple[Tensor, Tensor]]:
+        def labeled() -> Iterator[tuple[Tensor, Tensor]]:
             with self.progress.phase("counting", limit) as phase:
                 for chunk in self.chunks(limit):
                     yield chunk.tokens, source.labels(chunk)
@@ -281,7 +281,7 @@ class WarmStart:
         batches = self.config.batches
         resets = batches.kind == "stream" and batches.reset_at_eos
         eos = self.tokenizer.eos_id if resets else None
-        self.model.assign(hmm_from_labels(labelled(), self.model.states, self.model.vocab_size, start.pseudocount, eos))
+        self.model.assign(hmm_from_labels(labeled(), self.model.states, self.model.vocab_size, start.pseudocount, eos))
 
     def release_teacher(self) -> None:
         """Free the teacher's memory."""

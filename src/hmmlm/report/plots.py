@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hmmlm.runs.progress import perplexity_text
 
 # Okabe & Ito: distinct for color-blind readers and in grayscale.
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#666666"
+BLUE, ORANGE, GREEN, PURPLE, GRAY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#666666"
 MAX_PERPLEXITY = 1e100  # on an axis: near the largest float, matplotlib cannot place ticks
 LABEL_GAP = 0.05  # least distance of labels beside an axis, as a fraction of its height
 Series = Sequence[tuple[float, float]]
@@ -34,9 +34,9 @@ def learning_curve(train: Series, valid: Series, baselines: Mapping[str, float])
     axes.plot(*_columns(train), color=BLUE, lw=1, alpha=0.7, label="training (running)")
     axes.plot(*_columns(valid), color=ORANGE, lw=2, marker="o", ms=4, label="validation")
     baselines = {name: value for name, value in baselines.items() if value < MAX_PERPLEXITY}
-    colours = dict(zip(baselines, (GREEN, PURPLE, GREY), strict=False))
+    colors = dict(zip(baselines, (GREEN, PURPLE, GRAY), strict=False))
     for name, value in baselines.items():
-        axes.axhline(value, color=colours[name], ls="--", lw=1.2)
+        axes.axhline(value, color=colors[name], ls="--", lw=1.2)
     if valid:
         best = min(valid, key=lambda point: point[1])
         axes.annotate(
@@ -56,7 +56,7 @@ def learning_curve(train: Series, valid: Series, baselines: Mapping[str, float])
         high = max(valid[0][1], *baselines.values(), low)
         axes.set_ylim(min(0.85 * low, MAX_PERPLEXITY / 10), min(1.6 * high, MAX_PERPLEXITY))
     logarithmic(axes)
-    _label_lines(axes, {f"{name} {perplexity_text(p)}": (p, colours[name]) for name, p in baselines.items()})
+    _label_lines(axes, {f"{name} {perplexity_text(p)}": (p, colors[name]) for name, p in baselines.items()})
     axes.xaxis.set_major_formatter(FuncFormatter(short))
     axes.set_xlim(left=0)
     axes.set_xlabel("training tokens")
@@ -69,7 +69,7 @@ def _label_lines(axes: Axes, lines: Mapping[str, tuple[float, str]]) -> None:
     """Label horizontal lines, label → (y, color), at the right of a logarithmic axis; move close labels apart."""
     low, high = map(math.log, axes.get_ylim())
     position = -math.inf
-    for label, (y, colour) in sorted(lines.items(), key=lambda line: line[1][0]):
+    for label, (y, color) in sorted(lines.items(), key=lambda line: line[1][0]):
         position = max((math.log(y) - low) / (high - low), position + LABEL_GAP)
         axes.annotate(
             label,
@@ -79,7 +79,7 @@ def _label_lines(axes: Axes, lines: Mapping[str, tuple[float, str]]) -> None:
             textcoords="offset points",
             ha="left",
             va="center",
-            color=colour,
+            color=color,
             fontsize=9,
             annotation_clip=False,
         )

@@ -138,8 +138,8 @@ class ClusterWindow:
     def merge_best(self) -> tuple[int, int]:
         """Merge the pair with the smallest loss (the first of equals); return the slot kept and the slot freed."""
         pair = sorted(divmod(int(self.losses().argmin()), len(self.table)))
-        neighbours = [np.count_nonzero(self.table[i]) + np.count_nonzero(self.table[:, i]) for i in pair]
-        kept, gone = pair if neighbours[0] >= neighbours[1] else pair[::-1]
+        neighbors = [np.count_nonzero(self.table[i]) + np.count_nonzero(self.table[:, i]) for i in pair]
+        kept, gone = pair if neighbors[0] >= neighbors[1] else pair[::-1]
         self.merge(kept, gone)
         return kept, gone
 

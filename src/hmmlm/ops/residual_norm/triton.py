@@ -20,9 +20,9 @@ _WARPS = 4
 def _normalized(before, inner, in_row, EPS: tl.constexpr, H: tl.constexpr):
     """Return the normalized rows before scale and shift [rows, h], and 1/σ [rows, 1]."""
     total = tl.where(before <= 0, 0.0, before) + inner  # keeps NaN, like PyTorch's ReLU
-    centred = tl.where(in_row, total - (tl.sum(total, 1) / H)[:, None], 0.0)
-    scale = tl.rsqrt(tl.sum(centred * centred, 1) / H + EPS)[:, None]
-    return centred * scale, scale
+    centered = tl.where(in_row, total - (tl.sum(total, 1) / H)[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(centered * centered, 1) / H + EPS)[:, None]
+    return centered * scale, scale
 
 
 @triton.jit
