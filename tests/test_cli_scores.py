@@ -98,6 +98,9 @@ def test_training_prints_the_share_of_unknown_words_and_the_report_has_all_figur
     assert "GB of memory" in printed.out and "train perplexity" in printed.out and "loss" not in printed.out
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["model"]["test"]["unknown_share"] > 0.3
+    perplexities = {name: scores["valid"]["perplexity"] for name, scores in results.items()}
+    assert perplexities["mixture with the 5-gram"] <= 1.001 * min(perplexities["model"], perplexities["5-gram"])
+    assert 0 <= results["mixture with the 5-gram"]["weight of the model"] <= 1
     page = (tmp_path / "run" / "report.html").read_text()
     for scores in results.values():
         assert f"{scores['test']['perplexity_without_unknown']:,.1f}" in page

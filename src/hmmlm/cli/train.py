@@ -69,14 +69,16 @@ def run(argv: list[str]) -> int:
     score, baselines = results.scores["test"], results.baselines
     others = ", ".join(f"{name} {perplexity_text(scores['test'].perplexity)}" for name, scores in baselines.items())
     print(
-        f"test perplexity {perplexity_text(score.perplexity)} ({others}); {score.unknown_share:.1%} of the words are "
+        f"test perplexity {perplexity_text(score.perplexity)} ({others}; interpolated with the 5-gram "
+        f"{perplexity_text(results.mixture['test'].perplexity)}); {score.unknown_share:.1%} of the words are "
         f"unknown, perplexity without them {perplexity_text(score.known_perplexity)}"
     )
     warn_unknown({"the test text": score.unknown_share}, results.config.data)
+    step = "step" if results.config.optimizer.kind == "baum-welch" else "rate"
     if results.scores["valid"].perplexity > 0.98 * baselines["unigram"]["valid"].perplexity:
         print(
-            "hmmlm: warning: the model has learned little more than word frequencies (unigram): train longer, or lower "
-            "optimizer.rate if perplexity rose or did not change",
+            "hmmlm: warning: the model has learned little more than word frequencies (unigram): train longer "
+            f"(--train.epochs), or lower optimizer.{step} if perplexity rose or did not change",
             file=sys.stderr,
         )
     print(f"report: {write_report(results)}")

@@ -67,6 +67,7 @@ def _comparison(results: RunResults) -> Table:
         table.add_column(name, justify="right")
     rows = {name: (scores["test"], "") for name, scores in results.baselines.items()}
     rows[f"HMM, {results.lm.hmm.states:,} states"] = (results.scores["test"], "bold")
+    rows["HMM and 5-gram, interpolated"] = (results.mixture["test"], "bold")
     for name, (score, style) in sorted(rows.items(), key=lambda row: -row[1][0].perplexity):
         figures = (score.perplexity, score.known_perplexity)
         table.add_row(name, *map(perplexity_text, figures), f"{score.bits_per_token:.2f}", style=style)

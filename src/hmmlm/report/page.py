@@ -212,6 +212,8 @@ def _tiles(results: RunResults) -> dict[str, str]:
 def _result_rows(results: RunResults) -> Rows:
     scores = {f"HMM, {results.lm.hmm.states:,} states": results.scores}
     scores |= {f"Kneser-Ney {name}": by_split for name, by_split in results.baselines.items()}
+    weight = results.mixture_weight
+    scores[f"{weight:.2f} HMM + {1 - weight:.2f} 5-gram (weights chosen on valid)"] = results.mixture
     return [
         (
             name,

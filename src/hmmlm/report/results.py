@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hmmlm.baselines.ngram import NgramModel
+from hmmlm.baselines.mixture import fit_weights, mix
+from hmmlm.baselines.ngram import FloatArray, NgramModel
 from hmmlm.config.run import RunConfig
 from hmmlm.config.sections import StreamConfig
 from hmmlm.data.files import write_bytes
@@ -25,6 +26,7 @@ from hmmlm.text.lm import LanguageModel
 from hmmlm.text.scoring import TextScore, score_of
 
 BASELINES = {"unigram": 1, "bigram": 2, "5-gram": 5}
+MIXTURE = "mixture with the 5-gram"
 BASELINE_TOKENS = 20_000_000  # training tokens of the n-grams at most: their counts are held in memory
 STREAM_LENGTH = 4096  # tokens of a single stream that are read at once
 SENTENCE_TOKENS = range(9, 16)  # tokens of a sentence to explain, <eos> included
@@ -41,6 +43,8 @@ class RunResults:
     history: list[dict[str, Any]]
     scores: dict[str, TextScore]  # of the model, by split: valid and test
     baselines: dict[str, dict[str, TextScore]]  # by name, then by split
+    mixture: dict[str, TextScore]  # of the model and the last baseline, by split
+    mixture_weight: float  # of the model in it, chosen on valid
 
 
 def evaluate_run(run: Path) -> RunResults:
@@ -51,6 +55,13 @@ def evaluate_run(run: Path) -> RunResults:
     config, data = saved_config(RunConfig, run), reopen(run)
     lm = LanguageModel.load(run).to(pick_device(config.train.device))
     splits = ("valid", "test")
+    ngrams = {name: ngram_log_probs(lm, data, order) for name, order in BASELINES.items()}
+    baselines = {
+        name: {split: _score(data, split, by_split[split]) for split in splits} for name, by_split in ngrams.items()
+    }
+    last = ngrams[list(BASELINES)[-1]]
+    both = {split: np.stack([token_log_probs(lm, data.tokens[split]), last[split]]) for split in splits}
+    weights = fit_weights(both["valid"])
     return RunResults(
         run=run,
         lm=lm,
@@ -58,14 +69,17 @@ def evaluate_run(run: Path) -> RunResults:
         data=data,
         history=read_history(run / "history.jsonl"),
         scores={split: score_tokens(lm, data.tokens[split]) for split in splits},
-        baselines=score_ngrams(lm, data, splits),
+        baselines=baselines,
+        mixture={split: _score(data, split, mix(both[split], weights)) for split in splits},
+        mixture_weight=float(weights[0]),
     )
 
 
 def write_results(results: RunResults) -> Path:
     """Write results.json into the folder of a run: the figures of the model and its baselines, by split."""
-    models = {"model": results.scores, **results.baselines}
+    models = {"model": results.scores, **results.baselines, MIXTURE: results.mixture}
     figures = {name: {split: score.figures() for split, score in scores.items()} for name, scores in models.items()}
+    figures[MIXTURE]["weight of the model"] = results.mixture_weight  # type: ignore[assignment]
     path = results.run / RESULTS
     write_bytes(path, (json.dumps(figures, indent=1) + "\n").encode())
     return path
@@ -115,23 +129,26 @@ def _unknown_log_likelihood(lm: LanguageModel, tokens: TokenFile) -> float:
     return sum(float(log_probs[torch.tensor(sequence) == unk].sum()) for sequence, log_probs in scored)
 
 
-def score_ngrams(lm: LanguageModel, data: Prepared, splits: tuple[str, ...]) -> dict[str, dict[str, TextScore]]:
-    """Score Kneser-Ney n-grams of the training tokens; their context restarts where the HMM does.
+def token_log_probs(lm: LanguageModel, tokens: TokenFile) -> FloatArray:
+    """Compute log p(token | tokens before it) [N] of a text."""
+    return lm.token_log_probs([tokens.tokens.tolist()])[0].numpy()
 
-    Returns:
-        Scores by the name of the n-gram, then by split.
+
+def ngram_log_probs(lm: LanguageModel, data: Prepared, order: int) -> dict[str, FloatArray]:
+    """Compute log p(token | tokens before it) of valid and test by a Kneser-Ney n-gram of the training tokens.
+
+    Its context restarts where the HMM does.
     """
     eos = data.tokenizer.eos_id if lm.restarts else None
     train = np.asarray(data.tokens["train"].tokens[:BASELINE_TOKENS])
-    scores: dict[str, dict[str, TextScore]] = {}
-    for name, order in BASELINES.items():
-        model = NgramModel(train, data.tokenizer.vocab_size, order, eos)
-        scores[name] = {}
-        for split in splits:
-            ids = np.asarray(data.tokens[split].tokens).astype(np.int64)
-            log_probs = torch.from_numpy(model.log_probs(ids))
-            scores[name][split] = score_of(data.tokenizer, ids, log_probs, data.tokens[split].text_bytes)
-    return scores
+    model = NgramModel(train, data.tokenizer.vocab_size, order, eos)
+    return {split: model.log_probs(np.asarray(data.tokens[split].tokens)) for split in ("valid", "test")}
+
+
+def _score(data: Prepared, split: str, log_probs: FloatArray) -> TextScore:
+    tokens = data.tokens[split]
+    ids = np.asarray(tokens.tokens).astype(np.int64)
+    return score_of(data.tokenizer, ids, torch.from_numpy(log_probs), tokens.text_bytes)
 
 
 def typical_sentence(data: Prepared) -> str:

@@ -1,0 +1,39 @@
+"""Linear interpolation of language models over the same tokens, with weights chosen by EM."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+_ITERATIONS = 1_000
+_TOLERANCE = 1e-9  # change of the mean log-probability at which EM stops
+
+
+def fit_weights(log_probs: FloatArray) -> FloatArray:
+    """Return the weights [M] that maximize the likelihood of a text, by log-probabilities of its tokens [M, N].
+
+    EM never lowers the likelihood, and the likelihood is concave in the weights, so its limit is the maximum. Tokens
+    that no model can explain have no influence.
+    """
+    # Only ratios at a token matter, so its largest probability is scaled to one.
+    top = log_probs.max(0)
+    probs = np.exp(log_probs[:, top > -np.inf] - top[top > -np.inf])
+    weights = np.full(len(log_probs), 1 / len(log_probs))
+    before = -np.inf
+    for _ in range(_ITERATIONS if probs.size else 0):
+        mixed = weights @ probs
+        weights = weights * (probs / mixed).mean(1)
+        mean = float(np.log(mixed).mean())
+        if mean - before < _TOLERANCE:
+            break
+        before = mean
+    return weights / weights.sum()
+
+
+def mix(log_probs: FloatArray, weights: FloatArray) -> FloatArray:
+    """Compute log Σ_m w_m p_m [N] from log-probabilities [M, N] and weights [M]."""
+    top = log_probs.max(0)
+    finite = np.where(top == -np.inf, 0.0, top)
+    with np.errstate(divide="ignore"):
+        return np.log(weights @ np.exp(log_probs - finite)) + finite
