@@ -18,3 +18,10 @@ STEERING = Study(
     made_by="python -m benchmarks.steering",
     headers={"log_probability_a_token": "log probability per token"},
 )
+CPU_DEFAULT = Study(
+    name="cpu-default",
+    title="Settings for two CPU cores: 1 MB of English and Penn Treebank",
+    device="CPU",
+    trials=True,
+    made_by="hmmlm train, with the commands in the records",
+)
