@@ -146,7 +146,11 @@ def test_a_stopped_study_starts_no_further_run(
         raise InputError("interrupted")
 
     monkeypatch.setattr(runner, "perform", stopped)
-    assert study() == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process may ignore it
+    try:
+        assert study() == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert started == [1]
     assert "the same command trains the others" in capsys.readouterr().err
 
