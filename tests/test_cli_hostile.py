@@ -232,10 +232,10 @@ def test_more_blocks_than_words_are_refused_before_clustering(
 ) -> None:
     argv = ["train", "--data", str(place / "text.txt"), "--out", str(place / "new"), "--model.states", "60000"]
     argv += ["--model.kind", "neural", "--model.hidden", "2"]
-    message = "model.blocks is 60,000, but the training text has 19 different words: set it to 19 or less"
+    message = "model.blocks is 60,000, but the training text has 19 different words: set it to 9 or less"
     assert message in failure(capsys, *argv, "--model.blocks", "60000")
-    monkeypatch.setattr("hmmlm.learning.prepare.MAX_CLUSTERS", 10)
-    assert "into more than 10 takes hours" in failure(capsys, *argv, "--model.blocks", "12")
+    monkeypatch.setattr("hmmlm.learning.prepare.MAX_CLUSTERS", 5)
+    assert "into more than 5 takes hours" in failure(capsys, *argv, "--model.blocks", "8")
 
 
 def test_a_constraint_of_a_million_tokens_takes_no_longer_than_its_recursion_needs(

@@ -1,9 +1,13 @@
 """Recipes of the package: each is a valid configuration and starts with a comment that explains it."""
 
+import json
 from importlib import resources
+from pathlib import Path
 
 import pytest
 
+import hmmlm
+from hmmlm.cli.main import main
 from hmmlm.config.recipe import load_recipe, recipe_names
 
 
@@ -17,3 +21,16 @@ def test_every_recipe_is_valid_and_has_an_explanation(name: str) -> None:
 
 def test_the_recipe_of_the_demo_exists() -> None:
     assert "demo" in recipe_names()
+
+
+def test_a_run_without_choices_starts_from_the_default_recipe(tmp_path: Path) -> None:
+    """From the command line and from Python, on a text that has too few words for its blocks."""
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat\na dog ran\nthe dog sat\nthe cat ran home\n" * 10)
+    arguments = ["train", "--data", str(text), "--out", str(tmp_path / "run"), "--train.epochs", "1", "--quiet"]
+    assert main(arguments) == 0
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (saved["model"]["kind"], saved["model"]["states"], saved["train"]["epochs"]) == ("neural", 4096, 1)
+    assert max(json.loads((tmp_path / "run" / "blocks.json").read_text())) == 3  # nine words: at most four blocks
+    lm = hmmlm.train(text, tmp_path / "other", model={"states": 4}, train={"epochs": 1})
+    assert (lm.hmm.kind, lm.hmm.states) == ("dense", 4)

@@ -83,7 +83,7 @@ def test_recipes_of_records_resolve() -> None:
 
 
 def test_recipes_of_the_package_are_what_users_start_from() -> None:
-    users = {"demo", "ptb-vl-hmm", "ptb-vl-hmm-12-cpu", "wikitext2-vl-hmm"}
+    users = {"default", "demo", "ptb-vl-hmm", "ptb-vl-hmm-12-cpu", "wikitext2-vl-hmm"}
     assert set(recipe_names()) == users
     assert not set(recipe_names()) & {*FILES, *VARIANTS}
 

@@ -33,6 +33,8 @@ most used options:
   --threads N               CPU threads (default: one per core)
   --quiet                   print results and warnings only
 
+Without model, optimizer and initialization options, the recipe `default` is used: neural, 4,096 states.
+
 All settings, by section: hmmlm train --help SECTION
   SECTION is text, tokenizer, batches, model, initialization, optimizer, schedule, train, or all
 

@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 from hmmlm.cli.parse import Arguments
 from hmmlm.config.explain import explain
 from hmmlm.config.networks import BaselineConfig, TeacherConfig
-from hmmlm.config.recipe import recipe_source, recipe_values
+from hmmlm.config.recipe import default_recipe, recipe_source, recipe_values
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import TrainingConfig, drop_other_kinds
 from hmmlm.errors import InputError
@@ -46,6 +46,8 @@ class StartingPoint(PydanticBaseSettingsSource):
         if "config" in sources and not str(given["config"]).endswith(".toml"):
             raise InputError(f"--config {given['config']}: a recipe is a file that ends in .toml")
         name = given.get("config") or given.get("recipe")
+        if name is None and kind is RunConfig:
+            name = default_recipe(given)
         return {} if name is None else _read_recipe(kind, str(name), given)
 
 

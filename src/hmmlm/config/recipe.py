@@ -14,6 +14,8 @@ from hmmlm.errors import InputError
 if TYPE_CHECKING:
     from hmmlm.config.run import RunConfig
 
+DEFAULT = "default"
+"""The recipe of runs that choose no model, optimizer or initialization."""
 _FOLDER = resources.files("hmmlm.config") / "recipes"
 
 
@@ -66,6 +68,11 @@ def _base_values(base: str, above: tuple[str, ...], where: str) -> dict[str, Any
         return recipe_values(base, above)
     except InputError as error:
         raise InputError(f"{where}: extends {base!r}: {error}") from None
+
+
+def default_recipe(given: Mapping[str, Any]) -> str | None:
+    """Return the recipe to start from if the given sections choose none of what it does."""
+    return None if {"model", "optimizer", "initialization"} & given.keys() else DEFAULT
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

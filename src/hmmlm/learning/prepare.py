@@ -38,6 +38,7 @@ from hmmlm.runs.progress import Progress
 from hmmlm.structure.brown import BrownClustering, brown_clusters
 from hmmlm.structure.paths import read_paths
 
+MAX_IN_SMALL_TEXT = 1_024  # states per block, where a text has too few words for the blocks: a step takes its square
 MAX_CLUSTERS = 4_096  # the time of clustering grows with their square
 MIN_STREAM_TOKENS = 2_000  # of a stream in evaluation that carries through <eos>: each starts without context
 
@@ -212,25 +213,33 @@ def trained_batches(training: Mapping[str, Any]) -> BatchesConfig:
 def make_blocks(config: BlockedConfig, tokenizer: Tokenizer, train: TokenFile, progress: Progress) -> list[int]:
     """Return the block of each word: from a `paths` file, or by clustering the training text."""
     if config.clusters is not None:
-        words = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
-        clustering = read_paths(config.clusters, words)
+        vocabulary = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
+        clustering = read_paths(config.clusters, vocabulary)
     else:
-        words_seen = len(np.unique(train.tokens))
-        if config.blocks > words_seen:
+        words = len(np.unique(train.tokens))
+        most = min(config.blocks, max(1, words // 2))
+        blocks = next(count for count in range(most, 0, -1) if config.states % count == 0)
+        if blocks < config.blocks and config.states // blocks > MAX_IN_SMALL_TEXT:
             raise InputError(
-                f"model.blocks is {config.blocks:,}, but the training text has {words_seen:,} different words: set it "
-                f"to {words_seen:,} or less"
+                f"model.blocks is {config.blocks:,}, but the training text has {words:,} different words: set it to "
+                f"{most:,} or less, and use fewer states"
             )
-        if config.blocks > MAX_CLUSTERS:
+        if blocks < config.blocks:
+            progress.note(
+                f"the training text has {words:,} different words: {blocks} blocks of {config.states // blocks} states "
+                f"instead of {config.blocks:,} blocks"
+            )
+        if blocks > MAX_CLUSTERS:
             raise InputError(
                 f"model.blocks is {config.blocks:,}: clustering words into more than {MAX_CLUSTERS:,} takes hours; use "
                 "fewer, or give clusters of your own with model.clusters"
             )
-        clustering = cluster_words(train, config.blocks, config.exchange_passes, progress)
+        clustering = cluster_words(train, blocks, config.exchange_passes, progress)
     found = len(clustering.paths)
-    if found != config.blocks:
-        source = config.clusters or "the training text"
-        raise InputError(f"model.blocks is {config.blocks}, but {source} gives {found} clusters: set it to {found}")
+    if config.clusters is not None and found != config.blocks:
+        raise InputError(
+            f"model.blocks is {config.blocks}, but {config.clusters} has {found} clusters: set it to {found}"
+        )
     return [int(cluster) for cluster in clustering.with_unseen_placed()]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hmmlm.config.recipe import merge, recipe_values
+from hmmlm.config.recipe import default_recipe, merge, recipe_values
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import drop_other_kinds, read_config
 from hmmlm.learning.train import train as train_in_folder
@@ -24,12 +24,14 @@ def train(
     Args:
         data: a corpus by name, a text file (one example per line), or a folder with train, valid and test files.
         out: the folder of the run; None: a new one in runs/.
-        recipe: the settings to start from, by name or a .toml file.
+        recipe: the settings to start from, by name or a .toml file; None: the recipe "default", unless the settings
+            choose a model, optimizer or initialization.
         settings: sections of the configuration, as in a recipe: model={"kind": "linear", "states": 512},
             train={"epochs": 3}.
     """
     given = {"data": str(data), **settings}
-    values = {} if recipe is None else drop_other_kinds(RunConfig, recipe_values(recipe), given)
+    start = recipe or default_recipe(settings)
+    values = {} if start is None else drop_other_kinds(RunConfig, recipe_values(start), given)
     config = read_config(RunConfig, merge(values, given), "hmmlm.train")
     with new_folder(None if out is None else Path(out), "runs", recipe or Path(data).stem) as folder:
         result = train_in_folder(config, folder, progress=terminal_progress())

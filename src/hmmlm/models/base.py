@@ -77,7 +77,8 @@ class BlockedConfig(ModelConfig):
     """
 
     blocks: BlockCount = 0
-    """Brown clusters of words, each with states / blocks states; 0: every state may emit every word."""
+    """Brown clusters of words, each with states / blocks states; fewer, if the text has fewer than two words for each.
+    0: every state may emit every word."""
     clusters: Path | None = None
     """A `paths` file as written by Liang's `brown-cluster`; None: the training text is clustered."""
     exchange_passes: Passes = 0

@@ -44,7 +44,8 @@ class NeuralConfig(NetworkConfig, BlockedConfig):
 
     kind: Literal["neural"] = "neural"
     blocks: BlockCount = 64
-    """Brown clusters of words, each with states / blocks states; 0: every state may emit every word."""
+    """Brown clusters of words, each with states / blocks states; fewer, if the text has fewer than two words for each.
+    0: every state may emit every word."""
     block_embeddings: bool = False
     """Half of each state embedding is shared by its block."""
 
