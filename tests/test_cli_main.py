@@ -177,7 +177,7 @@ def test_threads_are_set_for_every_command(trained: Path, capsys: pytest.Capture
         hmmlm.set_threads(2)
         assert torch.get_num_threads() == 2
         assert "--threads" in failure(capsys, "sample", str(trained), "--threads", "0")
-        with pytest.raises(InputError, match="threads must be an integer of at least 1, not 0"):
+        with pytest.raises(InputError, match="threads must be an integer from 1 to 1,024, not 0"):
             hmmlm.set_threads(0)
     finally:
         torch.set_num_threads(before)

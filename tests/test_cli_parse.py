@@ -238,7 +238,8 @@ def test_options_in_all_their_forms() -> None:
 
 
 def test_defaults_are_those_of_the_configuration_and_follow_the_family() -> None:
-    assert parsed() == RunConfig()
+    assert parsed() == load_recipe("default")
+    assert parsed("--model.kind", "scalar") == RunConfig()
     neural, scalar = parsed("--model.kind", "neural"), parsed("--model.kind", "scalar")
     assert (neural.optimizer.rate, scalar.optimizer.rate) == (0.003, 1.0)  # type: ignore[union-attr]
     assert (neural.model.states, scalar.model.states) == (2048, 512)

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import shlex
 import sys
 import tomllib
@@ -173,7 +174,7 @@ def test_score_of_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     perplexity = load("runs/subwords").perplexity(text.splitlines())
     assert float(rows[-1].split()[2].replace(",", "")) == pytest.approx(perplexity, abs=0.06)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\nd\xe9j\xe0\n")))
-    assert "line 2 of standard input is not UTF-8" in failure(capsys, "score", "latest", "-")
+    assert "standard input is not UTF-8 text: 0xe9 at byte 3" in failure(capsys, "score", "latest", "-")
     assert "no file nothing.txt" in failure(capsys, "score", "latest", "nothing.txt")
 
 
@@ -324,3 +325,18 @@ def test_tables_fit_a_terminal_of_80_columns(
 def test_the_packages_of_teachers_are_those_of_the_extra() -> None:
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["teacher"]
     assert shlex.split(INSTALL)[2:] == extra
+
+
+def test_damaged_results_and_ngrams_and_threads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ngram", "runs/words", "--order", "2", "--out", str(tmp_path / "2.arpa")]) == 0
+    text = (tmp_path / "2.arpa").read_text()
+    (tmp_path / "bad.arpa").write_text(re.sub(r"(?m)^-[0-9.]+\t", "5\t", text))
+    assert "is not a 1-gram" in failure(capsys, "ngram", "runs/words", "--arpa", str(tmp_path / "bad.arpa"))
+    assert "--threads" in failure(capsys, "eval", "runs/words", "--threads", "50000")
+    results = Path("runs/words/results.json")
+    before = results.read_text() if results.exists() else None
+    try:
+        results.write_text('{"model": {"test": 5}}')
+        assert main(["runs"]) == 0
+    finally:
+        results.write_text(before) if before is not None else results.unlink()

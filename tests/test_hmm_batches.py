@@ -2,6 +2,7 @@
 
 import math
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,3 +228,9 @@ def test_a_missing_hmmlearn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hmmlearn.hmm", None)
     with pytest.raises(InputError, match="hmmlearn is not installed: pip install hmmlearn"):
         make("dense").to_hmmlearn()
+
+
+@pytest.mark.parametrize("settings", [{"pseudocount": float("nan")}, {"pseudocount": -0.1}, {"tolerance": "a"}])
+def test_fit_names_bad_settings(settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="must be a number of at least 0"):
+        HMM.random(2, 3).fit([[0, 1, 2]], **settings)

@@ -113,7 +113,7 @@ def test_a_failure_before_training_leaves_nothing(tmp_path: Path) -> None:
         if made:
             out.mkdir()
         with pytest.raises(InputError, match="blocks"):  # more clusters than words: known when the text has been read
-            train(tiny_config(text, model={"states": 64, "blocks": 64}), out)
+            train(tiny_config(text, model={"kind": "neural", "states": 65536, "blocks": 65536, "hidden": 2}), out)
         assert out.exists() == made
         assert not made or not any(out.iterdir())
         assert train(tiny_config(text, train={"epochs": 1}), out).finished

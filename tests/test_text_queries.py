@@ -101,7 +101,8 @@ def test_conditional_scores_of_all_continuations_sum_to_one(kind: str) -> None:
 def test_conditional_scores_are_differences_of_scores(kind: str, reading: str) -> None:
     lm = make_lm(kind, reading)
     texts, given = ["sat the", "cat\ndog sat", ""], ["the", "dog\nthe cat", "the\n"]
-    whole = [lm.encode(f"{a}{'' if a.endswith(chr(10)) else ' '}{b}") for a, b in zip(given, texts, strict=True)]
+    joined = ["the sat the", "dog\nthe cat cat\ndog sat", "the\n\n"]  # the last ends with an empty line
+    whole = [lm.encode(text) for text in joined]
     prefixes = [lm.encode(a)[: None if a.endswith("\n") else -1] for a in given]
 
     def log_prob(tokens: list[int]) -> float:

@@ -56,3 +56,28 @@ def test_figures() -> None:
     only_unknown = TextScore(1, -1.0, words=1, unknown_words=1, unknown_log_likelihood=-1.0)
     assert math.isnan(only_unknown.known_perplexity)
     assert only_unknown.figures()["perplexity_without_unknown"] is None
+
+
+def line_model() -> LanguageModel:
+    """Return a random model in single precision that restarts at every line."""
+    tokenizer = sentence_model().tokenizer
+    hmm = HMM.from_probs(*random_hmm(3, tokenizer.vocab_size, seed=0)).to(torch.float32)
+    return LanguageModel(hmm, tokenizer, {"batches": {"kind": "stream", "eval_reset_at_eos": True}})
+
+
+def test_an_empty_text_after_a_line_is_an_empty_line() -> None:
+    lm = line_model()
+    for given in ("the cat\n", "the cat\n\n"):
+        assert lm.score([""], given=given).tolist() == pytest.approx(lm.score([""]).tolist())
+
+
+def test_a_text_of_many_lines_is_summed_in_double_precision() -> None:
+    lm = line_model()
+    one = lm.score(["the cat runs"]).double()
+    assert lm.score(["the cat runs\n" * 30_000]).double().item() == pytest.approx(30_000 * one.item(), rel=2e-7)
+
+
+def test_a_temperature_close_to_zero_takes_the_most_likely_token() -> None:
+    lm = sentence_model()
+    texts = [lm.generate("the", max_new_tokens=3, temperature=t, seed=0) for t in (0, 1e-320)]
+    assert texts[0] == texts[1]

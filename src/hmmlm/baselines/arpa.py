@@ -154,7 +154,7 @@ def _rows(path: Path, lines: Iterator[str], ids: dict[str, int], k: int) -> Iter
         try:
             backoff = float(rest[k]) if len(rest) > k else 0.0
             tokens = [ids[word] for word in rest[:k]]
-            if len(tokens) < k or len(rest) > k + 1:
+            if len(tokens) < k or len(rest) > k + 1 or not float(log_prob) <= 0 or math.isnan(backoff):
                 raise ValueError
             yield tokens, float(log_prob), backoff
         except KeyError as error:

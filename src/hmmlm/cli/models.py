@@ -28,11 +28,9 @@ class ModelArguments(Arguments):
 
 def open_model(path: Path, device: str) -> LanguageModel:
     """Return the model in a folder, on a device."""
-    from hmmlm.device import pick_device
     from hmmlm.text.lm import load
 
-    chosen = pick_device(device)
-    return load(path).to(chosen)
+    return load(path, device)
 
 
 def read_texts(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, Field, PositiveInt, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 from pydantic_core import PydanticUndefined
 from pydantic_settings import (
     BaseSettings,
@@ -25,6 +25,7 @@ from hmmlm.config.explain import explain, member_types
 from hmmlm.errors import InputError
 from hmmlm.runs.folders import find_run
 
+MAX_THREADS = 1_024
 AnyArguments = TypeVar("AnyArguments", bound="Arguments")
 ModelPath = Annotated[
     CliPositionalArg[Path],
@@ -38,7 +39,7 @@ class Arguments(BaseSettings):
 
     none_word: ClassVar[str] = "null"
     """The value that means None; not "None", which a text may contain."""
-    threads: PositiveInt | None = None
+    threads: Annotated[int, Field(gt=0, le=MAX_THREADS)] | None = None
     """CPU threads; None: one per core."""
     model_config = SettingsConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True

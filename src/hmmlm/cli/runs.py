@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
 
 def _summary(folder: Path) -> dict[str, Any]:
     """Return what a run is and what it has reached, as JSON values; null where it is not known yet."""
-    from hmmlm.data.files import read_json
+    from hmmlm.data.files import read_json, require_like
     from hmmlm.errors import InputError
     from hmmlm.runs.folders import CONFIG, RESULTS
     from hmmlm.runs.history import read_history
@@ -59,7 +59,8 @@ def _summary(folder: Path) -> dict[str, Any]:
     perplexities = [record["perplexity"] for record in checks if record.get("perplexity") is not None]
     try:
         test = read_json(folder / RESULTS)["model"]["test"]
-    except (InputError, KeyError):  # not finished
+        require_like(folder / RESULTS, test, {"perplexity": 0.0, "unknown_share": 0.0})
+    except (InputError, KeyError, TypeError):  # not finished, damaged, or the perplexity is infinite
         test = {}
     return {
         "run": str(folder),

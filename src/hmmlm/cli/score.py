@@ -110,11 +110,11 @@ def run(argv: list[str]) -> int:
 
 def _standard_input() -> Iterator[str]:
     """Yield the stripped lines of standard input."""
-    for number, raw in enumerate(sys.stdin.buffer, 1):
-        try:
-            yield raw.decode().strip()
-        except UnicodeDecodeError:
-            raise InputError(f"line {number} of standard input is not UTF-8: convert it to UTF-8") from None
+    from hmmlm.data.text import stream_lines
+
+    if sys.stdin is None:
+        raise InputError("standard input is closed: redirect a file to it, or give the name of a file")
+    return stream_lines(Path("standard input"), lambda: sys.stdin.buffer)
 
 
 def _finite(value: float) -> float | None:

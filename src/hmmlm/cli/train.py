@@ -18,7 +18,7 @@ most used options:
   --out FOLDER              folder of the run (default: runs/NAME-TIME)
   --resume FOLDER           resume a run (Ctrl-C saves and stops); may change how long it trains;
                             latest: the newest run in runs/
-  --recipe NAME             start from {", ".join(recipe_names())}
+  --recipe NAME             one of {", ".join(recipe_names())}
   --config FILE.toml        start from a recipe of your own
   --model.kind KIND         scalar (default), linear, mlp, neural, … (hmmlm train --help model)
   --model.states N          hidden states
@@ -33,7 +33,7 @@ most used options:
   --threads N               CPU threads (default: one per core)
   --quiet                   print results and warnings only
 
-Without model, optimizer and initialization options, the recipe `default` is used: neural, 4,096 states.
+Without model, optimizer and initialization options, the recipe `default` is used.
 
 All settings, by section: hmmlm train --help SECTION
   SECTION is text, tokenizer, batches, model, initialization, optimizer, schedule, train, or all

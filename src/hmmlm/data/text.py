@@ -12,7 +12,7 @@ import select
 import stat
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -36,9 +36,14 @@ def is_pipe(path: Path) -> bool:
 
 def read_lines(path: Path) -> Iterator[str]:
     """Yield the stripped lines of a UTF-8 text (plain, .gz or .xz), blank lines included, without loading the file."""
+    yield from stream_lines(path, lambda: _open(path))
+
+
+def stream_lines(path: Path, open_file: Callable[[], BinaryIO]) -> Iterator[str]:
+    """Yield the stripped lines of a UTF-8 text that `open_file` opens; errors name `path`."""
     offset, number = 0, 0  # offset in bytes of the text, after decompression
     try:
-        with _open(path) as file:
+        with open_file() as file:
             while raw := file.readline(MAX_LINE + 1):
                 number += 1
                 if len(raw) > MAX_LINE and b"\0" not in raw:

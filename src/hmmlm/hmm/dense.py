@@ -1,5 +1,6 @@
 """An HMM with dense matrices: start [Z], transition [Z, Z] and emission [Z, V]."""
 
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -187,6 +188,9 @@ class HMM(HiddenMarkovModel):
             pseudocount: added to every expected count.
         """
         check_count("iterations", iterations, 1)
+        for name, value in (("tolerance", tolerance), ("pseudocount", pseudocount)):
+            if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise InputError(f"{name} must be a number of at least 0, not {value!r}")
         checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
         total = int(checked.numel() if sizes is None else sizes.sum())
         rows = max(1, _BULK_CELLS // (checked.shape[1] * self.states))

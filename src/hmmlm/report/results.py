@@ -17,7 +17,6 @@ from hmmlm.config.run import RunConfig
 from hmmlm.config.sections import StreamConfig
 from hmmlm.data.files import write_bytes
 from hmmlm.data.tokenfile import TokenFile
-from hmmlm.device import pick_device
 from hmmlm.learning.evaluate import Evaluation, evaluate
 from hmmlm.learning.prepare import Prepared, evaluation_batches, reopen, trained_batches
 from hmmlm.runs.folders import RESULTS, saved_config
@@ -53,7 +52,7 @@ def evaluate_run(run: Path) -> RunResults:
     The model is evaluated on the device that the run is configured for.
     """
     config, data = saved_config(RunConfig, run), reopen(run)
-    lm = LanguageModel.load(run).to(pick_device(config.train.device))
+    lm = LanguageModel.load(run, config.train.device)
     splits = ("valid", "test")
     ngrams = {name: ngram_log_probs(lm, data, order) for name, order in BASELINES.items()}
     baselines = {

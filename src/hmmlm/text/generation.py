@@ -54,6 +54,7 @@ class SamplingOptions:
         if self.temperature == 0:
             return log_probs.argmax(1)
         log_probs = log_probs.double()
+        log_probs = log_probs - log_probs.amax(1, keepdim=True)  # at a very low temperature all would be −inf
         if self.top_k is not None and self.top_k < log_probs.shape[1]:
             best = log_probs.topk(self.top_k)
             log_probs = torch.full_like(log_probs, NEG_INF).scatter(1, best.indices, best.values)

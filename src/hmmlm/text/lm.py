@@ -119,11 +119,11 @@ class LanguageModel:
             return self._score_given(texts, given)
         encoded = self._encode_all(texts)
         sequences, owner = self._parts(encoded)
-        scores = torch.zeros(len(encoded), dtype=self.hmm.dtype)
+        scores = torch.zeros(len(encoded), dtype=torch.float64)  # a text may have many lines
         for chosen in _batches([len(tokens) for tokens in sequences]):
             log_likelihood = self.hmm.log_likelihood(*padded([sequences[i] for i in chosen])).cpu()
-            scores.index_add_(0, torch.tensor([owner[i] for i in chosen]), log_likelihood)
-        return scores
+            scores.index_add_(0, torch.tensor([owner[i] for i in chosen]), log_likelihood.double())
+        return scores.to(self.hmm.dtype)
 
     def _score_given(self, texts: Sequence[str], given: str | Sequence[str]) -> Tensor:
         _check_texts(texts)
@@ -133,7 +133,9 @@ class LanguageModel:
         prefixes = [self._encode_prompt(text) for text in before]
         whole = []
         for first, prefix, text in zip(before, prefixes, texts, strict=True):
-            both = self.encode(first + ("" if not first or first[-1].isspace() else " ") + text)
+            space = "" if not first or first[-1].isspace() else " "
+            end = "\n" if not text and first.endswith("\n") else ""  # an empty line
+            both = self.encode(first + space + text + end)
             # A tokenizer may join the two: then the text is encoded alone.
             whole.append(both if both[: len(prefix)] == prefix else [*prefix, *self.encode(text)])
         scores = []
