@@ -5,6 +5,7 @@ import sys
 import torch
 
 from hmmlm.errors import InputError
+from hmmlm.section import MAX_THREADS
 
 
 def pick_device(name: str | torch.device) -> torch.device:
@@ -39,6 +40,6 @@ def device_name(device: torch.device) -> str:
 
 def set_threads(num: int) -> None:
     """Set the number of CPU threads of every computation; by default one per core."""
-    if not isinstance(num, int) or isinstance(num, bool) or not 1 <= num <= 1_024:
-        raise InputError(f"the number of threads must be an integer from 1 to 1,024, not {num!r}")
+    if not isinstance(num, int) or isinstance(num, bool) or not 1 <= num <= MAX_THREADS:
+        raise InputError(f"the number of threads must be an integer from 1 to {MAX_THREADS:,}, not {num!r}")
     torch.set_num_threads(num)

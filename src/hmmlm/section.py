@@ -31,6 +31,10 @@ Scale = Annotated[float, Field(ge=0, le=100)]
 """Standard deviation of logits: at the largest, every initial distribution is a single outcome."""
 
 
+MAX_THREADS = 1_024
+"""CPU threads; far more than this end the process."""
+
+
 class Section(BaseModel):
     """Frozen, without unknown fields or NaN; the docstring under a field is its help text."""
 

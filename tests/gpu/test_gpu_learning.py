@@ -140,7 +140,7 @@ def test_a_run_that_is_interrupted_and_resumed_ends_as_an_uninterrupted_one(
         settings["model"]["blocks"] = 2  # the text has about ten words
     training = {"device": device.type, "epochs": None, "max_tokens": 40 * 24, "checkpoint_every": 10}
     config = tiny_config(write_text(tmp_path, lines=100), **settings, train=training)
-    whole = train(config, tmp_path / "whole")
+    whole, again = (train(config, tmp_path / name) for name in ("whole", "again"))
     assert whole.finished and abs(whole.steps - 40) <= 1
     with pytest.MonkeyPatch.context() as patch:
         interrupt_after(20, patch)
@@ -148,9 +148,13 @@ def test_a_run_that_is_interrupted_and_resumed_ends_as_an_uninterrupted_one(
     assert not stopped.finished and stopped.steps == 20
     resumed = train(config, tmp_path / "resumed", resume=True)
     assert resumed.finished and resumed.steps == whole.steps
-    found, expected = last_parameters(tmp_path / "resumed"), last_parameters(tmp_path / "whole")
+    assert again.finished
+    found, expected, other = (last_parameters(tmp_path / name) for name in ("resumed", "whole", "again"))
     assert found.keys() == expected.keys()
-    # Sums by atomic additions differ in their last bits between runs, and AdamW divides small gradients by their size.
+    # What two uninterrupted runs differ by is the noise of the GPU: a resumed run may differ by little more.
+    noise = max(float((expected[key] - other[key]).abs().max()) for key in expected)
+    assert noise < 1e-3
     for key, value in found.items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-4, msg=lambda m, k=key: f"{k}: {m}")
+        close = {"rtol": 1e-5, "atol": 1e-5 + 10 * noise}
+        torch.testing.assert_close(value, expected[key], **close, msg=lambda m, k=key: f"{k}: {m}")
     assert resumed.best_perplexity == pytest.approx(whole.best_perplexity, rel=1e-4)

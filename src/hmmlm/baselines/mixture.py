@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
+from hmmlm.baselines.ngram import FloatArray
+
 _ITERATIONS = 1_000
 _TOLERANCE = 1e-9  # change of the mean log-probability at which EM stops
 

@@ -45,7 +45,6 @@ def run(argv: list[str]) -> int:
     arguments = parse(NgramArguments, argv, "ngram", DESCRIPTION)
 
     import numpy as np
-    import torch
 
     from hmmlm.baselines.arpa import arpa_words, read_arpa, write_arpa
     from hmmlm.baselines.ngram import NgramModel
@@ -53,8 +52,8 @@ def run(argv: list[str]) -> int:
     from hmmlm.data.files import read_json
     from hmmlm.errors import InputError
     from hmmlm.learning.prepare import is_prepared, reopen, trained_batches
+    from hmmlm.report.results import score_split
     from hmmlm.runs.folders import CONFIG
-    from hmmlm.text.scoring import score_of
 
     folder = arguments.data
     if not is_prepared(folder):
@@ -70,11 +69,8 @@ def run(argv: list[str]) -> int:
         model = NgramModel(np.asarray(data.tokens["train"].tokens), data.tokenizer.vocab_size, arguments.order, eos)
     if arguments.out is not None:
         write_arpa(arguments.out, model, words)
-    scores = {}
-    for split in ("valid", "test"):
-        ids = np.asarray(data.tokens[split].tokens).astype(np.int64)
-        log_probs = torch.from_numpy(model.log_probs(ids))
-        scores[split] = score_of(data.tokenizer, ids, log_probs, data.tokens[split].text_bytes)
+    splits = {split: np.asarray(data.tokens[split].tokens) for split in ("valid", "test")}
+    scores = {split: score_split(data, split, model.log_probs(ids)) for split, ids in splits.items()}
     if arguments.json_output:
         results = {name: score.figures() for name, score in scores.items()}
         print(json.dumps({"order": model.order, "results": results}, indent=1))

@@ -24,8 +24,8 @@ from pydantic_settings import (
 from hmmlm.config.explain import explain, member_types
 from hmmlm.errors import InputError
 from hmmlm.runs.folders import find_run
+from hmmlm.section import MAX_THREADS
 
-MAX_THREADS = 1_024
 AnyArguments = TypeVar("AnyArguments", bound="Arguments")
 ModelPath = Annotated[
     CliPositionalArg[Path],

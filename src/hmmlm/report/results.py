@@ -56,10 +56,12 @@ def evaluate_run(run: Path) -> RunResults:
     splits = ("valid", "test")
     ngrams = {name: ngram_log_probs(lm, data, order) for name, order in BASELINES.items()}
     baselines = {
-        name: {split: _score(data, split, by_split[split]) for split in splits} for name, by_split in ngrams.items()
+        name: {split: score_split(data, split, by_split[split]) for split in splits}
+        for name, by_split in ngrams.items()
     }
     last = ngrams[list(BASELINES)[-1]]
-    both = {split: np.stack([token_log_probs(lm, data.tokens[split]), last[split]]) for split in splits}
+    own = {split: lm.token_log_probs([data.tokens[split].tokens.tolist()])[0].numpy() for split in splits}
+    both = {split: np.stack([own[split], last[split]]) for split in splits}
     weights = fit_weights(both["valid"])
     return RunResults(
         run=run,
@@ -69,7 +71,7 @@ def evaluate_run(run: Path) -> RunResults:
         history=read_history(run / "history.jsonl"),
         scores={split: score_tokens(lm, data.tokens[split]) for split in splits},
         baselines=baselines,
-        mixture={split: _score(data, split, mix(both[split], weights)) for split in splits},
+        mixture={split: score_split(data, split, mix(both[split], weights)) for split in splits},
         mixture_weight=float(weights[0]),
     )
 
@@ -128,11 +130,6 @@ def _unknown_log_likelihood(lm: LanguageModel, tokens: TokenFile) -> float:
     return sum(float(log_probs[torch.tensor(sequence) == unk].sum()) for sequence, log_probs in scored)
 
 
-def token_log_probs(lm: LanguageModel, tokens: TokenFile) -> FloatArray:
-    """Compute log p(token | tokens before it) [N] of a text."""
-    return lm.token_log_probs([tokens.tokens.tolist()])[0].numpy()
-
-
 def ngram_log_probs(lm: LanguageModel, data: Prepared, order: int) -> dict[str, FloatArray]:
     """Compute log p(token | tokens before it) of valid and test by a Kneser-Ney n-gram of the training tokens.
 
@@ -144,7 +141,8 @@ def ngram_log_probs(lm: LanguageModel, data: Prepared, order: int) -> dict[str, 
     return {split: model.log_probs(np.asarray(data.tokens[split].tokens)) for split in ("valid", "test")}
 
 
-def _score(data: Prepared, split: str, log_probs: FloatArray) -> TextScore:
+def score_split(data: Prepared, split: str, log_probs: FloatArray) -> TextScore:
+    """Return the score of a split from log-probabilities of its tokens [N]."""
     tokens = data.tokens[split]
     ids = np.asarray(tokens.tokens).astype(np.int64)
     return score_of(data.tokenizer, ids, torch.from_numpy(log_probs), tokens.text_bytes)

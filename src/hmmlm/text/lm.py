@@ -40,6 +40,7 @@ from hmmlm.hmm.constraints import Guide, Position
 from hmmlm.text.embeddings import long_run, states_of_words
 from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuations
 from hmmlm.text.phrases import Phrases, Wanted, check_phrases
+from hmmlm.text.scoring import perplexity
 
 FORMAT = "hmmlm language model"
 _BLANK = re.compile(r"(?<!\w)_{3,}(?!\w)")  # not inside a word: identifiers may contain three underscores
@@ -223,8 +224,7 @@ class LanguageModel:
         tokens = sum(map(len, self._encode_all(texts)))
         if not tokens:
             raise InputError("perplexity needs at least one text")
-        loss = -float(self.score(texts).double().sum()) / tokens
-        return math.exp(loss) if loss < 700 else math.inf
+        return perplexity(float(self.score(texts).double().sum()), tokens)
 
     @torch.no_grad()
     def next_token(self, text: str = "", top: int = 5) -> list[tuple[str, float]]:
