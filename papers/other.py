@@ -24,4 +24,9 @@ CPU_DEFAULT = Study(
     device="CPU",
     trials=True,
     made_by="hmmlm train, with the commands in the records",
+    headers={
+        "ngram_test_perplexity": "5-gram, test",
+        "mixture_valid_perplexity": "interpolated with the 5-gram, valid",
+        "mixture_test_perplexity": "interpolated with the 5-gram, test",
+    },
 )
