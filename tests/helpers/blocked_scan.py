@@ -16,6 +16,9 @@ KERNEL_CASES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((2, 2, 2, 4, 2, 3), {"ragged": True, "restarts": True}),
     ((1, 3, 4, 6, 3, 4), {"carried_states": 2, "shared": True}),
     ((2, 3, 4, 6, 3, 4), {"carried_states": 4, "ragged": True, "restarts": True, "shared": True}),
+    ((3, 4, 5, 9, 3, 4), {"next_words": 1}),
+    ((2, 5, 3, 6, 3, 5), {"carried_states": 7, "ragged": True, "restarts": True, "next_words": 3}),
+    ((1, 3, 4, 6, 3, 4), {"carried_states": 2, "shared": True, "next_words": 2}),
 ]
 """Sizes (blocks, states per block, hidden, words, batch, steps) and options of problems for the Triton kernels."""
 
@@ -26,6 +29,7 @@ class Case(NamedTuple):
     carried: CarriedRows | None = None
     lengths: Tensor | None = None
     restart: Tensor | None = None
+    next_words: Tensor | None = None
 
     def inputs(self) -> dict[str, Tensor]:
         """Return what the result is differentiable in."""
@@ -46,7 +50,7 @@ class Case(NamedTuple):
         moved = {name: x.detach().to(device, dtype, copy=True).requires_grad_() for name, x in self.inputs().items()}
         case = self.with_inputs(moved)
         factors = case.factors._replace(block_of_word=case.factors.block_of_word.to(device))
-        rest = (None if x is None else x.to(device) for x in (self.lengths, self.restart))
+        rest = (None if x is None else x.to(device) for x in (self.lengths, self.restart, self.next_words))
         return Case(self.tokens.to(device), factors, case.carried, *rest)
 
 
@@ -62,6 +66,7 @@ def make_case(
     shared: bool = False,
     ragged: bool = False,
     restarts: bool = False,
+    next_words: int = 0,
     seed: int = 0,
 ) -> Case:
     """Return a case in float64; `shared`: all sequences carry the same states."""
@@ -85,7 +90,9 @@ def make_case(
     restart = integers(3, batch, steps) == 0 if restarts else None
     block_of_word = torch.cat([torch.arange(blocks), integers(blocks, words - blocks)])
     factors = Factors(block_of_word, u, w, log_normalizer, log_start, log_emission)
-    return Case(integers(words, batch, steps), factors, carried, lengths, restart)
+    tokens = integers(words, batch, steps)
+    other = integers(words, batch, steps, next_words) if next_words else None
+    return Case(tokens, factors, carried, lengths, restart, other)
 
 
 class Solution(NamedTuple):
@@ -95,6 +102,8 @@ class Solution(NamedTuple):
     def values(self) -> dict[str, Tensor]:
         """Return everything by name, in float64, on the CPU."""
         found = {"log_likelihood": self.scan.log_likelihood, "carry": self.scan.carry.probs, **self.gradients}
+        if self.scan.next_word_score is not None:
+            found["next_word_score"] = self.scan.next_word_score
         return {name: value.detach().double().cpu() for name, value in found.items()}
 
 
@@ -115,6 +124,7 @@ def solve(case: Case, impl: Any, device: torch.device | str = "cpu", **options: 
         carried=moved.carried,
         lengths=moved.lengths,
         restart=moved.restart,
+        next_words=moved.next_words,
         impl=impl,
         **options,
     )
@@ -123,6 +133,8 @@ def solve(case: Case, impl: Any, device: torch.device | str = "cpu", **options: 
     log_likelihood = result.log_likelihood
     weight = weights(len(log_likelihood)).to(log_likelihood)
     total = torch.where(log_likelihood > -torch.inf, weight * log_likelihood, log_likelihood).sum()
+    if result.next_word_score is not None:
+        total = total + (weight.flip(0) * result.next_word_score).sum()
     inputs = moved.inputs()
     gradients = [torch.zeros_like(x) for x in inputs.values()]
     if total.requires_grad:  # not if every sequence is empty

@@ -78,13 +78,26 @@ class NeuralBaseline(nn.Module, ABC):
 
         If `hidden` has more rows than the tokens, its first rows are used.
         """
+        logits, after = self.predict(tokens, hidden)
+        losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), ignore_index=-1, reduction="none")
+        return -losses.view_as(tokens), after
+
+    def draw(
+        self, tokens: Tensor, hidden: Hidden | None, count: int, generator: torch.Generator
+    ) -> tuple[Tensor, Hidden]:
+        """Draw `count` words [B, T, count] in place of each of tokens [B, T], given those before it; see `score`."""
+        logits, after = self.predict(tokens, hidden)
+        words = logits.flatten(0, 1).softmax(1).multinomial(count, replacement=True, generator=generator)
+        return words.view(*tokens.shape, count), after
+
+    def predict(self, tokens: Tensor, hidden: Hidden | None) -> tuple[Tensor, Hidden]:
+        """Return the logits [B, T, W] of each of tokens [B, T] given those before it, and `hidden` after them."""
         rows = tokens.shape[0]
         hidden = self.start(rows) if hidden is None else tuple(part[:rows] for part in hidden)
         features, after = self.features(tokens.clamp(min=0), hidden)
         weight = self.embedding.weight
-        logits = F.linear(self.drop(features), weight).flatten(0, 1).to(weight.dtype)  # bfloat16 in mixed precision
-        losses = F.cross_entropy(logits, tokens.flatten(), ignore_index=-1, reduction="none")
-        return -losses.view_as(tokens), tuple(part.detach() for part in after)
+        logits = F.linear(self.drop(features), weight).to(weight.dtype)  # bfloat16 in mixed precision
+        return logits, tuple(part.detach() for part in after)
 
     @abstractmethod
     def start(self, rows: int) -> Hidden:

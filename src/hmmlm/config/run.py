@@ -9,6 +9,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from hmmlm.config.explain import member_types
 from hmmlm.config.initialization import InitializationConfig, LabelConfig, LvdConfig, NoInitialization
+from hmmlm.config.next_words import NextWordsConfig
 from hmmlm.config.training import TrainingConfig
 from hmmlm.distillation.pretrained import PretrainedConfig
 from hmmlm.models.base import ModelConfig
@@ -37,6 +38,7 @@ class RunConfig(TrainingConfig):
 
     model: AnyModelConfig = ScalarConfig()
     initialization: InitializationConfig = NoInitialization()
+    next_words: NextWordsConfig = NextWordsConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -61,6 +63,19 @@ class RunConfig(TrainingConfig):
     def _optimizer_fits(self) -> RunConfig:
         if self.optimizer.kind == "baum-welch" and not self.model.assignable:
             raise ValueError("optimizer.kind = 'baum-welch' needs model.kind = 'scalar' and model.blocks = 0")
+        return self
+
+    @model_validator(mode="after")
+    def _next_words_fit(self) -> RunConfig:
+        if self.next_words.teacher is None:
+            return self
+        if not self.model.predicts_next_words:
+            raise ValueError("next_words.teacher needs model.kind = 'neural', or 'linear' or 'mlp' with model.blocks")
+        if self.next_words.samples > self.next_words.drawn:
+            raise ValueError(
+                f"next_words.samples ({self.next_words.samples}) is more than next_words.drawn "
+                f"({self.next_words.drawn})"
+            )
         return self
 
     @model_validator(mode="after")

@@ -28,6 +28,7 @@ class Batch(NamedTuple):
     last: bool = False
     """Whether this is the last batch of its epoch."""
     labels: Tensor | None = None  # [B, T] int64 the state of each token, to train on P(O, S); −1 beyond a row's length
+    next_words: Tensor | None = None  # [B, T, S] int64 words that a teacher draws in place of each token
 
     def num_tokens(self) -> int:
         """Return the number of tokens; call it before the batch is moved to a GPU."""
@@ -40,15 +41,18 @@ class Batch(NamedTuple):
             return None if tensor is None else tensor.to(device, non_blocking=True)
 
         tokens = self.tokens.to(device, non_blocking=True)
-        moved = move(self.lengths), move(self.restart), move(self.labels)
-        return Batch(tokens, *moved[:2], self.carry, None, self.last, moved[2])
+        lengths, restart, labels, next_words = map(move, (self.lengths, self.restart, self.labels, self.next_words))
+        return Batch(tokens, lengths, restart, self.carry, None, self.last, labels, next_words)
 
 
 class Batches(Protocol):
     """The batches of a token file; every batch is a function of (seed, epoch, index) alone."""
 
-    steps_per_epoch: int
-    tokens_per_epoch: int
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    @property
+    def tokens_per_epoch(self) -> int: ...
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of one epoch from index `start`, the same as those of a full iteration."""

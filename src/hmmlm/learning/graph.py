@@ -86,6 +86,8 @@ class GraphedStep:
     def fill(self, batch: Batch, carry: Carry | None) -> None:
         """Copy a batch to where the graph reads. The first of an epoch has no carry: it restarts at position 0."""
         self.batch.tokens.copy_(batch.tokens, non_blocking=True)
+        if self.batch.next_words is not None and batch.next_words is not None:
+            self.batch.next_words.copy_(batch.next_words, non_blocking=True)
         if self.batch.restart is not None:
             if batch.restart is None:
                 self.batch.restart.zero_()

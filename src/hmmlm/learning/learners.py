@@ -150,9 +150,17 @@ class AdamWLearner(HmmLearner):
     """A hidden Markov model trained by gradients."""
 
     def __init__(
-        self, fabric: Fabric, model: Model, tokenizer: Tokenizer, config: dict[str, Any], optimizer: AdamWConfig
+        self,
+        fabric: Fabric,
+        model: Model,
+        tokenizer: Tokenizer,
+        config: dict[str, Any],
+        optimizer: AdamWConfig,
+        next_word_weight: float = 0.0,
     ) -> None:
+        """`next_word_weight`: weight of the words that a teacher drew, for batches that have them."""
         super().__init__(fabric, model, tokenizer, config, optimizer.rate)
+        self.next_word_weight = next_word_weight
         self.optimizer: AdamW = AdamW(self.model, optimizer, self.device, decay_all=True)
 
     def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult:
@@ -164,8 +172,11 @@ class AdamWLearner(HmmLearner):
             if batch.labels is not None:  # the whole model: states are not dropped
                 result = self.model().joint_scan(batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
             else:
-                result = self.model.scan(batch.tokens, batch.lengths, carry, batch.restart)
-        self.optimizer.update(result.log_likelihood, batch)
+                result = self.model.scan(batch.tokens, batch.lengths, carry, batch.restart, batch.next_words)
+        objective = result.log_likelihood
+        if result.next_word_score is not None:
+            objective = torch.lerp(objective, result.next_word_score, self.next_word_weight)
+        self.optimizer.update(objective, batch)
         return StepResult(result.log_likelihood.detach().sum(dtype=torch.float64), result.carry)
 
 

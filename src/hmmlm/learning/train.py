@@ -21,14 +21,17 @@ from hmmlm.config.networks import BaselineConfig, TeacherConfig
 from hmmlm.config.run import RunConfig
 from hmmlm.config.sections import BaumWelchConfig
 from hmmlm.config.training import AnyConfig, TrainingConfig
+from hmmlm.data.batches import Batches
 from hmmlm.data.files import write_bytes
 from hmmlm.data.tokenfile import unknown_fraction
 from hmmlm.device import device_name, pick_device
 from hmmlm.distillation.labels import LabeledBatches
+from hmmlm.distillation.next_words import NextWordBatches
 from hmmlm.errors import InputError
 from hmmlm.learning.fit import Fit, Phase, TrainingError
 from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner, HmmLearner, Learner, NetworkLearner
 from hmmlm.learning.memory import check_memory
+from hmmlm.learning.next_words import check_teacher, draw_next_words
 from hmmlm.learning.prepare import (
     Prepared,
     check_data,
@@ -106,6 +109,9 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
         clusters = config.initialization.clusters if isinstance(config.initialization, LabelConfig) else None
         if clusters is not None and not clusters.is_file():
             raise InputError(f"initialization.clusters: no file {clusters}; runs with a teacher write one")
+        network = config.next_words.teacher
+        if network is not None and not network.is_dir():
+            raise InputError(f"next_words.teacher: no folder {network}; `hmmlm baseline` trains one")
         teacher = open_label_teacher(config)
         opened.extend([] if teacher is None else [teacher])
 
@@ -117,7 +123,9 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
             check_start(config.initialization, model, len(data.tokens["train"]), opened[0])
         if isinstance(config.optimizer, BaumWelchConfig):
             return BaumWelchLearner(fabric, model, data.tokenizer, config.dump(), config.optimizer)
-        return AdamWLearner(fabric, model, data.tokenizer, config.dump(), config.optimizer)
+        check_teacher(config, data.tokenizer)
+        weight = config.next_words.weight
+        return AdamWLearner(fabric, model, data.tokenizer, config.dump(), config.optimizer, weight)
 
     def plan(fit: Fit, request: StopRequest) -> Sequence[Phase]:
         assert isinstance(fit.learner, HmmLearner)
@@ -267,8 +275,15 @@ def _plan_phases(
 ) -> Sequence[Phase]:
     """Return the phases of a run: P(O, S) with labels from a teacher, if there is one, then P(O)."""
     start, position, total = config.initialization, fit.position, fit.total_tokens
+    marginal: Batches = fit.train
+    if config.next_words.teacher is not None:
+        tokens, settings = reopen(fit.out).tokens["train"], config.next_words
+        words = draw_next_words(
+            config, fit.out, tokens, fit.tokenizer, learner.device, fit.progress, request.raise_if_asked
+        )
+        marginal = NextWordBatches(fit.train, words, settings.samples, config.train.seed)
     if not isinstance(start, LabelConfig):
-        return [Phase("marginal", total, fit.train)]
+        return [Phase("marginal", total, marginal)]
     warm: WarmStart | None = None
     labeled: LabeledBatches | None = None
     if not position.initialized or position.tokens < position.joint_tokens:
@@ -292,7 +307,7 @@ def _plan_phases(
     phases = []
     for begin, end in zip([0, *edges], edges, strict=False):
         joint = begin < position.joint_tokens and labeled is not None
-        name, batches = ("joint", labeled) if joint else ("marginal", fit.train)
+        name, batches = ("joint", labeled) if joint else ("marginal", marginal)
         frozen = begin < frozen_tokens
         phases.append(Phase(name, end, batches, lambda frozen=frozen, joint=joint: enter(frozen, joint)))  # type: ignore[misc, arg-type]
     return phases

@@ -49,6 +49,11 @@ class ModelConfig(Section, ABC):
         return True
 
     @property
+    def predicts_next_words(self) -> bool:
+        """Whether `scan` of the model accepts `next_words`."""
+        return False
+
+    @property
     def has_embeddings(self) -> bool:
         """Whether states and words have embeddings that a teacher's can be copied into."""
         return False
@@ -139,9 +144,17 @@ class Model(nn.Module, ABC):
         """Return the HMM, differentiable in the parameters of the module."""
 
     def scan(
-        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        carry: Carry | None = None,
+        restart: Tensor | None = None,
+        next_words: Tensor | None = None,
     ) -> Scan:
-        """Compute log p(x) [B] of a training batch and its carry; see `Primitives.scan`."""
+        """Compute log p(x) [B] of a training batch and its carry; see `Primitives.scan`.
+
+        `next_words` [B, T, S] is for families with `predicts_next_words`; the others ignore it.
+        """
         return self.drop_underflowed(self().scan(tokens, lengths, carry, restart_lost(restart, carry, tokens)))
 
     def drop_underflowed(self, result: Scan) -> Scan:
@@ -204,11 +217,19 @@ class FactoredBlockedModel(BlockedModel):
         return BlockedHMM(*factors._replace(u=u, w=w))
 
     def scan(
-        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        carry: Carry | None = None,
+        restart: Tensor | None = None,
+        next_words: Tensor | None = None,
     ) -> Scan:
         """Compute the likelihood of a batch under a fresh sample of states: those not kept cost nothing.
 
         The carry is over the previous batch's sample; transitions out of it are normalized over the current one.
+
+        Args:
+            next_words: [B, T, S]; the result then has their score too (see `blocked_scan`).
         """
         sample = sample_states(self.blocks, self.dropout)
         kept = global_states(self.blocks, sample)
@@ -221,7 +242,12 @@ class FactoredBlockedModel(BlockedModel):
         if carry is not None and carried_states is not None and left is not None:
             carried = CarriedRows(carry.probs, *(x.unflatten(0, (-1, carried_states.shape[1])) for x in left))
         result = blocked_scan(
-            factors, tokens, carried=carried, lengths=lengths, restart=restart_lost(restart, carry, tokens)
+            factors,
+            tokens,
+            carried=carried,
+            lengths=lengths,
+            restart=restart_lost(restart, carry, tokens),
+            next_words=next_words,
         )
         return self.finish(result, tokens, lengths, kept.view(sample.shape), self.blocks.block_of_word)
 

@@ -68,6 +68,10 @@ class FactoredConfig(ModelConfig):
         return None
 
     @property
+    def predicts_next_words(self) -> bool:
+        return self.blocks_needed > 0
+
+    @property
     def network_weights(self) -> int:
         """Weights of the smallest set of networks of width `hidden` that the family has."""
         return 0

@@ -49,6 +49,10 @@ class NeuralConfig(NetworkConfig, BlockedConfig):
     block_embeddings: bool = False
     """Half of each state embedding is shared by its block."""
 
+    @property
+    def predicts_next_words(self) -> bool:
+        return True
+
     def _dense_dropout(self) -> float:
         return 0.0  # a single block has state dropout too
 

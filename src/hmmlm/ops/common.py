@@ -63,6 +63,9 @@ class Scan(NamedTuple):
     suspect: Tensor | None = None
     """[B] bool; None: no sequence. True only inside a CUDA graph, where a sequence whose mass underflows cannot be
     recomputed in log space. A suspect sequence has no gradient, and its log-likelihood must not be used."""
+    next_word_score: Tensor | None = None
+    """[B] for `next_words`: the sum over positions of their mean log-probability given the words before; differentiable
+    in the parameters."""
 
 
 def choose_kernels(op: str, impl: str, reference: Tensor, portable: str, unsupported: str = "") -> ModuleType:

@@ -1,5 +1,6 @@
 """Log-likelihood of a blocked HMM as a differentiable function, with a closed-form gradient."""
 
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -9,7 +10,16 @@ from torch.autograd.function import once_differentiable
 
 from hmmlm.errors import InputError
 from hmmlm.ops.blocked_scan import naive
-from hmmlm.ops.blocked_scan.problem import BlockedForward, CarriedRows, Factors, Problem, lay_out
+from hmmlm.ops.blocked_scan.problem import (
+    BlockedForward,
+    CarriedRows,
+    Factors,
+    Gradients,
+    NextWords,
+    Problem,
+    lay_out,
+    one_step_problem,
+)
 from hmmlm.ops.common import Carry, Impl, Scan, capturing, choose_kernels
 from hmmlm.ops.common import product_dtype as resolve_dtype
 
@@ -21,6 +31,7 @@ def blocked_scan(
     carried: CarriedRows | None = None,
     lengths: Tensor | None = None,
     restart: Tensor | None = None,
+    next_words: Tensor | None = None,
     product_dtype: torch.dtype | None = None,
     impl: Impl = "auto",
 ) -> Scan:
@@ -35,6 +46,9 @@ def blocked_scan(
         lengths: [B]; words beyond are ignored.
         restart: [B, T] bool; the word starts from log_start regardless of the preceding words, and the log-likelihood
             is the sum over the segments.
+        next_words: [B, T, S] words in place of those of `tokens`, such as a teacher's samples. `next_word_score` [B] of
+            the result is then the mean over S of Σ_t log p(next_words[b, t] | tokens[b, :t]), differentiable; a word
+            whose probability underflows counts as 0.
 
     An impossible sequence has log-likelihood −inf and no gradient. A sequence for which underflow in scaled arithmetic
     may matter (see `Limits`) is recomputed in log space in float64. During CUDA graph capture, where the device must
@@ -44,15 +58,17 @@ def blocked_scan(
     if not capturing(factors.u):
         _check_words(tokens, lengths, factors.log_emission.shape[0])
     if impl == "naive":
-        return naive.blocked_scan(factors, tokens, carried, lengths, restart)
+        return naive.blocked_scan(factors, tokens, carried, lengths, restart, next_words)
     dtype = resolve_dtype(factors.u, product_dtype)
     unsupported = "float64" if dtype == torch.float64 else ""
     chosen = choose_kernels("blocked_scan", impl, factors.u, "scaled", unsupported)
     problem = lay_out(factors, tokens, carried, lengths, restart, dtype)
     given = (*factors[1:], *(carried or (None, None, None)))
-    log_likelihood, final, suspect = _BlockedScan.apply(chosen, problem, *given)
+    words = None if next_words is None else NextWords(next_words, factors.block_of_word[next_words.clamp_min(0)])
+    log_likelihood, final, suspect, score = _BlockedScan.apply(chosen, problem, words, *given)
+    score = None if next_words is None else score
     if capturing(factors.u) or not suspect.any():
-        return Scan(log_likelihood, Carry(final), suspect)
+        return Scan(log_likelihood, Carry(final), suspect, score)
     again = suspect.nonzero()[:, 0]
     result = naive.blocked_scan(
         factors.to(torch.float64),
@@ -65,6 +81,7 @@ def blocked_scan(
         log_likelihood.index_put((again,), result.log_likelihood.to(log_likelihood.dtype)),
         Carry(final.index_put((again,), result.carry.probs.to(final.dtype))),
         torch.zeros_like(suspect),
+        score,
     )
 
 
@@ -72,23 +89,37 @@ class _BlockedScan(torch.autograd.Function):
     """Autograd function of `blocked_scan`: its gradient is the expected counts, propagated from tiles to factors."""
 
     @staticmethod
-    def forward(ctx: Any, kernels: ModuleType, problem: Problem, *given: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, kernels: ModuleType, problem: Problem, words: NextWords | None, *given: Tensor | None
+    ) -> tuple[Tensor, ...]:
         result: BlockedForward = kernels.forward(problem)
         kept = problem.w.shape[1]
         last = problem.lengths[:, None, None].expand(-1, 1, kept)
         final = result.filtered[:, :, :kept].gather(1, last)[:, 0]
         final = torch.where((problem.lengths > 0)[:, None], final, 0.0)
+        score = torch.zeros_like(result.log_likelihood)
+        of_words: tuple[Tensor, ...] = ()
+        if words is not None:
+            steps = one_step_problem(problem, result.filtered, words)
+            scored = kernels.forward(steps)
+            of_word = scored.log_likelihood.masked_fill(scored.suspect, 0.0)
+            score, of_words = of_word.view(words.word.shape).mean(2).sum(1), (*steps, *scored)
         ctx.kernels, ctx.given = kernels, [x if x is None else (x.dtype, x.shape) for x in given]
-        ctx.save_for_backward(*problem, *result)
+        ctx.words = None if words is None else words.word.shape
+        ctx.save_for_backward(*problem, *result, *of_words)
         ctx.mark_non_differentiable(final, result.suspect)
-        return result.log_likelihood, final, result.suspect
+        return result.log_likelihood, final, result.suspect, score
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        problem, result = Problem(*saved[: len(Problem._fields)]), BlockedForward(*saved[len(Problem._fields) :])
-        out = ctx.kernels.backward(problem, result, grads[0])
+        saved, size = iter(ctx.saved_tensors), len(Problem._fields)
+        problem, result = Problem(*islice(saved, size)), BlockedForward(*islice(saved, len(BlockedForward._fields)))
+        if ctx.words is None:
+            out = ctx.kernels.backward(problem, result, grads[0], None)
+        else:
+            steps, scored = Problem(*islice(saved, size)), BlockedForward(*saved)
+            out = _backward_with_words(ctx.kernels, problem, result, steps, scored, ctx.words, grads[0], grads[3])
         blocks, kept = problem.w.shape[:2]
         own_u, own_normalizer = out.u[:blocks, :kept], out.log_normalizer[:blocks, :kept]
         layout = [own_u, out.w, own_normalizer, out.log_start, out.log_emission, None, None, None]
@@ -100,7 +131,34 @@ class _BlockedScan(torch.autograd.Function):
         shaped = (
             g if g is None or x is None else g.reshape(x[1]).to(x[0]) for g, x in zip(layout, ctx.given, strict=True)
         )
-        return None, None, *shaped
+        return None, None, None, *shaped
+
+
+def _backward_with_words(
+    kernels: ModuleType,
+    problem: Problem,
+    result: BlockedForward,
+    steps: Problem,
+    scored: BlockedForward,
+    shape: torch.Size,
+    grad: Tensor,
+    grad_score: Tensor,
+) -> Gradients:
+    """Compute the gradients of the log-likelihoods and of the words in their place.
+
+    log p(x' | x_<t) = log Σ_i f_i b_i of the filtered distribution f before t, b_i = Σ_j A_ij p(x' | j). A word thus
+    adds f_i b_i / Σ f b − f_i to the expected count of state i at t − 1, which the backward pass carries further back.
+    """
+    each = (grad_score / shape[2])[:, None, None].expand(shape).reshape(-1)
+    own: Gradients = kernels.backward(steps, scored, each, None)
+    ahead = torch.where((steps.source >= 0) & ~scored.suspect[:, None], own.initial, 0.0)
+    weighted = steps.initial * ahead
+    change = weighted - steps.initial * weighted.sum(1, keepdim=True)
+    extra = torch.zeros_like(result.filtered)
+    extra[:, :-1] = change.view(*shape, -1).sum(2)
+    out: Gradients = kernels.backward(problem, result, grad, extra)
+    own = own._replace(initial=ahead.view(*shape, -1)[:, 0].sum(1))
+    return Gradients(*(a + b for a, b in zip(out, own, strict=True)))
 
 
 def _check_shapes(factors: Factors, tokens: Tensor, carried: CarriedRows | None, restart: Tensor | None) -> None:

@@ -197,17 +197,22 @@ def backward_kernel(
     predicted,
     posterior,
     ratio,
+    extra,
     grad_initial,
     first,
     end,
     TIME,
+    EXTRA: tl.constexpr,
     ROWS: tl.constexpr,
     KEPT: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One program per sequence: posterior[b, t + 1] of position t times grad, ratio[b, t] = posterior / predicted."""
+    """One program per sequence: posterior[b, t + 1] of position t times grad, ratio[b, t] = posterior / predicted.
+
+    `extra` is added to the posterior in the ratio alone.
+    """
     b = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
     inside = column < KEPT
@@ -224,6 +229,8 @@ def backward_kernel(
             tl.store(posterior + slot + column, gamma, mask=inside)
         else:
             gamma = tl.load(posterior + slot + column, mask=inside, other=0.0)
+        if EXTRA:
+            gamma += tl.load(extra + slot + column, mask=inside, other=0.0)
         if tl.load(source + at) >= 0:
             q = tl.load(predicted + at * KEPT + column, mask=inside, other=0.0)
             r = tl.where(q > 0, gamma / tl.where(q > 0, q, 1.0), 0.0)

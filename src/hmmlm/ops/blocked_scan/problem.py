@@ -83,6 +83,13 @@ class BlockedForward(NamedTuple):
     suspect: Tensor  # [B] bool; underflow may matter, see `Limits`
 
 
+class NextWords(NamedTuple):
+    """S words for each position [B, T], to be scored in place of its word; −1 beyond the length."""
+
+    word: Tensor  # [B, T, S]
+    block: Tensor  # [B, T, S]
+
+
 class Gradients(NamedTuple):
     """Gradients in the layout of `Problem`, in the wide dtype."""
 
@@ -178,6 +185,23 @@ def lay_out(
         log_start=log_start.to(exact).contiguous().view(blocks, kept),
         log_emission=log_emission.to(exact).contiguous(),
         initial=filtered,
+    )
+
+
+def one_step_problem(problem: Problem, filtered: Tensor, words: NextWords) -> Problem:
+    """Return the problem of scoring `words` given the words before them: B·T·S sequences of one step each.
+
+    Args:
+        filtered: [B, T + 1, R] of the forward pass of `problem`.
+    """
+    inside = (problem.block >= 0)[:, :, None]
+    shape = words.word.shape
+    return problem._replace(
+        word=torch.where(inside, words.word, -1).view(-1, 1),
+        block=torch.where(inside, words.block, -1).view(-1, 1),
+        source=problem.source[:, :, None].expand(shape).reshape(-1, 1),
+        lengths=inside.expand(shape).reshape(-1).long(),
+        initial=filtered[:, :-1, None].expand(*shape, -1).flatten(0, 2),
     )
 
 

@@ -144,8 +144,12 @@ def forward(problem: Problem) -> BlockedForward:
     return BlockedForward(log_likelihood.masked_fill(suspect, NEG_INF), filtered, predicted, suspect)
 
 
-def backward(problem: Problem, result: BlockedForward, grad: Tensor) -> Gradients:
-    """Compute expected counts weighted by `grad` [B]; suspect sequences contribute nothing."""
+def backward(problem: Problem, result: BlockedForward, grad: Tensor, extra: Tensor | None) -> Gradients:
+    """Compute expected counts weighted by `grad` [B]; suspect sequences contribute nothing.
+
+    Args:
+        extra: [B, T + 1, R] added to the posterior of each position (entry t + 1 is that of t) from elsewhere.
+    """
     batch, kept = problem.word.shape[0], problem.w.shape[1]
     grad = grad.masked_fill(result.suspect, 0.0).to(problem.log_start.dtype)[:, None]
     out = Gradients(*(torch.zeros_like(x, dtype=grad.dtype) for x in problem.differentiable()))
@@ -160,6 +164,8 @@ def backward(problem: Problem, result: BlockedForward, grad: Tensor) -> Gradient
         for k in reversed(range(end - first)):
             inside = (first + k < problem.lengths)[:, None]
             posterior[:, k] = torch.where(stepped, back[:, :kept], grad * filtered[:, k + 1, :kept]) * inside
+            if extra is not None:
+                posterior[:, k] += extra[:, first + k + 1, :kept]
             stepped = problem.source[:, first + k, None] >= 0
             some = stepped & (predicted[:, k] > 0) & (posterior[:, k].abs() >= lost)
             ratio[:, k] = torch.where(some, posterior[:, k] / predicted[:, k], 0.0)

@@ -159,8 +159,12 @@ def forward(problem: Problem) -> BlockedForward:
     return BlockedForward(log_likelihood, filtered, predicted, suspect.view(torch.bool))
 
 
-def backward(problem: Problem, result: BlockedForward, grad: Tensor) -> Gradients:
-    """Compute expected counts weighted by `grad` [B]; suspect sequences contribute nothing."""
+def backward(problem: Problem, result: BlockedForward, grad: Tensor, extra: Tensor | None) -> Gradients:
+    """Compute expected counts weighted by `grad` [B]; suspect sequences contribute nothing.
+
+    Args:
+        extra: [B, T + 1, R] added to the posterior of each position (entry t + 1 is that of t) from elsewhere.
+    """
     batch, time = problem.word.shape
     rows, kept = problem.u.shape[1], problem.w.shape[1]
     grad = grad.masked_fill(result.suspect, 0.0).float()
@@ -177,29 +181,32 @@ def backward(problem: Problem, result: BlockedForward, grad: Tensor) -> Gradient
             result.predicted,
             posterior,
             ratio,
+            result.filtered if extra is None else extra,
             out.initial,
             first,
             end,
             time,
+            EXTRA=extra is not None,
             **_recursion(problem),
         )
+        counts = posterior if extra is None else posterior + extra
         segments = _segments(problem, first, end)
         place = {"first": first, "span": end - first, "TIME": time, "ADD": end < time}
         before = (result.filtered, (time + 1) * rows)  # vectors over the rows of a tile, and their batch stride
         after = (ratio, time * kept)  # vectors over its columns, likewise
         _factor(segments, _BY_SOURCE, tiles, *before, *after, problem.block, problem.w, out.u, (kept, 1), place)
         _factor(segments, _BY_BLOCK, tiles, *after, *before, problem.source, problem.u, out.w, (1, kept), place)
-        for by, target, sign, slot in (
-            (_BY_SOURCE, out.log_normalizer, -1.0, 0),
-            (_BY_BLOCK, out.log_start, 1.0, 1),
-            (_BY_WORD, out.log_emission, 1.0, 1),
+        for by, values, target, sign, slot in (
+            (_BY_SOURCE, posterior, out.log_normalizer, -1.0, 0),
+            (_BY_BLOCK, counts, out.log_start, 1.0, 1),
+            (_BY_WORD, counts, out.log_emission, 1.0, 1),
         ):
             width = triton.next_power_of_2(target.shape[1])
             segment_kernel[(target.shape[0],)](
                 segments.order[by],
                 segments.offsets[by],
                 problem.source,
-                posterior,
+                values,
                 target,
                 sign=sign,
                 SLOT=slot,
