@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hmmlm.config.networks import BaselineConfig
-from hmmlm.config.recipe import merge, recipe_values
+from hmmlm.config.recipe import merge, recipe_names, recipe_values
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import drop_other_kinds, read_config
 from hmmlm.errors import InputError
@@ -58,7 +58,7 @@ def recipe_flags(run: StudyRun) -> tuple[list[str], dict[str, Any]]:
     elif _file(recipe).exists():
         words = ["train", "--config", f"papers/recipes/{recipe}.toml"]
     else:
-        words = ["train", "--recipe", recipe]
+        words = [_kind(recipe).command, "--recipe", recipe]
     return words, flat_settings(own)
 
 
@@ -76,7 +76,7 @@ def _configuration(recipe: str, settings: Mapping[str, Any], where: str) -> Conf
     name, own = _recipe_and_settings(recipe, settings)
     if recipe != BASELINE:
         file = _file(name)
-        values = recipe_values(str(file) if file.exists() else name)
+        values = recipe_values(str(file) if file.exists() else name, command=kind.command)
     return read_config(kind, _override(kind, values, own), where)
 
 
@@ -91,7 +91,7 @@ def _override(kind: type[Config], values: Mapping[str, Any], over: Mapping[str, 
 
 
 def _kind(recipe: str) -> type[Config]:
-    return BaselineConfig if recipe == BASELINE else RunConfig
+    return BaselineConfig if recipe == BASELINE or recipe in recipe_names(BASELINE) else RunConfig
 
 
 def _file(recipe: str) -> Path:

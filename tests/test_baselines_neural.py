@@ -16,7 +16,7 @@ from helpers import commands
 from helpers.network_runs import interrupt_after, write_pairs
 from helpers.runs import assert_same_run
 
-from hmmlm.baselines.neural import FeedForwardConfig, LstmConfig, NeuralBaseline, load_baseline
+from hmmlm.baselines.neural import AwdLstm, AwdLstmConfig, FeedForwardConfig, LstmConfig, NeuralBaseline, load_baseline
 from hmmlm.cli.main import main
 from hmmlm.config.networks import BaselineConfig, TeacherConfig
 from hmmlm.config.training import read_config
@@ -26,8 +26,12 @@ from hmmlm.learning.train import score_baseline, train_baseline
 from hmmlm.runs.folders import saved_config
 from hmmlm.teachers.teacher import open_teacher
 
-KINDS = ("feedforward", "lstm")
-CONFIGS = {"feedforward": FeedForwardConfig(hidden=8, order=4, dropout=0), "lstm": LstmConfig(hidden=8, dropout=0)}
+KINDS = ("feedforward", "lstm", "awd-lstm")
+CONFIGS = {
+    "feedforward": FeedForwardConfig(hidden=8, order=4, dropout=0),
+    "lstm": LstmConfig(hidden=8, dropout=0),
+    "awd-lstm": AwdLstmConfig(hidden=8, embedding=6),
+}
 
 
 def vocabulary(words: int) -> WordTokenizer:
@@ -47,7 +51,10 @@ def test_every_context_has_a_distribution(kind: str) -> None:
     model = small(kind)
     for context in (text(1, 0), text(1, 1), text(1, 6)):
         each = torch.cat([context.expand(7, -1), torch.arange(7)[:, None]], 1)
-        assert torch.logsumexp(model.score(each)[0][:, -1], 0).item() == pytest.approx(0, abs=1e-6)
+        last = model.score(each)[0][:, -1]
+        assert torch.logsumexp(last, 0).item() == pytest.approx(0, abs=1e-6)
+        hidden = model.score(context)[1] if context.shape[1] else model.start(1)
+        torch.testing.assert_close(model.next_token(hidden)[0], last)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,12 +71,12 @@ def test_a_window_continues_the_previous_one(kind: str, cuts: tuple[int, ...]) -
     torch.testing.assert_close(fewer, whole[:2, -1:])
 
 
-@pytest.mark.parametrize(("kind", "words"), [("feedforward", 3), ("lstm", 1)])
+@pytest.mark.parametrize(("kind", "words"), [("feedforward", 3), ("lstm", 1), ("awd-lstm", 1)])
 def test_a_text_is_read_after_eos(kind: str, words: int) -> None:
     assert small(kind).start(2)[0].tolist() == [[vocabulary(7).eos_id] * words] * 2
 
 
-@pytest.mark.parametrize(("kind", "reads"), [("feedforward", 3), ("lstm", 8)])
+@pytest.mark.parametrize(("kind", "reads"), [("feedforward", 3), ("lstm", 8), ("awd-lstm", 8)])
 def test_length_of_the_context(kind: str, reads: int) -> None:
     model, tokens = small(kind), text(1, 9)
     last = model.score(tokens)[0][0, -1]
@@ -98,6 +105,38 @@ def test_the_number_of_parameters_is_that_of_the_paper(kind: str, words: int, mi
     with torch.device("meta"):
         model = config.build(vocabulary(words), 0, None)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+def test_the_masks_of_an_awd_lstm_are_the_same_at_every_step() -> None:
+    settings = {"word_dropout": 0.0, "weight_dropout": 0.0, "layer_dropout": 0.0, "dropout": 0.0, "input_dropout": 0.5}
+    config = AwdLstmConfig(hidden=16, embedding=16, layers=1, **settings)
+    model = config.build(vocabulary(7), 0, torch.Generator().manual_seed(0))
+    assert isinstance(model, AwdLstm)
+    ones = torch.ones(3, 5, 16)
+    mask = model._drop_locked(ones, 0.5)
+    assert torch.equal(mask, mask[:, :1].expand_as(mask))
+    assert set(mask.unique().tolist()) == {0.0, 2.0}
+    assert torch.equal(model.eval()._drop_locked(ones, 0.5), ones)
+
+
+@pytest.mark.parametrize("field", ["word_dropout", "weight_dropout", "layer_dropout", "dropout", "input_dropout"])
+def test_dropout_of_an_awd_lstm_is_for_training_only(field: str) -> None:
+    none = dict.fromkeys(["word_dropout", "weight_dropout", "layer_dropout", "dropout", "input_dropout"], 0.0)
+    config = AwdLstmConfig(hidden=8, embedding=6, **{**none, field: 0.5})
+    model, tokens = config.build(vocabulary(7), 0, torch.Generator().manual_seed(1)), text(2, 6)
+    torch.manual_seed(0)
+    assert not torch.equal(model.score(tokens)[0], model.score(tokens)[0])
+    assert torch.equal(model.eval().score(tokens)[0], model.score(tokens)[0])
+
+
+def test_an_awd_lstm_without_dropout_is_an_lstm() -> None:
+    model, tokens = small("awd-lstm"), text(2, 6)
+    assert isinstance(model, AwdLstm)
+    x = model.embedding(torch.cat([model.start(2)[0], tokens[:, :-1]], 1))
+    for layer in model.layers:
+        x, _ = layer(x)
+    logits = model.output(x) @ model.embedding.weight.T
+    torch.testing.assert_close(model.score(tokens)[0], logits.log_softmax(2).gather(2, tokens[..., None])[..., 0])
 
 
 @pytest.fixture(scope="module")

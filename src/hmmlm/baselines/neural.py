@@ -1,4 +1,4 @@
-"""The neural language models that Chiu & Rush 2020 compare with: a feed-forward n-gram and an LSTM.
+"""The neural language models that Chiu & Rush 2020 compare with: a feed-forward n-gram and LSTMs.
 
 Input and output embeddings are tied (E [W, h]). A text is read in consecutive windows; `Hidden`, a tuple of tensors
 with a row per sequence, is passed from one window to the next.
@@ -64,13 +64,40 @@ class LstmConfig(BaselineModelConfig):
         return Lstm(self, vocabulary, generator)
 
 
+class AwdLstmConfig(BaselineModelConfig):
+    """An LSTM with dropout of its recurrent weights and the same dropout mask at every step (Merity et al. 2018)."""
+
+    kind: Literal["awd-lstm"] = "awd-lstm"
+    hidden: Width = 1_000
+    """Size of the LSTM layers."""
+    embedding: Width = 400
+    """Size of word embeddings."""
+    dropout: Fraction = 0.4
+    """Dropout of the last layer's output."""
+    input_dropout: Fraction = 0.4
+    """Dropout of word embeddings."""
+    layer_dropout: Fraction = 0.25
+    """Dropout between layers."""
+    word_dropout: Fraction = 0.1
+    """Fraction of the vocabulary whose embeddings are zero as inputs, drawn for every batch."""
+    weight_dropout: Fraction = 0.5
+    """Dropout of the recurrent weights."""
+
+    def size(self, words: int) -> ModelSize:
+        return ModelSize(words * self.embedding + (8 * self.layers - 4) * self.hidden**2, 0)
+
+    def build(self, vocabulary: Tokenizer, length: int, generator: torch.Generator | None) -> NeuralBaseline:
+        return AwdLstm(self, vocabulary, generator)
+
+
 class NeuralBaseline(nn.Module, ABC):
     """p(w_t | w_<t) = softmax(E f(w_<t)); a text is read as if it followed an `<eos>`."""
 
-    def __init__(self, config: BaselineModelConfig, vocabulary: Tokenizer) -> None:
+    def __init__(self, config: BaselineModelConfig, vocabulary: Tokenizer, width: int | None = None) -> None:
+        """`width` of the word embeddings; None: that of the layers."""
         super().__init__()
         self.config, self.first = config, vocabulary.eos_id
-        self.embedding = nn.Embedding(vocabulary.vocab_size, config.hidden)
+        self.embedding = nn.Embedding(vocabulary.vocab_size, config.hidden if width is None else width)
         self.drop = nn.Dropout(config.dropout)
 
     def score(self, tokens: Tensor, hidden: Hidden | None = None) -> tuple[Tensor, Hidden]:
@@ -95,9 +122,18 @@ class NeuralBaseline(nn.Module, ABC):
         rows = tokens.shape[0]
         hidden = self.start(rows) if hidden is None else tuple(part[:rows] for part in hidden)
         features, after = self.features(tokens.clamp(min=0), hidden)
+        return self.logits(features), tuple(part.detach() for part in after)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Return the logits of every word [..., V] by features [..., h]."""
         weight = self.embedding.weight
-        logits = F.linear(self.drop(features), weight).to(weight.dtype)  # bfloat16 in mixed precision
-        return logits, tuple(part.detach() for part in after)
+        return F.linear(self.drop(features), weight).to(weight.dtype)  # bfloat16 in mixed precision
+
+    def next_token(self, hidden: Hidden) -> Tensor:
+        """Return log p(next word) [B, V] after `hidden`."""
+        # The features of a token do not depend on the token itself.
+        features, _ = self.features(torch.zeros_like(hidden[0][:, :1]), hidden)
+        return self.logits(features)[:, 0].log_softmax(1)
 
     @abstractmethod
     def start(self, rows: int) -> Hidden:
@@ -168,7 +204,56 @@ class Lstm(NeuralBaseline):
         return x, (tokens[:, -1:], *(part.transpose(0, 1) for part in after))
 
 
-_CONFIG: TypeAdapter[Any] = TypeAdapter(Annotated[FeedForwardConfig | LstmConfig, Field(discriminator="kind")])
+class AwdLstm(NeuralBaseline):
+    """An LSTM whose recurrent weights are dropped once per batch, and activations by one mask for all steps."""
+
+    config: AwdLstmConfig
+
+    def __init__(self, config: AwdLstmConfig, vocabulary: Tokenizer, generator: torch.Generator | None = None) -> None:
+        super().__init__(config, vocabulary, config.embedding)
+        sizes = [config.embedding] + config.layers * [config.hidden]
+        self.layers = nn.ModuleList(nn.LSTM(a, b, batch_first=True) for a, b in pairwise(sizes))
+        same = config.hidden == config.embedding
+        self.output = nn.Identity() if same else nn.Linear(config.hidden, config.embedding)
+        bound = config.hidden**-0.5  # uniform, as LSTMs are usually initialized; words are outputs too
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound, generator=generator)
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1, generator=generator)
+
+    def start(self, rows: int) -> Hidden:
+        empty = self.embedding.weight.new_zeros(rows, self.config.hidden)
+        return self._first_words(rows, 1), *[empty] * (2 * self.config.layers)
+
+    def features(self, tokens: Tensor, hidden: Hidden) -> tuple[Tensor, Hidden]:
+        last, *inner = hidden
+        given = torch.cat([last, tokens[:, :-1]], 1)
+        words = torch.ones_like(self.embedding.weight[:, :1])
+        x = self.embedding(given) * F.dropout(words, self.config.word_dropout, self.training)[given]
+        x, after = self._drop_locked(x, self.config.input_dropout), [tokens[:, -1:]]
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, nn.LSTM)
+            if i:
+                x = self._drop_locked(x, self.config.layer_dropout)
+            inputs, recurrent, *biases = layer.all_weights[0]
+            weights = [inputs, F.dropout(recurrent, self.config.weight_dropout, self.training), *biases]
+            before = [part[None].contiguous() for part in inner[2 * i : 2 * i + 2]]
+            # The function behind nn.LSTM, which takes weights that are not parameters.
+            x, *ends = torch._VF.lstm(x, before, weights, True, 1, 0.0, self.training, False, True)  # type: ignore[attr-defined]
+            after += [end[0] for end in ends]
+        return self.output(self._drop_locked(x, self.config.dropout)), tuple(after)
+
+    def logits(self, features: Tensor) -> Tensor:
+        weight = self.embedding.weight
+        return F.linear(features, weight).to(weight.dtype)
+
+    def _drop_locked(self, x: Tensor, fraction: float) -> Tensor:
+        """Apply dropout to x [B, T, h] with one mask for all T."""
+        return x * F.dropout(torch.ones_like(x[:, :1]), fraction, self.training)
+
+
+AnyBaselineConfig = Annotated[FeedForwardConfig | LstmConfig | AwdLstmConfig, Field(discriminator="kind")]
+"""The registry of baselines."""
+_CONFIG: TypeAdapter[Any] = TypeAdapter(AnyBaselineConfig)
 _HEADER = ("format", "version", "tokenizer", "fingerprint")
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-OVERVIEW = """usage: hmmlm baseline [OPTIONS]
+from hmmlm.config.recipe import recipe_names
+
+OVERVIEW = f"""usage: hmmlm baseline [OPTIONS]
 
 Train an LSTM or a feed-forward language model on the text of a hidden Markov model, to
 compare the two. It is scored like the HMM, on every token, <eos> and <unk> included.
@@ -16,7 +18,9 @@ most used options:
   --data NAME_OR_PATH       as in `hmmlm train`
   --out FOLDER              folder of the run (default: baselines/NAME-TIME)
   --resume FOLDER           resume a run (Ctrl-C saves and stops)
-  --model.kind KIND         lstm (default), feedforward
+  --recipe NAME             one of {", ".join(recipe_names("baseline"))}
+  --config FILE.toml        start from a recipe of your own (with command = "baseline")
+  --model.kind KIND         lstm (default), awd-lstm, feedforward
   --model.hidden N          size of word embeddings and layers
   --model.layers N          layers
   --train.epochs N          passes over the text
@@ -27,6 +31,7 @@ All settings, by section: hmmlm baseline --help SECTION
 examples:
   hmmlm baseline --data runs/mine --out baselines/lstm
   hmmlm baseline --data tokens --model.kind feedforward --batches.batch-size 128
+  hmmlm baseline --recipe ptb-awd-lstm --data runs/ptb
   hmmlm baseline --resume baselines/lstm
 """
 
@@ -44,7 +49,7 @@ def run(argv: list[str]) -> int:
     from hmmlm.runs.progress import perplexity_text
 
     config = config_of(BaselineConfig, arguments)
-    name = Path(arguments.data).stem
+    name = arguments.recipe or Path(arguments.config or arguments.data).stem
     result = run_training("baseline", config, arguments, name, train_baseline)
     if not result.finished:
         return INTERRUPTED

@@ -59,7 +59,7 @@ def _config_kind(arguments: type[BaseSettings]) -> type[TrainingConfig]:
 
 def _read_recipe(kind: type[TrainingConfig], name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a recipe that the given ones do not replace; its mistakes are errors that name it."""
-    values = drop_other_kinds(kind, recipe_values(name), given)
+    values = drop_other_kinds(kind, recipe_values(name, command=kind.command), given)
     try:
         kind.model_validate(values)
     except ValidationError as error:
@@ -98,13 +98,17 @@ class TrainingArguments(Arguments):
         return init_settings, StartingPoint(settings_cls)
 
 
-class TrainArguments(TrainingArguments, RunConfig):  # type: ignore[misc]
-    """`hmmlm train`."""
+class RecipeArguments(TrainingArguments):
+    """A recipe to start from."""
 
     recipe: str | None = None
     """A recipe of the package: the settings that the other options change."""
     config: Path | None = None
     """The same, from a TOML file of your own."""
+
+
+class TrainArguments(RecipeArguments, RunConfig):  # type: ignore[misc]
+    """`hmmlm train`."""
 
 
 class TeacherArguments(TrainingArguments, TeacherConfig):  # type: ignore[misc]
@@ -114,7 +118,7 @@ class TeacherArguments(TrainingArguments, TeacherConfig):  # type: ignore[misc]
     """A GGUF file to write as a Hugging Face folder (--out), in float16."""
 
 
-class BaselineArguments(TrainingArguments, BaselineConfig):  # type: ignore[misc]
+class BaselineArguments(RecipeArguments, BaselineConfig):  # type: ignore[misc]
     """`hmmlm baseline`."""
 
 

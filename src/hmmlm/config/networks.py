@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import Field
-
-from hmmlm.baselines.neural import FeedForwardConfig, LstmConfig
+from hmmlm.baselines.neural import AnyBaselineConfig, LstmConfig
 from hmmlm.config.sections import AdamWConfig, BatchesConfig, ChunkConfig, StreamConfig
 from hmmlm.config.training import TrainingConfig
 from hmmlm.teachers.gpt import GPTConfig
@@ -26,7 +24,7 @@ class BaselineConfig(TrainingConfig):
     """Everything the training of a baseline needs to be repeated."""
 
     command: ClassVar[str] = "baseline"
-    model: Annotated[FeedForwardConfig | LstmConfig, Field(discriminator="kind")] = LstmConfig()
+    model: AnyBaselineConfig = LstmConfig()
     batches: BatchesConfig = StreamConfig(batch_size=16, length=32, reset_at_eos=False, eval_reset_at_eos=False)
     # In small batches most words do not occur: with a short memory of squared gradients, they are pushed down too far
     # between their occurrences.

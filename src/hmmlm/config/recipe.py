@@ -1,4 +1,7 @@
-"""Recipes: configurations as TOML files, in the package or of the user's own."""
+"""Recipes: configurations as TOML files, in the package or of the user's own.
+
+A recipe with `command = "baseline"` is one of `hmmlm baseline`, others are of `hmmlm train`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
 
 DEFAULT = "default"
 """The recipe of runs that choose no model, optimizer or initialization."""
+TRAIN = "train"
+"""The command of recipes that name none."""
 _FOLDER = resources.files("hmmlm.config") / "recipes"
 
 
@@ -32,22 +37,31 @@ def recipe_source(name: str) -> str:
     return name if name.endswith(".toml") else f"recipe {name}"
 
 
-def recipe_names() -> list[str]:
-    """Return the names of the recipes in the package, sorted."""
-    return sorted(entry.name.removesuffix(".toml") for entry in _FOLDER.iterdir() if entry.name.endswith(".toml"))
+def recipe_names(command: str = TRAIN) -> list[str]:
+    """Return the names of the recipes of a command in the package, sorted."""
+    found = {entry.name.removesuffix(".toml"): entry for entry in _FOLDER.iterdir() if entry.name.endswith(".toml")}
+    return sorted(
+        name
+        for name, entry in found.items()
+        if tomllib.loads(entry.read_text(encoding="utf-8")).get("command", TRAIN) == command
+    )
 
 
-def recipe_values(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the values that a recipe sets.
+def recipe_values(name: str, above: tuple[str, ...] = (), command: str = TRAIN) -> dict[str, Any]:
+    """Return the values that a recipe of a command sets.
 
     `extends = "name"` starts from a recipe of the package, `extends = "other.toml"` from a file in the same folder. A
     section of another kind than the base's keeps the fields that both kinds have.
     """
-    text, where = _read_file(Path(name)) if name.endswith(".toml") else _read_packaged(name), recipe_source(name)
+    where = recipe_source(name)
+    text = _read_file(Path(name)) if name.endswith(".toml") else _read_packaged(name, command)
     try:
         values = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"{where}: not valid TOML: {error}") from None
+    own = values.pop("command", TRAIN)
+    if own != command:
+        raise InputError(f"{where} is for `hmmlm {own}`, not for `hmmlm {command}`")
     identity = str(Path(name).resolve()) if name.endswith(".toml") else name
     base = values.pop("extends", None)
     if base is None:
@@ -57,15 +71,17 @@ def recipe_values(name: str, above: tuple[str, ...] = ()) -> dict[str, Any]:
     base = str((Path(name).parent / base).resolve()) if base.endswith(".toml") else base
     if base in above or base == identity:
         raise InputError(f"{where}: extends {base!r}, which extends it in turn")
+    from hmmlm.config.networks import BaselineConfig
     from hmmlm.config.run import RunConfig  # see `load_recipe`
     from hmmlm.config.training import drop_other_kinds
 
-    return merge(drop_other_kinds(RunConfig, _base_values(base, (*above, identity), where), values), values)
+    kind = RunConfig if command == TRAIN else BaselineConfig
+    return merge(drop_other_kinds(kind, _base_values(base, (*above, identity), where, command), values), values)
 
 
-def _base_values(base: str, above: tuple[str, ...], where: str) -> dict[str, Any]:
+def _base_values(base: str, above: tuple[str, ...], where: str, command: str) -> dict[str, Any]:
     try:
-        return recipe_values(base, above)
+        return recipe_values(base, above, command)
     except InputError as error:
         raise InputError(f"{where}: extends {base!r}: {error}") from None
 
@@ -95,10 +111,11 @@ def _read_file(path: Path) -> str:
         raise InputError(f"recipe file {path} cannot be read: {error}") from None
 
 
-def _read_packaged(name: str) -> str:
+def _read_packaged(name: str, command: str) -> str:
     entry = _FOLDER / f"{name}.toml"
     if "/" in name or not entry.is_file():
-        near = ", ".join(difflib.get_close_matches(name, recipe_names(), n=3))
-        hint = f"nearest: {near}" if near else f"recipes: {', '.join(recipe_names())}"
+        known = recipe_names(command)
+        near = ", ".join(difflib.get_close_matches(name, known, n=3))
+        hint = f"nearest: {near}" if near else f"recipes: {', '.join(known)}"
         raise InputError(f"no recipe named {name!r}; {hint} (or give the path of a .toml file)")
     return entry.read_text(encoding="utf-8")
