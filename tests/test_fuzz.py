@@ -4,7 +4,7 @@
 """
 
 import pytest
-from helpers.fuzz import Fuzz, campaign
+from helpers.fuzz import Fuzz, UnionFuzz, campaign
 
 COUNT = 300
 
@@ -14,6 +14,13 @@ def test_answers_of_random_models_agree_with_enumeration(first: int) -> None:
     right, wrong = campaign(range(first, first + 50))
     assert not wrong, "\n".join(wrong)
     assert right.total() > 2500
+
+
+@pytest.mark.parametrize("first", range(0, 100, 50))
+def test_answers_of_random_unions_agree_with_enumeration(first: int) -> None:
+    right, wrong = campaign(range(first, first + 50), kind=UnionFuzz)
+    assert not wrong, "\n".join(wrong)
+    assert right.total() > 3000
 
 
 def test_the_models_cover_both_kinds_both_dtypes_and_the_smallest_sizes() -> None:

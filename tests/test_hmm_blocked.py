@@ -8,7 +8,7 @@ from helpers.oracle import random_blocked_hmm
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, blocked, hmm_from_tensors
+from hmmlm.hmm import HMM, BlockedHMM, blocked
 
 V, BLOCKS, K, H = 9, 3, 4, 5
 TOKENS = torch.tensor([[0, 3, 8, 1, 1], [5, -1, 2, 7, 4], [-1, -1, 6, 0, 3], [2, 2, 2, 2, 2]])
@@ -101,7 +101,7 @@ def test_gradients_agree_with_the_dense_model(missing: bool, carried: bool) -> N
 
 def test_a_model_is_rebuilt_from_its_tensors_and_moved() -> None:
     hmm = make()
-    again = hmm_from_tensors("blocked", hmm.tensors())
+    again = BlockedHMM.from_tensors(hmm.tensors())
     assert torch.equal(again.log_likelihood(TOKENS), hmm.log_likelihood(TOKENS))
     narrow = hmm.to(torch.float32)
     assert narrow.dtype == torch.float32 and narrow.factors.block_of_word.dtype == torch.int64

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hmmlm.device import set_threads
     from hmmlm.errors import InputError, InputWarning
-    from hmmlm.hmm import HMM, BlockedHMM, Counts, Filtered
+    from hmmlm.hmm import HMM, BlockedHMM, Counts, Filtered, UnionHMM
     from hmmlm.hmm.automaton import Automaton
     from hmmlm.hmm.checks import padded
     from hmmlm.hmm.constraints import Guide
@@ -27,6 +27,7 @@ _MODULES = {
     "InputWarning": "hmmlm.errors",
     "LanguageModel": "hmmlm.text.lm",
     "Steering": "hmmlm.text.steering",
+    "UnionHMM": "hmmlm.hmm",
     "load": "hmmlm.text.lm",
     "padded": "hmmlm.hmm.checks",
     "set_threads": "hmmlm.device",
@@ -43,6 +44,7 @@ __all__ = [
     "InputWarning",
     "LanguageModel",
     "Steering",
+    "UnionHMM",
     "__version__",
     "load",
     "padded",

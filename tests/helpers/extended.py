@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel
+from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, UnionHMM
 from hmmlm.hmm.automaton import Automaton
 
 Array = np.ndarray
@@ -45,6 +45,8 @@ class Truth(NamedTuple):
         if isinstance(hmm, HMM):
             start, transition, emission = (widen(p) for p in hmm.parameters)
             return cls(start, transition, emission, _largest(start, transition, emission))
+        if isinstance(hmm, UnionHMM):
+            return cls.of_union([cls.of(component) for component in hmm.components], widen(hmm.log_weights))
         assert isinstance(hmm, BlockedHMM)
         factors, k = hmm.factors, hmm.states_per_block
         u, w, normalizer, start, scores = (widen(p) for p in factors[1:])
@@ -54,6 +56,17 @@ class Truth(NamedTuple):
         # Computed logits are rounded relative to their terms, not to their sum.
         terms = float((abs(u) @ abs(w).T).max())
         return cls(start, u @ w.T - normalizer[:, None], emission, _largest(start, normalizer, scores) + terms)
+
+    @classmethod
+    def of_union(cls, parts: Sequence["Truth"], log_weights: Array) -> "Truth":
+        """Return the union of models: block-diagonal transitions, and weighted starts."""
+        sizes = [len(part.start) for part in parts]
+        transition = np.full((sum(sizes), sum(sizes)), NEG_INF)
+        for part, size, end in zip(parts, sizes, np.cumsum(sizes), strict=True):
+            transition[end - size : end, end - size : end] = part.transition
+        start = np.concatenate([part.start + weight for part, weight in zip(parts, log_weights, strict=True)])
+        emission = np.concatenate([part.emission for part in parts])
+        return cls(start, transition, emission, max(part.magnitude for part in parts) + _largest(log_weights))
 
     def all_paths(self, tokens: Sequence[int], **options: Array | None) -> "Paths":
         return Paths(self, tokens, **options)

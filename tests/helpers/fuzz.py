@@ -17,7 +17,7 @@ from torch import Tensor
 
 from helpers.extended import LONG, NEG_INF, Array, Paths, Truth, accepted, infill_blanks, log_sum, widen
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, blocked, dense
+from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, UnionHMM, blocked, dense
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.constraints import Guide
 from hmmlm.ops.blocked_scan import CarriedRows, blocked_scan
@@ -53,7 +53,7 @@ class Fuzz:
         self.dtype = torch.float32 if self.rng.random() < 0.5 else torch.float64
         self.regimes = self.rng.random() < 0.15
         self.impl: Impl = str(self.rng.choice(["auto", "naive", "scaled"]))  # type: ignore[assignment]
-        self.hmm = (self._dense() if self.rng.random() < 0.5 else self._blocked()).to(self.device)
+        self.hmm = self._model().to(self.device)
         self.truth = Truth.of(self.hmm)
         self.batch = self._batch()
         steps = self.batch.tokens.shape[1] + 1
@@ -85,15 +85,20 @@ class Fuzz:
     def _tensor(self, values: Array) -> Tensor:
         return torch.from_numpy(values.astype(np.float64)).to(self.dtype)
 
-    def _dense(self) -> HMM:
-        states, words = (int(self.rng.choice([1, 2, 3, 4])) for _ in range(2))
+    def _model(self) -> HiddenMarkovModel:
+        return self._dense() if self.rng.random() < 0.5 else self._blocked()
+
+    def _dense(self, words: int | None = None) -> HMM:
+        states, some = (int(self.rng.choice([1, 2, 3, 4])) for _ in range(2))
+        words = some if words is None else words
         rows = [self._log_rows(shape) for shape in ((states,), (states, states), (states, words))]
         return HMM(*(self._tensor(row) for row in rows), impl=self.impl)
 
-    def _blocked(self) -> BlockedHMM:
+    def _blocked(self, words: int | None = None) -> BlockedHMM:
         rng = self.rng
         blocks, kept = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (2, 3)][rng.integers(7)]
-        states, words = blocks * kept, int(blocks + rng.integers(3))
+        states, some = blocks * kept, int(blocks + rng.integers(3))
+        words = some if words is None else max(words, blocks)
         block_of_word = rng.permutation(np.concatenate([np.arange(blocks), rng.integers(blocks, size=words - blocks)]))
         emission = np.full((words, kept), NEG_INF)
         for block in range(blocks):
@@ -180,6 +185,8 @@ class Fuzz:
         """Return the model with parameters that require gradients."""
         values = [p.detach().clone() for p in self.hmm.tensors().values()]
         leaves = [p.requires_grad_() if p.is_floating_point() else p for p in values]
+        if isinstance(self.hmm, UnionHMM):
+            return UnionHMM.from_tensors(dict(zip(self.hmm.tensors(), leaves, strict=True)))
         return HMM(*leaves, impl=self.impl) if isinstance(self.hmm, HMM) else BlockedHMM(*leaves)
 
     def _gradients(self, name: str, model: HiddenMarkovModel, log_likelihood: Tensor, paths: list[Paths]) -> None:
@@ -191,9 +198,27 @@ class Fuzz:
         total = [np.zeros_like(p) for p in self.truth[:3]]
         for w, own in zip(widen(weight), paths, strict=True):
             total = [a + w * b for a, b in zip(total, own.counts(), strict=True)]
-        start, transition, emission = total
-        want = {"log_start": start, "log_transition": transition, "log_emission": emission}
         scale = float(np.abs(widen(weight)).sum()) * max(1, self.batch.tokens.shape[1])
+        want, scale = self._wanted(model, (total[0], total[1], total[2]), scale)
+        for (key, _), gradient in zip(leaves.items(), gradients, strict=True):
+            self.agree(f"{name}, gradient of {key}", gradient, want[key], scale)
+
+    def _wanted(
+        self, model: HiddenMarkovModel, counts: tuple[Array, Array, Array], scale: float
+    ) -> tuple[dict[str, Array], float]:
+        """Return the gradient of each tensor of a model by the expected counts, and the scale of its errors."""
+        start, transition, emission = counts
+        want = {"log_start": start, "log_transition": transition, "log_emission": emission}
+        if isinstance(model, UnionHMM):
+            want, largest = {}, scale
+            ends = np.cumsum(model.sizes)
+            spans = [slice(end - size, end) for end, size in zip(ends, model.sizes, strict=True)]
+            for i, (part, own) in enumerate(zip(model.components, spans, strict=True)):
+                inner, more = self._wanted(part, (start[own], transition[own, own], emission[own]), scale)
+                want |= {f"components.{i}.{part.kind}.{key}": value for key, value in inner.items()}
+                largest = max(largest, more)
+            want["log_weights"] = np.array([start[own].sum() for own in spans])
+            return want, largest
         if isinstance(model, BlockedHMM):
             u, w = widen(model.factors.u), widen(model.factors.w)
             want |= {"u": transition @ w, "w": transition.T @ u, "log_normalizer": -transition.sum(1)}
@@ -201,8 +226,7 @@ class Fuzz:
             rows = [emission[m * k : (m + 1) * k, v] for v, m in enumerate(block)]
             want["log_emission"] = np.array(rows)
             scale *= 1 + float(np.abs(u).max() + np.abs(w).max())
-        for (key, _), gradient in zip(leaves.items(), gradients, strict=True):
-            self.agree(f"{name}, gradient of {key}", gradient, want[key], scale)
+        return want, scale
 
     def _likelihoods(self) -> None:
         batch, paths = self.batch, self._paths(self.batch)
@@ -219,7 +243,7 @@ class Fuzz:
     def _scans(self) -> None:
         """Scans continue from a carry, restart, and end anywhere; those of blocked models have no missing tokens."""
         batch, hmm = self.batch, self.hmm
-        if isinstance(hmm, BlockedHMM):
+        if any(isinstance(part, BlockedHMM) for part in (hmm, *getattr(hmm, "components", ()))):
             random = torch.from_numpy(self.rng.integers(hmm.vocab_size, size=tuple(batch.tokens.shape)))
             batch = batch._replace(tokens=torch.where(batch.tokens < 0, random.to(self.device), batch.tokens))
         paths = self._paths(batch, initial=True, restart=True)
@@ -393,6 +417,22 @@ class Fuzz:
         self.check(name, bool(good.all()), f"{found[~good]} times instead of {mean[~good]}")
 
 
+class UnionFuzz(Fuzz):
+    """A random union of dense and blocked models over the same words, some with a weight of zero."""
+
+    def _model(self) -> UnionHMM:
+        first = super()._model()
+        parts: list[HiddenMarkovModel] = [first]
+        if self.rng.random() < 0.9:
+            room = first.vocab_size  # a blocked model needs a word for each of its blocks
+            other: HiddenMarkovModel = self._dense(room)
+            if self.rng.random() < 0.5:
+                drawn = self._blocked(room)
+                other = drawn if drawn.vocab_size == room else other
+            parts.append(other)
+        return UnionHMM(parts, self._tensor(self._log_rows((len(parts),))))
+
+
 def anything(hmm: HiddenMarkovModel) -> Automaton:
     return Automaton(torch.zeros(1, hmm.vocab_size, dtype=torch.long), torch.ones(1, dtype=torch.bool))
 
@@ -421,11 +461,11 @@ def small_pieces(small: bool) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def campaign(seeds: Sequence[int], device: str = "cpu") -> tuple[Counter[str], list[str]]:
+def campaign(seeds: Sequence[int], device: str = "cpu", kind: type[Fuzz] = Fuzz) -> tuple[Counter[str], list[str]]:
     """Return the numbers of right answers by kind of answer, and the wrong ones."""
     right, wrong = Counter[str](), list[str]()
     for seed in seeds:
-        done = Fuzz(seed, device).run()
+        done = kind(seed, device).run()
         right += done.right
         wrong += done.wrong
         for line in done.wrong:
@@ -438,8 +478,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first model; the others follow")
     parser.add_argument("--count", type=int, default=1000, help="number of models")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--unions", action="store_true", help="unions instead of dense and blocked models")
     arguments = parser.parse_args()
-    right, wrong = campaign(range(arguments.seed, arguments.seed + arguments.count), arguments.device)
+    seeds = range(arguments.seed, arguments.seed + arguments.count)
+    right, wrong = campaign(seeds, arguments.device, UnionFuzz if arguments.unions else Fuzz)
     for name, count in sorted(right.items()):
         print(f"{count:8d} right: {name}")
     print(f"{arguments.count} models, {right.total() + len(wrong)} answers, {len(wrong)} wrong")

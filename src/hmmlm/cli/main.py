@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": "the states of a model: their words, their successors, the states of a sentence",
     "teacher": "train a transformer on the same text, to distill a model from",
     "baseline": "train an LSTM or a feed-forward model on the same text, to compare with",
+    "join": "several models as one HMM: their union, mixed per sequence",
     "ngram": "a Kneser-Ney n-gram of the same text: perplexity, ARPA files",
     "data": "write token files; get PTB or WikiText-2",
 }

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, get_args
 
@@ -129,6 +129,8 @@ class _Options:
             options.pop("const", None)
         if name in self.repeatable:
             options["action"] = "append"
+        if names[0] in self.repeatable:  # positional
+            options["nargs"] = "+"
         text = options.get("help", "")
         if name in self.notes and text != argparse.SUPPRESS:  # pydantic-settings shows the default of another kind
             text = re.sub(r"\((default|ifdef): .*\)$", "", text, flags=re.DOTALL)
@@ -176,7 +178,7 @@ def parse(
         defaults: a configuration whose values the help shows as defaults; None: those of the fields.
     """
     options = _Options(kind, defaults)
-    usage = " ".join(["hmmlm", command, *_positionals(kind), "[OPTIONS]"])
+    usage = " ".join(["hmmlm", command, *_positionals(kind, options.repeatable), "[OPTIONS]"])
     parser = Parser(prog=f"hmmlm {command}", description=description, usage=usage, formatter_class=_Formatter)
     try:
         source = CliSettingsSource[Any](
@@ -206,10 +208,11 @@ def parse(
     return arguments
 
 
-def _positionals(kind: type[BaseModel]) -> list[str]:
+def _positionals(kind: type[BaseModel], repeatable: Set[str]) -> list[str]:
     """Return the positional arguments of a command, as its usage shows them."""
     marker = get_args(CliPositionalArg[str])[1]
-    return [name.upper() for name, field in kind.model_fields.items() if marker in field.metadata]
+    names = [name for name, field in kind.model_fields.items() if marker in field.metadata]
+    return [name.upper() + ("..." if name in repeatable else "") for name in names]
 
 
 def _unreadable(argv: list[str], error: SettingsError) -> str:

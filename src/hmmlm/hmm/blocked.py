@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import ArrayLike, check_distributions, check_finite, check_parameters, check_totals
+from hmmlm.hmm.checks import check_distributions, check_finite, check_parameters, check_totals
 from hmmlm.hmm.dense import HMM, log_group_sums
 from hmmlm.hmm.logmatrix import LogMatrix, LogTiles, least_sum
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
@@ -448,16 +448,15 @@ class BlockedHMM(HiddenMarkovModel):
         return Carry((every == states[:, None]).to(self.dtype), every)
 
     @torch.no_grad()
-    def expected_counts(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Counts:
-        """Compute expected counts under the posterior, summed over the batch; transition and emission are sparse.
-
-        An impossible sequence adds nothing to the counts; the log-likelihood is then −inf.
-        """
+    def _expected_counts(self, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Counts:
         model = self.detach()
         lattice = model._forward(model._batch(tokens, lengths))
-        messages, possible = model._messages(lattice), lattice.log_likelihood() > NEG_INF
+        messages, log_likelihood = model._messages(lattice), lattice.log_likelihood()
+        weight = torch.ones_like(log_likelihood) if weights is None else weights[lattice.batch.order].double()
+        log_likelihood = torch.where(weight > 0, weight * log_likelihood, 0.0)
+        weight = torch.where(log_likelihood > NEG_INF, weight, 0.0).to(self.dtype)
         marginals = [
-            torch.where(possible[: len(f), None], (f + m).exp(), 0.0)
+            torch.where(weight[: len(f), None] > 0, weight[: len(f), None] * (f + m).exp(), 0.0)
             for f, m in zip(lattice.log_filtered, messages, strict=True)
         ]
         emitted = list[tuple[Tensor, Tensor]]()  # (flat indices, counts)
@@ -468,18 +467,19 @@ class BlockedHMM(HiddenMarkovModel):
             states = model.state_ids(support, torch.arange(marginal.shape[1], device=self.device)[:, None]).t()
             flat = states.expand_as(marginal) * self.vocab_size + tokens_here[:, None]
             emitted.append((flat[known].flatten(), marginal[known].flatten()))
-        moved = list(model._transition_counts(lattice, messages, possible))
+        moved = list(model._transition_counts(lattice, messages, weight))
         return Counts(
             model.spread(marginals[0], lattice.supports[0], 0.0).sum(0),
             self._sparse(moved, self.states),
             self._sparse(emitted, self.vocab_size),
-            lattice.log_likelihood().sum().to(self.dtype),
+            log_likelihood.sum().to(self.dtype),
         )
 
     def _transition_counts(
-        self, lattice: Lattice, messages: list[Tensor], possible: Tensor
+        self, lattice: Lattice, messages: list[Tensor], weight: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the expected transitions of possible sequences: flat indices into [Z, Z] and counts."""
+        """Yield the expected transitions of sequences of weight [B] above 0: flat indices into [Z, Z] and counts."""
+        possible = weight > 0
         k, in_block = self.states_per_block, torch.arange(self.states_per_block, device=self.device)
         steps = []  # filtered before, ahead, and their supports
         for t in range(1, len(messages)):
@@ -496,9 +496,10 @@ class BlockedHMM(HiddenMarkovModel):
                 scores = self._in_block(before, source, rows)[:, :, None] + self._in_block(ahead, target, rows)[:, None]
                 scores += self._tiles(source.blocks[rows], target.blocks[rows])
                 counts = scores.flatten(1).softmax(1).view_as(scores)
-                totals.index_add_(0, torch.searchsorted(known, pair[rows]), counts)
+                totals.index_add_(0, torch.searchsorted(known, pair[rows]), counts * weight[rows][:, None, None])
             for row in (~here & possible[: len(here)]).nonzero().flatten().tolist():  # a missing token: all states
-                yield self._wide_counts(before[row], ahead[row], source, target, row)
+                index, counts = self._wide_counts(before[row], ahead[row], source, target, row)
+                yield index, counts * weight[row]
         origins, targets = known // self.blocks, known % self.blocks
         flat = (origins[:, None] * k + in_block)[:, :, None] * self.states + (targets[:, None] * k + in_block)[:, None]
         yield flat.flatten(), totals.flatten()

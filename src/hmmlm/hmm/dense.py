@@ -157,16 +157,12 @@ class HMM(HiddenMarkovModel):
             tokens = tokens.masked_fill(outside, -1)
         return scan(self.parameters, Evidence(tokens, lengths, initial), self.impl).log_likelihood
 
-    def expected_counts(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Counts:
-        """Compute expected counts of starts [Z], transitions [Z, Z] and emissions [Z, V], summed over the batch.
-
-        They are the gradient of the log-likelihood with respect to the log-probabilities. An impossible sequence adds
-        nothing to the counts; the log-likelihood is then −inf.
-        """
+    def _expected_counts(self, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Counts:
         leaves = HMM(*Parameters(*(p.detach().requires_grad_() for p in self.parameters)), self.impl)
-        checked = check_batch(tokens, lengths, self.vocab_size, self.device)
         with torch.enable_grad():
-            log_likelihood = leaves._log_likelihood(*checked, None)
+            log_likelihood = leaves._log_likelihood(tokens, lengths, None)
+            if weights is not None:
+                log_likelihood = torch.where(weights > 0, weights * log_likelihood, 0.0)
             total = log_likelihood.sum()
             start, transition, emission = torch.autograd.grad(total, leaves.parameters, materialize_grads=True)
         return Counts(start, transition, emission, total.detach())

@@ -1,12 +1,12 @@
 """The operations that each kind of hidden Markov model implements, and the types of results."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.checks import ArrayLike
 from hmmlm.ops.common import Carry, Scan
 
 __all__ = ["Carry", "Counts", "Filtered", "Primitives", "Scan", "Support"]
@@ -66,6 +66,16 @@ class Primitives(ABC):
 
     # --- representation ---
 
+    @classmethod
+    def layout(cls, names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Return the tensors of a model file that has `names`, with their dimensions, and those that are int64."""
+        return cls.TENSORS, cls.INDICES
+
+    @classmethod
+    def from_tensors(cls: type[Self], tensors: Mapping[str, Tensor]) -> Self:
+        """Return the model from the tensors of a model file."""
+        return cls(**{name: tensors[name] for name in cls.TENSORS})
+
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters by name, as a model file stores them."""
@@ -104,8 +114,8 @@ class Primitives(ABC):
         """Compute log p(x) [B], differentiable, of checked tokens; `initial` [B, Z] as in `filter`."""
 
     @abstractmethod
-    def expected_counts(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Counts:
-        """Compute expected counts of starts, transitions and emissions under the posterior, summed over the batch."""
+    def _expected_counts(self, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Counts:
+        """Compute the expected counts of checked tokens; a sequence counts `weights` [B] times (None: once)."""
 
     # --- operations of the recursions ---
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import ArrayLike, check_batch, check_count, check_initial, check_tokens
-from hmmlm.hmm.protocol import Carry, Filtered, Primitives, Scan, Support
+from hmmlm.hmm.protocol import Carry, Counts, Filtered, Primitives, Scan, Support
 from hmmlm.ops.common import NEG_INF, logsumexp
 
 _CELLS = 2**24  # largest table of probabilities of sampled tokens
@@ -209,6 +209,15 @@ class HiddenMarkovModel(Primitives):
         for t, scale in enumerate(lattice.log_scales):
             result[batch.order[: len(scale)], t] = scale
         return result
+
+    def expected_counts(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Counts:
+        """Compute expected counts of starts [Z], transitions [Z, Z] and emissions [Z, V], summed over the batch.
+
+        They are the gradient of the log-likelihood with respect to the log-probabilities. Those of transitions and
+        emissions are sparse tensors if the model is blocked. An impossible sequence adds nothing to the counts; the
+        log-likelihood is then −inf.
+        """
+        return self._expected_counts(*check_batch(tokens, lengths, self.vocab_size, self.device), None)
 
     @torch.no_grad()
     def posterior(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:

@@ -33,7 +33,7 @@ from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.device import pick_device
 from hmmlm.errors import InputError, InputWarning
-from hmmlm.hmm import KINDS, HiddenMarkovModel, hmm_from_tensors
+from hmmlm.hmm import KINDS, HiddenMarkovModel
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.checks import check_count, padded
 from hmmlm.hmm.constraints import Guide, Position
@@ -121,10 +121,17 @@ class LanguageModel:
         encoded = self._encode_all(texts)
         sequences, owner = self._parts(encoded)
         scores = torch.zeros(len(encoded), dtype=torch.float64)  # a text may have many lines
-        for chosen in _batches([len(tokens) for tokens in sequences]):
-            log_likelihood = self.hmm.log_likelihood(*padded([sequences[i] for i in chosen])).cpu()
-            scores.index_add_(0, torch.tensor([owner[i] for i in chosen]), log_likelihood.double())
+        scores.index_add_(0, torch.tensor(owner, dtype=torch.long), self.score_sequences(sequences))
         return scores.to(self.hmm.dtype)
+
+    @torch.no_grad()
+    def score_sequences(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """Compute the log-likelihood of each sequence of tokens, float64 [N]; see `sequences`."""
+        scores = torch.zeros(len(sequences), dtype=torch.float64)
+        for chosen in _batches([len(tokens) for tokens in sequences]):
+            log_likelihood = self.hmm.log_likelihood(*padded([sequences[i] for i in chosen]))
+            scores[torch.tensor(chosen)] = log_likelihood.cpu().double()
+        return scores
 
     def _score_given(self, texts: Sequence[str], given: str | Sequence[str]) -> Tensor:
         _check_texts(texts)
@@ -490,13 +497,18 @@ class LanguageModel:
             raise InputError(f"{config} has a model of kind {kind!r}; this hmmlm reads {', '.join(KINDS)}")
         states, words = (require_size(config, header, name) for name in ("states", "vocab_size"))
         training = _check_training(config, header.get("training"))
-        needed, indices = KINDS[kind].TENSORS, KINDS[kind].INDICES
+        try:
+            needed, indices = KINDS[kind].layout(tensors)
+        except InputError as error:
+            raise InputError(f"{file}: {error}") from None
         sizes = {"Z": states, "V": words}
         require_tensors(file, tensors, {name: [sizes.get(d) for d in dims] for name, dims in needed.items()})
         require_dtype(file, tensors, indices, torch.int64)
         require_dtype(file, tensors, [n for n in needed if n not in indices], torch.float32, torch.float64)
         try:
-            hmm = hmm_from_tensors(kind, tensors)
+            hmm = KINDS[kind].from_tensors(tensors)
+            if hmm.states != states:
+                raise InputError(f"{hmm.states} states, {CONFIG} has {states}: files of two models are mixed")
             hmm.validate()
         except InputError as error:
             raise InputError(f"{file}: {error}") from None

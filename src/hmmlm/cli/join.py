@@ -1,0 +1,116 @@
+"""`hmmlm join`: several models as one HMM."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import AfterValidator, Field, field_validator
+from pydantic_settings import CliPositionalArg
+
+from hmmlm.cli.parse import Arguments, parse
+from hmmlm.errors import InputError
+from hmmlm.runs.folders import find_run, refuse_used
+
+if TYPE_CHECKING:
+    from hmmlm.text.lm import LanguageModel
+
+DESCRIPTION = """Write the union of several HMMs with one vocabulary as one model: exactly an HMM, whose transition
+matrix is block-diagonal and whose start distribution is the weights times those of the models. So
+every sequence (a line, if the models restart after <eos>) is drawn from one of them. All commands
+that use a model work with it.
+
+The weights maximize the likelihood of the validation text (EM), that of the first model that is the
+folder of a run. They are equal if none is, or if the models read a text as one sequence.
+
+examples:
+  hmmlm join runs/first runs/second --out models/both
+  hmmlm join runs/first runs/second --weights .3,.7 --out models/both"""
+
+Weight = Annotated[float, Field(ge=0, le=1)]
+ModelPaths = Annotated[
+    CliPositionalArg[tuple[Annotated[Path, AfterValidator(find_run)], ...]],
+    Field(description="Saved models, or folders of training runs (their best models); at least two."),
+]
+
+
+class JoinArguments(Arguments):
+    models: ModelPaths
+    out: Path
+    """Folder of the new model."""
+    weights: tuple[Weight, ...] = ()
+    """Weights of the models, separated by commas, that sum to one; none: by EM."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one."""
+
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _split_at_commas(cls, values: list[str]) -> list[str]:
+        return [number for value in values for number in value.split(",")]
+
+
+def run(argv: list[str]) -> int:
+    arguments = parse(JoinArguments, argv, "join", DESCRIPTION)
+
+    from hmmlm.cli.models import open_model
+    from hmmlm.text.union import check_alike, join_models
+
+    refuse_used(arguments.out)
+    if len(arguments.models) < 2:
+        raise InputError("a union needs at least two models: give their folders")
+    given = arguments.weights
+    if given and len(given) != len(arguments.models):
+        raise InputError(f"--weights has {len(given)} numbers for {len(arguments.models)} models: give one for each")
+    if given and abs(sum(given) - 1) > 1e-6:
+        raise InputError(f"--weights sum to {sum(given):g}, not to one")
+    models = [open_model(path, arguments.device) for path in arguments.models]
+    check_alike(models)
+    weights, perplexities = _fit(arguments.models, models, given)
+    joined = join_models(models, weights)
+    joined.save(arguments.out)
+    _print(arguments, weights, perplexities, joined.hmm.states)
+    return 0
+
+
+def _fit(
+    paths: tuple[Path, ...], models: list[LanguageModel], given: tuple[float, ...]
+) -> tuple[list[float], list[float] | None]:
+    """Return the weights, and the validation perplexities of the models and their union, if there is a text."""
+    from hmmlm.learning.prepare import reopen
+    from hmmlm.report.results import run_folder
+    from hmmlm.text.scoring import perplexity
+    from hmmlm.text.union import fit_sequence_weights, sequence_scores
+
+    equal = [1 / len(models)] * len(models)
+    folder = next(filter(None, map(run_folder, paths)), None)
+    if folder is None:
+        return list(given or equal), None
+    prepared = reopen(folder)
+    if prepared.tokenizer.fingerprint() != models[0].tokenizer.fingerprint():
+        raise InputError(f"the token files in {folder} have another vocabulary than the models")
+    tokens = prepared.tokens["valid"].tokens.tolist()
+    scores = sequence_scores(models, tokens)
+    weights = list(given or (fit_sequence_weights(scores) if scores.shape[1] > 1 else equal))
+    both = (scores + scores.new_tensor(weights).log()[:, None]).logsumexp(0)
+    totals = [*scores.sum(1).tolist(), float(both.sum())]
+    return weights, [perplexity(total, len(tokens)) for total in totals]
+
+
+def _print(arguments: JoinArguments, weights: list[float], perplexities: list[float] | None, states: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from hmmlm.report.labels import printable
+    from hmmlm.runs.progress import perplexity_text
+
+    table = Table("model", "weight", "valid perplexity", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    names = [*map(str, arguments.models), f"{arguments.out} ({states:,} states)"]
+    for i, name in enumerate(names):
+        weight = f"{weights[i]:.4f}" if i < len(weights) else ""
+        value = "–" if perplexities is None or math.isnan(perplexities[i]) else perplexity_text(perplexities[i], 2)
+        table.add_row(Text(printable(name)), weight, value)
+    Console().print(table)
