@@ -120,7 +120,11 @@ def perform(run: StudyRun, work: Path, alone: bool = True) -> dict[str, Any]:
     from hmmlm.runs.checkpoint import remove_folder
 
     config = configuration(run)
-    folder = work / re.sub(r"[^\w.-]+", "-", f"{run.row.name}-{run.seed}-{time.time():.0f}-{os.getpid()}")
+    if run.row.teacher is not None:
+        assert isinstance(config, RunConfig)
+        teacher = train_teacher_of(run, work)
+        config = config.model_copy(update={"next_words": config.next_words.model_copy(update={"teacher": teacher})})
+    folder = work / _folder_name(f"{run.row.name}-{run.seed}-{time.time():.0f}-{os.getpid()}")
     if torch.cuda.is_available():  # a worker does several runs: peak memory is to be that of this one
         gc.collect()
         torch.cuda.empty_cache()
@@ -149,6 +153,29 @@ def perform(run: StudyRun, work: Path, alone: bool = True) -> dict[str, Any]:
         "machine": machine(on_gpu),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def train_teacher_of(run: StudyRun, work: Path) -> Path:
+    """Return the run of the row's teacher in `work`; it is trained, or its training resumed, unless it is finished."""
+    from hmmlm.learning.train import PERPLEXITY, train_baseline
+    from hmmlm.runs.progress import LineProgress
+
+    teacher = _teacher_run(run)
+    folder, config = work / _folder_name(f"teacher-{teacher.row.name}-{teacher.seed}"), configuration(teacher)
+    assert isinstance(config, BaselineConfig)
+    if not (folder / PERPLEXITY).exists():
+        result = train_baseline(config, folder, resume=folder.exists(), progress=LineProgress())
+        _refuse_interrupted(result.finished)
+    return folder
+
+
+def _teacher_run(run: StudyRun) -> StudyRun:
+    assert run.row.teacher is not None
+    return StudyRun(run.row.teacher, run.row.teacher.seeds[0])
+
+
+def _folder_name(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", text)
 
 
 def _train(config: Config, folder: Path, on_gpu: bool) -> dict[str, Any]:
@@ -211,7 +238,10 @@ def _metrics(
 
 
 def command(run: StudyRun) -> str:
-    """Return the command line that makes the same run from the repository root."""
+    """Return the command line that makes the same run from the repository root, that of its teacher first."""
+    if run.row.teacher is not None:
+        own = replace(run.row, teacher=None, settings={**run.row.settings, "next_words.teacher": "runs/teacher"})
+        return f"{command(_teacher_run(run))} --out runs/teacher && {command(StudyRun(own, run.seed))}"
     flags, settings = recipe_flags(run)
     return " ".join(["hmmlm", *flags, *(_flag(*setting) for setting in settings.items())])
 

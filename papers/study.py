@@ -99,6 +99,8 @@ class StudyRow:
     start: NetworkStart | None = None
     headline: str = ""
     """Its text in the table of README.md; rows without one are left out of it."""
+    teacher: StudyRow | None = None
+    """The baseline whose next words it learns. The first seed of it is trained before, in the folder of the runs."""
 
 
 @dataclass(frozen=True)

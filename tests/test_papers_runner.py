@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,30 @@ def test_a_blocked_model_learns_on_the_embedded_corpus(tmp_path: Path) -> None:
     assert all(math.isfinite(event["loss"]) for event in history if event["event"] != "start")
     assert {path.name for path in run.iterdir() if path.is_symlink()} == {"best", "final"}
     assert not list(run.rglob("state.*")) and list((run / "best").iterdir())  # the model stays
+
+
+def test_the_teacher_of_a_row_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {
+        "data": "embedded",
+        "tokenizer.vocab_size": 1500,
+        "tokenizer.split": "words",
+        "model.kind": "feedforward",
+        "model.hidden": 16,
+        "train.device": "cpu",
+        "train.max_tokens": 10_000,
+    }
+    teacher = StudyRow(name="a teacher", recipe=BASELINE, settings=settings, seeds=(3,))
+    run = tiny(train__max_tokens=5_000, next_words__weight=0.25)
+    run = StudyRun(replace(run.row, teacher=teacher), run.seed)
+    record = perform(run, tmp_path)
+    assert record["command"].startswith("hmmlm baseline --data embedded")
+    assert " --train.seed 3 --out runs/teacher && hmmlm train --recipe ptb-vl-hmm" in record["command"]
+    assert record["command"].endswith(" --next-words.weight 0.25 --next-words.teacher runs/teacher")
+    folder = tmp_path / "teacher-a-teacher-3"
+    student = next(path for path in tmp_path.iterdir() if path != folder)
+    assert json.loads((student / "config.json").read_text())["next_words"]["teacher"] == str(folder)
+    monkeypatch.setattr("hmmlm.learning.train.train_baseline", None)  # it would fail
+    assert runner.train_teacher_of(run, tmp_path) == folder
 
 
 def test_a_baseline_is_performed_like_any_run(tmp_path: Path) -> None:
