@@ -190,6 +190,20 @@ def test_linear_logsumexp_agrees_with_the_specification(
     layers.assert_linear_agrees("triton", layers.linear_inputs(n, m, h, with_bias, seed=n), device)
 
 
+@pytest.mark.parametrize("states", [2**15, 2**17])
+def test_normalizers_of_many_states_agree_with_float64(states: int, device: torch.device) -> None:
+    """Factors of a trained model's size: layer norms with a gain of 3 and an offset, rounded as in a saved model."""
+    generator = torch.Generator(device).manual_seed(0)
+    offset = 3 * torch.randn(256, device=device, generator=generator)
+    u, w = (
+        (3 * torch.randn(states, 256, device=device, generator=generator) + offset).bfloat16().float() for _ in range(2)
+    )
+    got = linear_logsumexp(u, w, product_dtype=torch.bfloat16)
+    rows = torch.arange(0, states, states // 64, device=device)
+    want = torch.cat([(u[i : i + 1].double() @ w.double().t()).logsumexp(1) for i in rows.tolist()])
+    assert (got[rows] - want).abs().max() < 1e-3
+
+
 def test_linear_logsumexp_with_bfloat16_products(device: torch.device) -> None:
     u, w = (x / 4 for x in layers.linear_inputs(300, 500, 64, False, seed=9))
     given = [x.bfloat16().double() for x in (u, w)]
