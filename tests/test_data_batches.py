@@ -90,7 +90,9 @@ def test_streams_in_order_are_the_corpus_cut_into_contiguous_pieces(
     assert steps == batches.steps_per_epoch
     assert batches.tokens_per_epoch == len(corpus)
     if reset:
-        assert restarts == [[t > 0 and stream[t - 1] == EOS for t in range(len(stream))] for stream in streams]
+        begins = {0, *corpus.documents.tolist(), *(np.flatnonzero(corpus.tokens == EOS) + 1).tolist()}
+        expected = [[t > 0 and b * size + t in begins for t in range(len(s))] for b, s in enumerate(streams)]
+        assert restarts == expected
 
 
 @settings(max_examples=150, deadline=None)
@@ -108,7 +110,7 @@ def test_whole_streams_begin_with_an_example_and_hold_every_token_once(
         for b, row in enumerate(rows_of(batch)):
             streams[b] += row
     tokens = corpus.tokens.tolist()
-    begins = [0] + [i + 1 for i, token in enumerate(tokens) if token == EOS]
+    begins = [*corpus.documents.tolist(), *(i + 1 for i, token in enumerate(tokens) if token == EOS)]
     size = math.ceil(len(corpus) / batch_size)
     starts = [0] + [min((i for i in begins if i >= b * size), default=len(tokens)) for b in range(1, batch_size)]
     expected = [tokens[a:b] for a, b in itertools.pairwise([*starts, len(tokens)])]

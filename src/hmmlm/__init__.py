@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from hmmlm.hmm.automaton import Automaton
     from hmmlm.hmm.checks import padded
     from hmmlm.hmm.constraints import Guide
-    from hmmlm.learning.run import train
+    from hmmlm.learning.run import distill, train
     from hmmlm.text.lm import LanguageModel, load
     from hmmlm.text.steering import Steering
 
@@ -28,6 +28,7 @@ _MODULES = {
     "LanguageModel": "hmmlm.text.lm",
     "Steering": "hmmlm.text.steering",
     "UnionHMM": "hmmlm.hmm",
+    "distill": "hmmlm.learning.run",
     "load": "hmmlm.text.lm",
     "padded": "hmmlm.hmm.checks",
     "set_threads": "hmmlm.device",
@@ -46,6 +47,7 @@ __all__ = [
     "Steering",
     "UnionHMM",
     "__version__",
+    "distill",
     "load",
     "padded",
     "set_threads",

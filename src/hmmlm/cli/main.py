@@ -21,6 +21,7 @@ COMMANDS = {
     "sample": "text from a model",
     "infill": "the words that fit into the blanks of a text",
     "inspect": "the states of a model: their words, their successors, the states of a sentence",
+    "distill": "an HMM from a causal language model of Hugging Face, to steer it",
     "teacher": "train a transformer on the same text, to distill a model from",
     "baseline": "train an LSTM or a feed-forward model on the same text, to compare with",
     "join": "several models as one HMM: their union, mixed per sequence",

@@ -61,6 +61,8 @@ class Batches(Protocol):
 class StreamBatches:
     """Windows of `batch_size` contiguous streams over the concatenated documents, in a new order every epoch.
 
+    With `reset_at_eos` the chain restarts after every eos, and in every document: one may end without an eos.
+
     Stream b covers [b·L, min((b+1)·L, N)) with L = ceil(N / batch_size), so every token occurs once per epoch. With
     `whole` (for evaluation, in order) each cut is moved to the next end of an example. If the chain restarts there,
     results do not depend on the cuts or their number. Only the last windows are ragged. Streams that end early are the
@@ -92,7 +94,7 @@ class StreamBatches:
         per_stream = -(-len(token_file) // batch_size)
         starts = np.minimum(np.arange(batch_size, dtype=np.int64) * per_stream, len(token_file))
         if whole:
-            begins = np.append(np.flatnonzero(token_file.tokens == eos_id) + 1, len(token_file))
+            begins = np.union1d(np.flatnonzero(token_file.tokens == eos_id) + 1, token_file.documents)
             starts[1:] = begins[np.searchsorted(begins, starts[1:])]
         sizes = np.diff(starts, append=len(token_file))
         longest_first = np.argsort(-sizes, kind="stable")
@@ -125,6 +127,7 @@ class StreamBatches:
         if self._reset_at_eos:
             restart = np.zeros(tokens.shape, dtype=bool)
             restart[:, 1 - lead :] = window[:, :-1] == self._eos_id
+            restart[:, 1 - lead :] |= self._starts_document(places[:, 1 - lead :])
             restart[beyond] = False
         return Batch(
             torch.from_numpy(np.ascontiguousarray(tokens)),
@@ -134,6 +137,12 @@ class StreamBatches:
             places=torch.from_numpy(np.where(beyond, -1, places)),
             last=step + 1 == self.steps_per_epoch,
         )
+
+    def _starts_document(self, places: np.ndarray) -> np.ndarray:
+        """Return whether a document begins at each of these positions in the file."""
+        documents = self._file.documents
+        found: np.ndarray = documents[np.searchsorted(documents, places)] == places
+        return found
 
 
 class ChunkBatches:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hmmlm.data.files import read_json, replace_all
 from hmmlm.data.tensorfiles import read_tensors, write_tensors
-from hmmlm.data.tokenizers import Tokenizer, load_tokenizer
+from hmmlm.data.tokenizers import EOS_FILE, Tokenizer, load_tokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import check_finite
 
@@ -23,7 +23,7 @@ VERSION = 1
 COMMANDS = {"hmmlm language model": "hmmlm train", "hmmlm teacher": "hmmlm teacher", "hmmlm baseline": "hmmlm baseline"}
 """The formats of model folders, and the commands that write them."""
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", EOS_FILE)
 
 
 class ModelFolder(NamedTuple):

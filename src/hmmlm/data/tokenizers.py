@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,14 +12,23 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from hmmlm.data.files import parse_json, read_bytes, write_bytes
+from hmmlm.data.files import parse_json, read_bytes, read_json, require_like, write_bytes
 from hmmlm.data.words import EOS, FORMAT, WordTokenizer, check_id, fingerprint_of, split_at
 from hmmlm.errors import InputError
 
-__all__ = ["HuggingFaceTokenizer", "SentencePieceTokenizer", "Tokenizer", "WordTokenizer", "load_tokenizer"]
+__all__ = [
+    "EOS_FILE",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "Tokenizer",
+    "WordTokenizer",
+    "load_tokenizer",
+]
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # "gpt2" or "owner/name"
 _HUB_TIMEOUT_S = 10.0
+EOS_FILE = "eos.json"
+"""File beside a tokenizer.json that names its end-of-text token, where that is not one of the usual names."""
 _EOS_NAMES = ("</s>", EOS, "<|endoftext|>", "<|end_of_text|>")
 
 
@@ -47,19 +57,28 @@ class Tokenizer(Protocol):
 
 
 class HuggingFaceTokenizer:
-    """A Hugging Face `tokenizer.json`. Its end-of-text token is the eos; if it has none, `<eos>` is added."""
+    """A Hugging Face `tokenizer.json`. Its end-of-text token is the eos; if it has none, `<eos>` is added.
+
+    Args:
+        tokenizer: the `tokenizers` object; its truncation and padding are switched off.
+        eos: the end-of-text token, where it is not the first of the usual names that the vocabulary has.
+    """
 
     kind = "huggingface"
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, eos: str | None = None) -> None:
         self._tokenizer = tokenizer
         tokenizer.no_truncation()  # a tokenizer.json may enable both, which would damage a corpus
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True  # "</s>" in a text is encoded as text, not as eos
-        if not any(tokenizer.token_to_id(name) is not None for name in _EOS_NAMES):
+        if eos is None and not any(tokenizer.token_to_id(name) is not None for name in _EOS_NAMES):
             tokenizer.add_special_tokens([EOS])
         self._vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-        self.eos_id = next(self._vocabulary[name] for name in _EOS_NAMES if name in self._vocabulary)
+        usual = next((name for name in _EOS_NAMES if name in self._vocabulary), None)
+        if eos is not None and eos not in self._vocabulary:
+            raise InputError(f"the end-of-text token {eos!r} is not in the vocabulary of the tokenizer")
+        self._eos = eos if eos != usual else None
+        self.eos_id = self._vocabulary[eos or usual or EOS]
         self.unk_id = self._vocabulary.get(getattr(tokenizer.model, "unk_token", None) or "")
         self.vocab_size = max(self._vocabulary.values()) + 1  # not the count: ids may have gaps
 
@@ -104,6 +123,8 @@ class HuggingFaceTokenizer:
 
     def save(self, folder: Path) -> None:
         write_bytes(folder / "tokenizer.json", self._tokenizer.to_str().encode())
+        if self._eos is not None:
+            write_bytes(folder / EOS_FILE, (json.dumps({"eos_token": self._eos}) + "\n").encode())
 
 
 class SentencePieceTokenizer:
@@ -191,4 +212,13 @@ def _load_json(path: Path) -> Tokenizer:
     except Exception as error:  # tokenizers raises bare Exception
         reason = str(error).splitlines()[0]
         raise InputError(f"{path} is not a Hugging Face tokenizer that this version reads ({reason})") from None
-    return HuggingFaceTokenizer(tokenizer)
+    return HuggingFaceTokenizer(tokenizer, _read_eos(path.with_name(EOS_FILE)))
+
+
+def _read_eos(path: Path) -> str | None:
+    """Return the end-of-text token that a file names; None if there is no such file."""
+    if not path.exists():
+        return None
+    content = read_json(path)
+    require_like(path, content, {"eos_token": ""})
+    return str(content["eos_token"])

@@ -31,6 +31,7 @@ from hmmlm.data.corpora import NAMES, SPLITS, Documents, encode_documents, load_
 from hmmlm.data.files import link_or_copy, parse_json, read_json, require_like, write_bytes
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, Tokenizer, WordTokenizer, find_tokenizer, load_tokenizer
+from hmmlm.distillation.samples import SETTINGS
 from hmmlm.errors import InputError
 from hmmlm.models.base import BlockedConfig, ModelConfig
 from hmmlm.runs.folders import BLOCKS
@@ -65,6 +66,8 @@ def check_data(config: TrainingConfig) -> None:
     """Raise an InputError if a text or its tokenizer is missing or visibly wrong; named corpora are not looked up."""
     if is_prepared(Path(config.data)):
         return
+    if (Path(config.data) / SETTINGS).exists():
+        raise InputError(f"{config.data} has no samples yet: continue with `hmmlm distill --resume` and its run")
     if config.data not in NAMES:
         load_text(config.data, unit=config.text.unit)
     if isinstance(config.tokenizer, FileTokenizerConfig):

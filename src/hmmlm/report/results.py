@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from hmmlm.text.lm import LanguageModel
 from hmmlm.text.scoring import TextScore, score_of
 
 BASELINES = {"unigram": 1, "bigram": 2, "5-gram": 5}
+MODEL = "model"
 MIXTURE = "mixture with the 5-gram"
 BASELINE_TOKENS = 20_000_000  # training tokens of the n-grams at most: their counts are held in memory
 STREAM_LENGTH = 4096  # tokens of a single stream that are read at once
@@ -44,6 +46,7 @@ class RunResults:
     baselines: dict[str, dict[str, TextScore]]  # by name, then by split
     mixture: dict[str, TextScore]  # of the model and the last baseline, by split
     mixture_weight: float  # of the model in it, chosen on valid
+    test_log_probs: dict[str, FloatArray]  # of the test tokens [N], by the model and by the last baseline
 
 
 def evaluate_run(run: Path) -> RunResults:
@@ -59,8 +62,8 @@ def evaluate_run(run: Path) -> RunResults:
         name: {split: score_split(data, split, by_split[split]) for split in splits}
         for name, by_split in ngrams.items()
     }
-    last = ngrams[list(BASELINES)[-1]]
-    own = {split: lm.token_log_probs([data.tokens[split].tokens.tolist()])[0].numpy() for split in splits}
+    name, last = list(ngrams.items())[-1]
+    own = {split: torch.cat(lm.token_log_probs(_texts(lm, data.tokens[split]))).numpy() for split in splits}
     both = {split: np.stack([own[split], last[split]]) for split in splits}
     weights = fit_weights(both["valid"])
     return RunResults(
@@ -73,12 +76,19 @@ def evaluate_run(run: Path) -> RunResults:
         baselines=baselines,
         mixture={split: score_split(data, split, mix(both[split], weights)) for split in splits},
         mixture_weight=float(weights[0]),
+        test_log_probs={MODEL: own["test"], name: last["test"]},
     )
+
+
+def _texts(lm: LanguageModel, tokens: TokenFile) -> list[list[int]]:
+    """Return the texts that the chain reads one by one: documents, which may end without `<eos>`, or the whole."""
+    cuts: Sequence[int] = tokens.documents[1:-1].tolist() if lm.restarts else []
+    return [text.tolist() for text in np.split(np.asarray(tokens.tokens), cuts)]
 
 
 def write_results(results: RunResults) -> Path:
     """Write results.json into the folder of a run: the figures of the model and its baselines, by split."""
-    models = {"model": results.scores, **results.baselines, MIXTURE: results.mixture}
+    models = {MODEL: results.scores, **results.baselines, MIXTURE: results.mixture}
     figures = {name: {split: score.figures() for split, score in scores.items()} for name, scores in models.items()}
     figures[MIXTURE]["weight of the model"] = results.mixture_weight  # type: ignore[assignment]
     path = results.run / RESULTS
@@ -125,7 +135,8 @@ def score_tokens(lm: LanguageModel, tokens: TokenFile) -> TextScore:
 def _unknown_log_likelihood(lm: LanguageModel, tokens: TokenFile) -> float:
     """Compute the part of a text's log-likelihood that is of `<unk>`, each given the tokens before it."""
     unk = lm.tokenizer.unk_id
-    affected = [sequence for sequence in lm.sequences(tokens.tokens.tolist()) if unk in sequence]
+    texts = _texts(lm, tokens)
+    affected = [sequence for text in texts for sequence in lm.sequences(text) if unk in sequence]
     scored = zip(affected, lm.token_log_probs(affected), strict=True)
     return sum(float(log_probs[torch.tensor(sequence) == unk].sum()) for sequence, log_probs in scored)
 

@@ -66,22 +66,27 @@ def open_huggingface(
     name: str, *, random: bool, gguf_file: str | None, device: torch.device, seed: int
 ) -> HuggingFaceTeacher:
     """Open a teacher with transformers; see `open_teacher`. Files are checked before anything large is read."""
-    model, tokenizer = _load(name, gguf_file, random, seed)
-    return HuggingFaceTeacher(name, model, _fast_tokenizer(name, tokenizer), device)
+    model, tokenizer = load_network(name, gguf_file, random=random, seed=seed)
+    return HuggingFaceTeacher(name, model, fast_tokenizer(name, tokenizer), device)
 
 
 def convert_gguf(path: Path, folder: Path) -> None:
     """Write the model of a GGUF file as a Hugging Face folder in float16, which opens much faster."""
     if path.suffix != ".gguf" or not path.is_file():
         raise InputError(f"{path} is not a GGUF file: give the path of a .gguf file")
-    model, tokenizer = _load(str(path), None, random=False, seed=0)
+    model, tokenizer = load_network(str(path), None)
     with _quiet(_import_packages("transformers")):
         tokenizer.save_pretrained(folder)
         model.half().save_pretrained(folder)
 
 
-def _load(name: str, gguf_file: str | None, random: bool, seed: int) -> tuple[Any, Any]:
-    """Return the model, in float32 on the CPU, and the tokenizer."""
+def load_network(
+    name: str, gguf_file: str | None, *, random: bool = False, seed: int = 0, generates: bool = False
+) -> tuple[Any, Any]:
+    """Return the model, in float32 on the CPU, and the tokenizer.
+
+    `generates`: the model is sampled from, so that it must be causal and have a trained head.
+    """
     location, gguf_file = locate(name, gguf_file, random)
     transformers = _import_packages("transformers", *(["gguf", "accelerate"] if gguf_file else []))
     arguments: dict[str, Any] = {} if gguf_file is None else {"gguf_file": gguf_file}
@@ -94,6 +99,9 @@ def _load(name: str, gguf_file: str | None, random: bool, seed: int) -> tuple[An
         tokenizer_class = _tokenizer_class(transformers, config, location, gguf_file)
         tokenizer = _from_pretrained(name, "tokenizer", tokenizer_class, location, **arguments)
         model_class = _model_class(transformers, config, gguf_file)
+        if generates and model_class is not transformers.AutoModelForCausalLM:
+            kind = next(iter(config.architectures or ()), config.model_type)
+            raise InputError(f"{name} is no causal language model ({kind}), so it cannot be sampled: use one that is")
         if random:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
@@ -111,7 +119,7 @@ def _load(name: str, gguf_file: str | None, random: bool, seed: int) -> tuple[An
             ignore_mismatched_sizes=True,  # reported below, with names and shapes
             **arguments,
         )
-    _check_weights(name, info)
+    _check_weights(name, info, () if generates else UNUSED_WEIGHTS)
     return model, tokenizer
 
 
@@ -237,7 +245,7 @@ def _tokenizer_class(transformers: Any, config: Any, location: str, gguf_file: s
     return transformers.AutoTokenizer
 
 
-def _fast_tokenizer(name: str, tokenizer: Any) -> FastTokenizer:
+def fast_tokenizer(name: str, tokenizer: Any) -> FastTokenizer:
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
         raise InputError(f"the tokenizer of the teacher {name} has no fast version: save it as tokenizer.json")
@@ -257,9 +265,9 @@ def _model_class(transformers: Any, config: Any, gguf_file: str | None) -> Any:
     return transformers.AutoModel
 
 
-def _check_weights(name: str, info: dict[str, Any]) -> None:
+def _check_weights(name: str, info: dict[str, Any], unused: tuple[str, ...]) -> None:
     """Raise an InputError if weights are missing or have the wrong shape; transformers would draw them at random."""
-    missing = sorted(key for key in info["missing_keys"] if not any(part in key for part in UNUSED_WEIGHTS))
+    missing = sorted(key for key in info["missing_keys"] if not any(part in key for part in unused))
     if missing:
         raise InputError(
             f"the teacher {name} lacks {len(missing)} of its weights, such as {missing[0]}: complete the download"

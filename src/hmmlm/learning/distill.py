@@ -1,0 +1,174 @@
+"""Distillation of a language model into an HMM: sample it, train on the samples from its hidden states.
+
+The folder is an ordinary run from the start: config.json is written first, samples/ has the texts, and training
+resumes as that of any run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from hmmlm.config.distill import DistillConfig
+from hmmlm.config.explain import explain
+from hmmlm.config.run import RunConfig
+from hmmlm.config.training import read_config
+from hmmlm.data.files import read_json, write_bytes
+from hmmlm.device import device_name, pick_device
+from hmmlm.distillation.samples import (
+    HOLD_OUT,
+    HOLD_OUT_EVERY,
+    SETTINGS,
+    SampleFolder,
+    SamplePlan,
+    fitting_length,
+    read_prompts,
+)
+from hmmlm.errors import InputError
+from hmmlm.learning.memory import check_memory, total_memory
+from hmmlm.learning.train import TrainResult, train
+from hmmlm.runs.folders import lock_run, new_run, refuse_used, saved_config
+from hmmlm.runs.interrupt import Stopped, stop_on_signals
+from hmmlm.runs.progress import Progress
+from hmmlm.teachers.sampling import TextSampler, open_sampler
+
+SAMPLES = "samples"
+"""Folder of a run with the texts that it was distilled from."""
+MAX_TEXTS = {"cpu": 128, "cuda": 1_024}
+"""Texts that are sampled at once; fewer, if their key-value caches take more than a third of the memory."""
+
+
+def distill(config: DistillConfig, out: Path, progress: Progress | None = None) -> TrainResult:
+    """Distill a language model into a run in the new folder `out`.
+
+    Ctrl-C or SIGTERM saves and returns a result that is not `finished`; `resume_distillation` continues.
+    """
+    progress = progress or Progress()
+    refuse_used(out)
+    device = pick_device(config.device)
+    config = config.resolve(device.type)
+    sampler = open_sampler(config.model, gguf_file=config.gguf_file, device=device)
+    prompts = [] if config.prompts is None else read_prompts(config.prompts)
+    config = config.model_copy(update={"length": fitting_length(sampler, prompts or [""], config.length)})
+    _check_amount(config)
+    run = run_config(config, out / SAMPLES)
+    check_memory(run.model.size(sampler.vocab_size), run.optimizer.kind, device)
+    plan = {"shard_texts": _texts_at_once(sampler, config, device)}
+    with lock_run(out):
+        with new_run(out, (json.dumps(run.dump(), indent=1) + "\n").encode()):
+            folder = SampleFolder(out / SAMPLES)
+            if prompts:
+                write_bytes(folder.prompts, ("\n".join(prompts) + "\n").encode())
+            settings = {**config.model_dump(mode="json"), **plan}
+            write_bytes(folder.path / SETTINGS, (json.dumps(settings, indent=1) + "\n").encode())
+        finished = _sample(config, plan["shard_texts"], folder, sampler, progress)
+    del sampler
+    return _train(out, finished, progress)
+
+
+def resume_distillation(out: Path, progress: Progress | None = None) -> TrainResult:
+    """Continue an interrupted distillation in `out`, from where it stopped: sampling or training."""
+    progress = progress or Progress()
+    folder = SampleFolder(out / SAMPLES)
+    config, texts = _saved_settings(out)
+    finished = True
+    with lock_run(out):
+        if not folder.complete:
+            device = pick_device(config.device)
+            sampler = open_sampler(config.model, gguf_file=config.gguf_file, device=device)
+            finished = _sample(config, texts, folder, sampler, progress)
+            del sampler
+    return _train(out, finished, progress)
+
+
+def _sample(
+    config: DistillConfig, shard_texts: int, folder: SampleFolder, sampler: TextSampler, progress: Progress
+) -> bool:
+    """Sample until the folder is complete (True), or until asked to stop (False)."""
+    assert config.tokens is not None and config.length is not None
+    plan = SamplePlan(config.tokens, config.length, shard_texts, config.seed)
+    progress.note(f"sampling {config.tokens:,} tokens of {config.model} on {device_name(sampler.device)}")
+    with stop_on_signals() as request, progress.phase("sampling", config.tokens) as phase:
+
+        def advance(tokens: int) -> None:
+            phase.advance(tokens)
+            request.raise_if_asked()
+
+        try:
+            folder.fill(sampler, plan, advance, phase.advance)
+        except Stopped:
+            return False
+    return True
+
+
+def _train(out: Path, sampled: bool, progress: Progress) -> TrainResult:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # of the sampled model
+    if not sampled:
+        return TrainResult(out, False, 0.0, 0, 0, 0.0, math.inf)
+    return train(saved_config(RunConfig, out), out, resume=True, progress=progress)
+
+
+def _saved_settings(out: Path) -> tuple[DistillConfig, int]:
+    """Return the configuration of the distillation in `out`, and how many texts it samples at once."""
+    path = out / SAMPLES / SETTINGS
+    if not path.exists():
+        raise InputError(f"no distillation to resume in {out}: {path} does not exist")
+    values = read_json(path)
+    texts = values.pop("shard_texts", None)
+    try:
+        config = DistillConfig.model_validate(values)
+    except ValidationError as error:
+        raise InputError(f"{path} is damaged, or of another version: {explain(DistillConfig, error)}") from None
+    if not isinstance(texts, int) or texts < 1 or config.length is None or config.resolve("cpu") != config:
+        raise InputError(f"{path} is damaged, or of another version: distill into another folder")
+    return config, texts
+
+
+def _check_amount(config: DistillConfig) -> None:
+    """Raise an InputError if there will be fewer training tokens than states."""
+    assert config.tokens is not None and config.states is not None
+    held_out = len(HOLD_OUT) / HOLD_OUT_EVERY
+    if config.tokens * (1 - held_out) < config.states:
+        raise InputError(
+            f"{config.tokens:,} tokens are too few for {config.states:,} states, as {held_out:.0%} are held out and "
+            "every state needs one: sample more (--tokens)"
+        )
+
+
+def _texts_at_once(sampler: TextSampler, config: DistillConfig, device: torch.device) -> int:
+    assert config.length is not None
+    room = total_memory(device) // 3
+    return max(1, min(MAX_TEXTS[device.type], room // sampler.bytes_per_text(config.length)))
+
+
+def run_config(config: DistillConfig, samples: Path) -> RunConfig:
+    """Return the configuration of the run that a resolved distillation trains on the folder `samples`.
+
+    Each state starts as a cluster of the model's hidden states, with the counts of its tokens; expectation maximization
+    then improves all of them. It needs a tenth of the epochs that gradients need, and far less tuning.
+    """
+    assert config.tokens is not None and config.states is not None and config.length is not None
+    values: dict[str, Any] = {
+        "data": str(samples),
+        "tokenizer": {"kind": "file", "file": samples / "tokenizer"},
+        "model": {"kind": "scalar", "states": config.states},
+        "initialization": {
+            "kind": "counts",
+            "teacher": config.model,
+            "gguf_file": config.gguf_file,
+            "align": "predict",
+            "tokens": config.tokens,
+            "kmeans": {"tokens": max(config.states, min(config.tokens, 256 * config.states))},
+        },
+        "batches": {"kind": "stream", "batch_size": 64, "length": min(128, config.length)},
+        "optimizer": {"kind": "baum-welch", "step": 0.5, "pseudocount": 1e-4, "momentum": 0.9},
+        "schedule": {"kind": "cosine", "warmup": 0.0, "final_fraction": 0.1},
+        "train": {"epochs": config.epochs, "seed": config.seed, "device": config.device},
+    }
+    return read_config(RunConfig, values, "hmmlm distill")
