@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from helpers.teachers import word_level
 
 WORDS = ["the", "cat", "dog", "bird", "sat", "ran", "on", "mat", "tree", "."]

@@ -39,10 +39,10 @@ class DistillationResults:
         return self.positions[-1]
 
 
-def evaluate_distillation(out: Path) -> DistillationResults:
-    """Evaluate a distilled run, and write distillation.json into its folder."""
+def evaluate_distillation(out: Path, samples: Path | None = None) -> DistillationResults:
+    """Evaluate a run on the folder `samples` (None: its own), and write distillation.json into the run's folder."""
     run = evaluate_run(out)
-    log_probs = {**run.test_log_probs, TEACHER: SampleFolder(out / SAMPLES).log_probs("test")}
+    log_probs = {**run.test_log_probs, TEACHER: SampleFolder(samples or out / SAMPLES).log_probs("test")}
     positions = by_position(log_probs, np.asarray(run.data.tokens["test"].documents))
     results = DistillationResults(run, positions)
     write_bytes(out / DISTILLATION, (json.dumps({"test": positions}, indent=1) + "\n").encode())
