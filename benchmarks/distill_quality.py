@@ -16,6 +16,7 @@ from hmmlm.config.distill import DistillConfig
 from hmmlm.config.recipe import merge
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import drop_other_kinds, read_config
+from hmmlm.data.tokenizers import load_tokenizer
 from hmmlm.device import pick_device
 from hmmlm.learning.distill import SAMPLES, distill, resume_distillation, run_config
 from hmmlm.learning.train import train
@@ -43,12 +44,13 @@ def main() -> None:
     print_distillation(evaluate_distillation(base))
     saved = json.loads((base / SAMPLES / "distill.json").read_text())
     saved.pop("shard_texts")
+    vocab_size = load_tokenizer(base / SAMPLES / "tokenizer").vocab_size
     for states in options.states:
         for number, text in enumerate(["{}", *options.set]):
             if (states, text) == (options.states[0], "{}"):
                 continue  # the base
             changed = DistillConfig(**{**saved, "states": states}).resolve(pick_device("auto").type)
-            values = run_config(changed, base / SAMPLES).dump()
+            values = run_config(changed, base / SAMPLES, vocab_size).dump()
             values = merge(drop_other_kinds(RunConfig, values, json.loads(text)), json.loads(text))
             out = options.folder / f"states-{states}-{number}"
             result = train(read_config(RunConfig, values), out, progress=progress)

@@ -254,3 +254,20 @@ def test_a_tokenizer_by_its_name_on_the_hub(
         InputError, match=r"no tokenizer at missing/tokenizer\.json"
     ):  # a path, which no hub is asked for
         find_tokenizer(Path("missing/tokenizer.json"))
+
+
+def test_an_end_token_of_another_name_is_saved(tmp_path: Path) -> None:
+    plain = HuggingFaceTokenizer.train(["the cat sat on the mat"], 270)
+    backend = tokenizers.Tokenizer.from_str(plain._tokenizer.to_str())
+    backend.add_special_tokens(["<|im_end|>"])
+    tokenizer = HuggingFaceTokenizer(backend, "<|im_end|>")
+    assert tokenizer.eos_id == plain.vocab_size != plain.eos_id
+    tokenizer.save(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.eos_id, loaded.fingerprint()) == (tokenizer.eos_id, tokenizer.fingerprint())
+    (tmp_path / "eos.json").write_text('{"eos_token": "<no>"}')
+    with pytest.raises(InputError, match="'<no>' is not in the vocabulary"):
+        load_tokenizer(tmp_path)
+    # The usual name needs no file.
+    HuggingFaceTokenizer(tokenizers.Tokenizer.from_str(plain._tokenizer.to_str()), "<eos>").save(tmp_path / "usual")
+    assert not (tmp_path / "usual" / "eos.json").exists()

@@ -42,6 +42,14 @@ SAMPLES = "samples"
 MAX_TEXTS = {"cpu": 128, "cuda": 1_024}
 """Texts that are sampled at once; fewer, if their key-value caches take more than a third of the memory."""
 
+STREAMS, WINDOW = 64, 128
+"""Texts that training reads side by side, and tokens of each that the teacher or an update reads at once."""
+SMOOTHING = 0.01
+"""Pseudocounts in relation to the tokens counted. 1% and 3% differ little: 256 states trained on 91,000 tokens of
+stories15M have a validation perplexity of 73.3 and 72.5."""
+CLUSTERED = 256
+"""Tokens per state whose hidden states are clustered."""
+
 
 def distill(config: DistillConfig, out: Path, progress: Progress | None = None) -> TrainResult:
     """Distill a language model into a run in the new folder `out`.
@@ -56,7 +64,7 @@ def distill(config: DistillConfig, out: Path, progress: Progress | None = None) 
     prompts = [] if config.prompts is None else read_prompts(config.prompts)
     config = config.model_copy(update={"length": fitting_length(sampler, prompts or [""], config.length)})
     _check_amount(config)
-    run = run_config(config, out / SAMPLES)
+    run = run_config(config, out / SAMPLES, sampler.vocab_size)
     check_memory(run.model.size(sampler.vocab_size), run.optimizer.kind, device)
     plan = {"shard_texts": _texts_at_once(sampler, config, device)}
     with lock_run(out):
@@ -147,13 +155,15 @@ def _texts_at_once(sampler: TextSampler, config: DistillConfig, device: torch.de
     return max(1, min(MAX_TEXTS[device.type], room // sampler.bytes_per_text(config.length)))
 
 
-def run_config(config: DistillConfig, samples: Path) -> RunConfig:
+def run_config(config: DistillConfig, samples: Path, vocab_size: int) -> RunConfig:
     """Return the configuration of the run that a resolved distillation trains on the folder `samples`.
 
-    Each state starts as a cluster of the model's hidden states, with the counts of its tokens; expectation maximization
-    then improves all of them. It needs a tenth of the epochs that gradients need, and far less tuning.
+    Each state starts as a cluster of the model's hidden states, with the counts of its tokens. Expectation maximization
+    continues from there: of the scalar model it gives the lower perplexity (docs/reproduction/lee2025.md).
     """
     assert config.tokens is not None and config.states is not None and config.length is not None
+    length = min(WINDOW, config.length)
+    cells = config.states * vocab_size
     values: dict[str, Any] = {
         "data": str(samples),
         "tokenizer": {"kind": "file", "file": samples / "tokenizer"},
@@ -162,12 +172,12 @@ def run_config(config: DistillConfig, samples: Path) -> RunConfig:
             "kind": "counts",
             "teacher": config.model,
             "gguf_file": config.gguf_file,
-            "align": "predict",
             "tokens": config.tokens,
-            "kmeans": {"tokens": max(config.states, min(config.tokens, 256 * config.states))},
+            "pseudocount": SMOOTHING * config.tokens / cells,
+            "kmeans": {"tokens": max(config.states, min(config.tokens, CLUSTERED * config.states))},
         },
-        "batches": {"kind": "stream", "batch_size": 64, "length": min(128, config.length)},
-        "optimizer": {"kind": "baum-welch", "step": 0.5, "pseudocount": 1e-4, "momentum": 0.9},
+        "batches": {"kind": "stream", "batch_size": STREAMS, "length": length},
+        "optimizer": {"kind": "baum-welch", "step": 0.3, "pseudocount": SMOOTHING * STREAMS * length / cells},
         "schedule": {"kind": "cosine", "warmup": 0.0, "final_fraction": 0.1},
         "train": {"epochs": config.epochs, "seed": config.seed, "device": config.device},
     }
