@@ -64,7 +64,7 @@ def test_a_distilled_run_is_an_ordinary_run(run: Path, folder: Path, capsys: pyt
     assert main(["train", "--resume", str(run), "--quiet"]) == 0
     assert (run / "report.html").exists()
     assert main(["train", "--data", str(run / "samples"), "--model.states", "3", "--train.epochs", "1", "--quiet",
-                 "--out", str(run.parent / "other")]) == 0  # fmt: skip
+                 "--out", str(run.parent / "trained")]) == 0  # fmt: skip
 
 
 def test_the_report_compares_the_hmm_with_an_ngram_and_the_model(run: Path) -> None:
@@ -194,6 +194,9 @@ def test_bad_input_is_one_line(
         assert not out.exists()
 
     to = ["--out", str(tmp_path / "out"), "--device", "cpu"]
+    other = tmp_path / "other"  # a run that was not distilled
+    other.mkdir()
+    (other / "config.json").write_bytes((run / "config.json").read_bytes())
     fails("give a model to distill")
     fails("no teacher at /no/such/folder", "/no/such/folder", *to)
     fails("is a run of `hmmlm train`", str(run), *to)
@@ -207,7 +210,8 @@ def test_bad_input_is_one_line(
     fails("prompt 2 has 21 tokens", str(folder), "--prompts", str(tmp_path / "long.txt"), "--length", "30", *to)
     fails("100 tokens are too few for 5,000 states", str(folder), "--tokens", "100", "--states", "5000", *to)
     fails("leave out states", "--resume", str(run), "--states", "7")
-    fails("no distillation to resume", "--resume", str(tmp_path))
+    fails("no run to resume", "--resume", str(tmp_path))
+    fails("no distillation to resume", "--resume", str(other))
     fails("already contains a run", str(folder), "--out", str(run))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic_settings import CliPositionalArg
 
 from hmmlm.cli.parse import Arguments, parse
 from hmmlm.config.distill import DistillConfig
+from hmmlm.errors import InputError
+from hmmlm.runs.folders import CONFIG, find_run, new_folder
 
 DESCRIPTION = """Distill a causal language model of Hugging Face into a hidden Markov model with the same
 tokens, which steers it (docs/guide/steering.md).
@@ -29,13 +31,21 @@ examples:
   hmmlm distill --resume runs/distilled"""
 
 
+def _find_started(path: Path) -> Path:
+    """Return the folder of a run that was started, which `path` names."""
+    out = find_run(path)
+    if not (out / CONFIG).exists():
+        raise InputError(f"no run to resume in {out}: {out / CONFIG} does not exist")
+    return out
+
+
 class DistillArguments(Arguments, DistillConfig):  # type: ignore[misc]
     model: Annotated[
         CliPositionalArg[str], Field(description="A Hugging Face folder, a name on the hub, or a GGUF file.")
     ] = ""
     out: Path | None = None
     """Folder of the run; None: a new one in runs/, named after the model and the time."""
-    resume: Path | None = None
+    resume: Annotated[Path, AfterValidator(_find_started)] | None = None
     """Resume the distillation in this folder (latest: the newest run), with its settings."""
     quiet: bool = False
     """Print results and warnings only."""
@@ -45,11 +55,9 @@ def run(argv: list[str]) -> int:
     arguments = parse(DistillArguments, argv, "distill", DESCRIPTION)
 
     from hmmlm.cli.main import INTERRUPTED
-    from hmmlm.errors import InputError
     from hmmlm.learning.distill import distill, resume_distillation
     from hmmlm.report.distill import evaluate_distillation, print_distillation
     from hmmlm.report.page import write_report
-    from hmmlm.runs.folders import find_run, new_folder
     from hmmlm.runs.progress import Progress, terminal_progress
 
     progress = Progress() if arguments.quiet else terminal_progress()
@@ -57,7 +65,7 @@ def run(argv: list[str]) -> int:
         given = sorted(arguments.model_fields_set - {"resume", "quiet", "threads"})
         if given:
             raise InputError(f"--resume has the settings and the folder of its run: leave out {given[0]}")
-        result = resume_distillation(find_run(arguments.resume), progress)
+        result = resume_distillation(arguments.resume, progress)
     elif not arguments.model:
         raise InputError("give a model to distill: a Hugging Face folder, a name on the hub, or a GGUF file")
     else:
