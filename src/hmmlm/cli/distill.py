@@ -20,7 +20,7 @@ Texts are sampled from the model, each state starts as a cluster of its hidden s
 training continues on the samples. The report compares the HMM with an n-gram and with the
 model itself on held-out samples, by position in the text. Ctrl-C saves and stops.
 
-The defaults take about ten minutes on two cores for a model of 15 million parameters, and
+The defaults are meant for ten minutes on two cores for a model of 15 million parameters, and
 twenty on a GPU for one of a billion. RUN/samples has the token files; train on them in other
 ways with `hmmlm train --data RUN/samples`.
 
