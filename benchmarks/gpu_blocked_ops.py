@@ -273,6 +273,8 @@ def time_scan(*size: int, dtype: torch.dtype, label: str = "", parts: bool = Fal
         time = size[1]
         row["tiles_ms"] = milliseconds(lambda: scan_kernels._tiles(problem, 0, time))
         row["segments_ms"] = milliseconds(lambda: scan_kernels._segments(problem, 0, time))
+        with setting(scan_kernels, stray_kernel={(size[0],): lambda *args, **options: None}):
+            row["forward_kernels_without_bound_ms"] = milliseconds(lambda: scan_kernels.forward(problem))
     row["forward_ms"], row["forward_backward_ms"] = milliseconds(forward), milliseconds(both)
     report(**row)
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.blocked_scan import KERNEL_CASES, Case, assert_agrees, make_case, solve, weights
-from helpers.dense_scan import sticky
+from helpers.blocked_scan import KERNEL_CASES, Case, assert_agrees, make_case, solve, two_regimes, weights
 from helpers.interpreter import (
     implementations,
     needs_triton,
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, BlockedHMM
-from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan, naive, scaled
+from hmmlm.ops.blocked_scan import CarriedRows, Factors, api, blocked_scan, naive, scaled
 from hmmlm.ops.blocked_scan.problem import lay_out
 
 IMPLEMENTATIONS = implementations("scaled")
@@ -115,19 +114,6 @@ def test_an_impossible_segment_leaves_no_gradient_of_the_others(impl: str, impos
         assert bool((gradient == 0).all())
 
 
-def two_regimes(log_leak: float, log_wrong: float) -> Factors:
-    """Return two states in one block that hardly ever change, each hardly ever emitting the other's word."""
-    parameters = sticky(log_leak, log_wrong)
-    return Factors(
-        block_of_word=torch.zeros(2, dtype=torch.long),
-        u=parameters.log_transition,
-        w=torch.eye(2, dtype=torch.float64),
-        log_normalizer=torch.zeros(2, dtype=torch.float64),
-        log_start=parameters.log_start,
-        log_emission=parameters.log_emission.t().contiguous(),
-    )
-
-
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("log_leak", [-10.0, -90.0, -400.0])
 def test_a_path_that_matters_only_later_is_not_lost(impl: str, log_leak: float) -> None:
@@ -135,6 +121,27 @@ def test_a_path_that_matters_only_later_is_not_lost(impl: str, log_leak: float) 
     factors = two_regimes(log_leak, -25.0).to(torch.float32)
     tokens = torch.tensor([[0] * 4 + [1] * 10, [0, 1] * 7, [0] * 14])
     assert_agrees(Case(tokens, factors), impl, tolerance=3e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_a_path_that_matters_only_later_is_left_out_of_a_graph(impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph, which can inspect nothing, is simulated. The other sequence is as if alone."""
+    monkeypatch.setattr(api, "capturing", lambda reference: True)
+    case = Case(torch.tensor([[0] * 4 + [1] * 10, [0] * 14]), two_regimes(-90.0, -25.0).to(torch.float32))
+    both = case.to("cpu", torch.float32)
+    result = blocked_scan(both.factors, both.tokens, impl=impl)
+    assert result.suspect is not None and result.suspect.tolist() == [True, False]
+    assert result.log_likelihood[0] == -torch.inf and bool((result.carry.probs[0] == 0).all())
+    alone = case._replace(tokens=case.tokens[1:]).to("cpu", torch.float32)
+    want = blocked_scan(alone.factors, alone.tokens, impl="naive").log_likelihood
+    torch.testing.assert_close(result.log_likelihood[1:], want)
+    kept = torch.where(result.suspect, 0.0, result.log_likelihood).sum()
+    got, expected = (
+        torch.autograd.grad(total, list(inputs.values()), materialize_grads=True)
+        for total, inputs in ((kept, both.inputs()), (want.sum(), alone.inputs()))
+    )
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

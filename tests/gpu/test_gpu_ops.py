@@ -1,5 +1,6 @@
 """The Triton kernels on a GPU against the specifications, which run on the CPU in float64."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from hmmlm.hmm import HMM
 from hmmlm.ops.blocked_emission import blocked_emission, make_tiles
-from hmmlm.ops.blocked_scan import CarriedRows
+from hmmlm.ops.blocked_scan import CarriedRows, Factors, naive
+from hmmlm.ops.blocked_scan.api import blocked_scan as blocked_scan_op
+from hmmlm.ops.blocked_scan.problem import lay_out
 from hmmlm.ops.common import choose_kernels
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
 from hmmlm.ops.scan import Evidence, Parameters, scan
@@ -89,6 +92,22 @@ def test_dense_scan_repeats_bit_by_bit(device: torch.device) -> None:
         assert torch.equal(gradient, second.gradients[name]), name
 
 
+def in_graph(run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Return the result of a function that is captured in a CUDA graph and replayed."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    return result
+
+
 def test_dense_scan_inside_a_graph_reports_suspect_sequences(device: torch.device) -> None:
     """The second sequence is impossible; the first has the likelihood and gradient that it has alone."""
     tokens = torch.tensor([[0] * 6, [0, 0, 0, 1, 1, 1]], device=device)
@@ -100,17 +119,7 @@ def test_dense_scan_inside_a_graph_reports_suspect_sequences(device: torch.devic
         kept = torch.where(result.suspect, 0.0, result.log_likelihood)
         return result.suspect, kept.detach(), result.carry.probs, *torch.autograd.grad(kept.sum(), inputs)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        suspect, kept, probs, *gradients = run()
-    graph.replay()
-    torch.cuda.synchronize()
+    suspect, kept, probs, *gradients = in_graph(run)
     assert suspect.tolist() == [False, True]
     torch.testing.assert_close(probs.cpu(), torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
     alone = dense_scan.solve(dense_scan.sticky(NEG_INF, NEG_INF), Evidence(tokens[:1].cpu()), "naive", torch.float32)
@@ -178,6 +187,35 @@ def test_blocked_sequences_whose_mass_underflows_are_recomputed(device: torch.de
     case = case._replace(factors=factors, tokens=torch.tensor([[0, 1, 2, 3], [2, 3, 3, 1]]))
     assert blocked_scan.solve(case, "triton", device).scan.log_likelihood[0] < -400
     blocked_scan.assert_agrees(case, "triton", device, tolerance=1e-4)
+
+
+def test_blocked_scan_inside_a_graph_reports_what_it_would_recompute_outside(device: torch.device) -> None:
+    """Models between mild and too peaked for float32: a sequence that is not suspect has the exact likelihood."""
+    from hmmlm.ops.blocked_scan import triton as kernels
+
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.cat([torch.randint(2, (4, 12), generator=generator), torch.tensor([[0] * 6 + [1] * 6])])
+    given, counts = tokens.to(device), [0, 0]
+    for log_leak in (-5.0, -60.0, -90.0):
+        for log_wrong in (-5.0, -25.0, -40.0):
+            exact = blocked_scan.two_regimes(log_leak, log_wrong)
+            want = naive.blocked_scan(exact, tokens, None, None, None).log_likelihood
+            factors = Factors(*(x.to(device) for x in exact.to(torch.float32)))
+            problem = lay_out(factors, given, None, None, None, torch.float32)
+            outside = kernels.forward(problem).suspect.cpu()
+
+            def run(factors: Factors = factors) -> tuple[Tensor, ...]:
+                result = blocked_scan_op(factors, given, impl="triton")
+                assert result.suspect is not None
+                return result.suspect, result.log_likelihood, result.carry.probs
+
+            suspect, log_likelihood, probs = (x.cpu() for x in in_graph(run))
+            assert torch.equal(suspect, outside)
+            torch.testing.assert_close(log_likelihood[~suspect].double(), want[~suspect], rtol=1e-5, atol=3e-5)
+            assert bool((log_likelihood[suspect] == NEG_INF).all()) and bool((probs[suspect] == 0).all())
+            counts[0] += int(suspect.sum())
+            counts[1] += int((~suspect).sum())
+    assert min(counts) > 0
 
 
 # --- layers ---

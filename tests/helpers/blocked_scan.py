@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from helpers.dense_scan import sticky
 from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
 from hmmlm.ops.common import Scan
 
@@ -93,6 +94,19 @@ def make_case(
     tokens = integers(words, batch, steps)
     other = integers(words, batch, steps, next_words) if next_words else None
     return Case(tokens, factors, carried, lengths, restart, other)
+
+
+def two_regimes(log_leak: float, log_wrong: float) -> Factors:
+    """Return two states in one block that hardly ever change, each hardly ever emitting the other's word."""
+    parameters = sticky(log_leak, log_wrong)
+    return Factors(
+        block_of_word=torch.zeros(2, dtype=torch.long),
+        u=parameters.log_transition,
+        w=torch.eye(2, dtype=torch.float64),
+        log_normalizer=torch.zeros(2, dtype=torch.float64),
+        log_start=parameters.log_start,
+        log_emission=parameters.log_emission.t().contiguous(),
+    )
 
 
 class Solution(NamedTuple):

@@ -20,7 +20,7 @@ from hmmlm.ops.blocked_scan.problem import (
     lay_out,
     one_step_problem,
 )
-from hmmlm.ops.common import Carry, Impl, Scan, capturing, choose_kernels
+from hmmlm.ops.common import NEG_INF, Carry, Impl, Scan, capturing, choose_kernels
 from hmmlm.ops.common import product_dtype as resolve_dtype
 
 
@@ -52,7 +52,7 @@ def blocked_scan(
 
     An impossible sequence has log-likelihood −inf and no gradient. A sequence for which underflow in scaled arithmetic
     may matter (see `Limits`) is recomputed in log space in float64. During CUDA graph capture, where the device must
-    not be synchronized, it is returned as `suspect` instead, with −inf and no gradient.
+    not be synchronized, it is returned as `suspect` instead, with −inf, no gradient and a carry of zeros.
     """
     _check_shapes(factors, tokens, carried, restart)
     if not capturing(factors.u):
@@ -96,7 +96,8 @@ class _BlockedScan(torch.autograd.Function):
         kept = problem.w.shape[1]
         last = problem.lengths[:, None, None].expand(-1, 1, kept)
         final = result.filtered[:, :, :kept].gather(1, last)[:, 0]
-        final = torch.where((problem.lengths > 0)[:, None], final, 0.0)
+        known = (problem.lengths > 0) & ~result.suspect
+        final = torch.where(known[:, None], final, 0.0)
         score = torch.zeros_like(result.log_likelihood)
         of_words: tuple[Tensor, ...] = ()
         if words is not None:
@@ -108,7 +109,7 @@ class _BlockedScan(torch.autograd.Function):
         ctx.words = None if words is None else words.word.shape
         ctx.save_for_backward(*problem, *result, *of_words)
         ctx.mark_non_differentiable(final, result.suspect)
-        return result.log_likelihood, final, result.suspect, score
+        return result.log_likelihood.masked_fill(result.suspect, NEG_INF), final, result.suspect, score
 
     @staticmethod
     @once_differentiable

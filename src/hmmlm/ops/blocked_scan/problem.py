@@ -77,7 +77,7 @@ class Problem(NamedTuple):
 class BlockedForward(NamedTuple):
     """Results of the forward pass that the backward pass needs."""
 
-    log_likelihood: Tensor  # [B]
+    log_likelihood: Tensor  # [B] unspecified for suspect sequences
     filtered: Tensor  # [B, T + 1, R] entry t + 1 is p(z_t | x_0..t); entry 0 is the carry
     predicted: Tensor  # [B, T, kept] p(z_t | x_0..t−1) for steps; unspecified elsewhere
     suspect: Tensor  # [B] bool; underflow may matter, see `Limits`

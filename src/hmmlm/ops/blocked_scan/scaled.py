@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.ops.blocked_scan.problem import START, BlockedForward, Gradients, Problem, limits
-from hmmlm.ops.common import FLOOR, NEG_INF, exp, matmul
+from hmmlm.ops.common import FLOOR, exp, matmul
 
 _TILE_BUDGET = 2**26  # elements of the transition tiles held at a time: 256 MB in float32
 _LIFT = {torch.float32: 2.0**120, torch.float64: 2.0**990}
@@ -141,7 +141,7 @@ def forward(problem: Problem) -> BlockedForward:
             log_likelihood += torch.where(going, mass.log() + shift, 0.0)
     beyond = torch.arange(time, device=missing.device)[:, None] >= problem.lengths
     suspect = ~(alive & ((missing <= lift * limit.tolerated) | beyond).all(0))
-    return BlockedForward(log_likelihood.masked_fill(suspect, NEG_INF), filtered, predicted, suspect)
+    return BlockedForward(log_likelihood, filtered, predicted, suspect)
 
 
 def backward(problem: Problem, result: BlockedForward, grad: Tensor, extra: Tensor | None) -> Gradients:

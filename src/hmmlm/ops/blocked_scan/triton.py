@@ -20,7 +20,7 @@ from hmmlm.ops.blocked_scan.kernels import (
     tiles_kernel,
 )
 from hmmlm.ops.blocked_scan.problem import BlockedForward, Gradients, Problem, limits
-from hmmlm.ops.common import capturing, dot_precision
+from hmmlm.ops.common import dot_precision
 
 _TILE_BUDGET = 2**29  # elements of the transition tiles held at a time: 1 GB in bfloat16
 _TILE_AT_ONCE = 16384  # elements of the largest tile that a step of the recursion loads at once
@@ -99,11 +99,7 @@ def _recursion(problem: Problem) -> dict[str, int]:
 
 
 def forward(problem: Problem) -> BlockedForward:
-    """Compute filtered distributions and log-likelihoods.
-
-    Inside a CUDA graph, where a suspect sequence is left out, the mass of each step decides which ones are suspect.
-    Elsewhere they are recomputed, and the bound of `Limits` decides.
-    """
+    """Compute filtered distributions and log-likelihoods; see `Limits` for what is suspect."""
     batch, time = problem.word.shape
     rows, kept = problem.u.shape[1], problem.w.shape[1]
     filtered = problem.initial.new_zeros(batch, time + 1, rows)
@@ -111,8 +107,8 @@ def forward(problem: Problem) -> BlockedForward:
     predicted = problem.initial.new_empty(batch, time, kept)
     log_likelihood = problem.initial.new_empty(batch)
     suspect = torch.empty(batch, dtype=torch.int8, device=filtered.device)
-    limit, recomputed = limits(torch.float32), not capturing(problem.u)
-    stray = problem.initial.new_zeros(batch, 2, rows) if recomputed else filtered
+    stray = problem.initial.new_zeros(batch, 2, rows)
+    limit = limits(torch.float32)
     for first, end in problem.spans(_TILE_BUDGET):
         tiles = _tiles(problem, first, end)
         forward_kernel[(batch,)](
@@ -134,28 +130,27 @@ def forward(problem: Problem) -> BlockedForward:
             limit.suspicious,
             **_recursion(problem),
         )
-        if recomputed:
-            stray_kernel[(batch,)](
-                tiles,
-                problem.word,
-                problem.block,
-                problem.source,
-                problem.lengths,
-                problem.log_start,
-                problem.log_emission,
-                predicted,
-                stray,
-                suspect,
-                first,
-                end,
-                time,
-                limit.floor,
-                limit.lost,
-                limit.tiny,
-                limit.sure,
-                limit.tolerated,
-                **_recursion(problem),
-            )
+        stray_kernel[(batch,)](
+            tiles,
+            problem.word,
+            problem.block,
+            problem.source,
+            problem.lengths,
+            problem.log_start,
+            problem.log_emission,
+            predicted,
+            stray,
+            suspect,
+            first,
+            end,
+            time,
+            limit.floor,
+            limit.lost,
+            limit.tiny,
+            limit.sure,
+            limit.tolerated,
+            **_recursion(problem),
+        )
     return BlockedForward(log_likelihood, filtered, predicted, suspect.view(torch.bool))
 
 
