@@ -15,7 +15,9 @@ import torch
 from helpers.commands import failure, python_environment, run_python
 
 from hmmlm.cli.main import main
+from hmmlm.data import text
 from hmmlm.data.words import WordTokenizer
+from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.text.lm import LanguageModel, load
 
@@ -35,11 +37,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = ((3,), (3, 3), (3, len(WORDS)))
     hmm = HMM(*(torch.randn(*size, generator=generator).log_softmax(-1) for size in sizes))
     LanguageModel(hmm, WordTokenizer(WORDS)).save(folder / "model")
-    text = "".join(f"{i % 7} {TEXT}" for i in range(100))
+    content = "".join(f"{i % 7} {TEXT}" for i in range(100))
     for name in ("text.txt", "[red].txt", "\x1b[31mred.txt"):
-        (folder / name).write_text(text)
+        (folder / name).write_text(content)
     (folder / "zeros.txt").write_bytes(bytes(1 << 20))
-    (folder / "utf16.txt").write_text(text, encoding="utf-16")
+    (folder / "utf16.txt").write_text(content, encoding="utf-16")
     (folder / "blank.txt").write_text("\n \n")
     (folder / "mark.txt").write_bytes(b"\xef\xbb\xbf")
     with gzip.open(folder / "line.txt.gz", "wb", compresslevel=1) as file:
@@ -347,3 +349,35 @@ def test_a_pipe_without_a_writer(place: Path, capsys: pytest.CaptureFixture[str]
     assert "nothing was written to the pipe" in failure(
         capsys, "eval", str(place / "model"), "--data", str(place / "pipe")
     )
+
+
+def test_a_writer_that_is_silent(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(text, "PIPE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(text, "SILENCE_S", 0.2)
+    writer = os.open(place / "pipe", os.O_RDWR)
+    try:
+        message = failure(capsys, "eval", str(place / "model"), "--data", str(place / "pipe"))
+    finally:
+        os.close(writer)
+    assert re.search(r"nothing was written to .*/pipe in 0 s: give a file", message)
+    assert "waiting for text from" in caplog.text
+
+
+def test_a_writer_that_never_ends(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(text, "MAX_PIPE", 1 << 20)
+    with (place / "pipe").open("rb+", buffering=0) as pipe, subprocess.Popen(["yes", "the cat"], stdout=pipe) as yes:
+        message = failure(capsys, "eval", str(place / "model"), "--data", str(place / "pipe"))
+        yes.kill()
+    assert "pipe has more than 1 MiB of text, maybe no end: save it" in message
+    assert "of text read from" in caplog.text
+
+
+def test_a_file_of_the_kernel_has_no_size_but_a_text(place: Path) -> None:
+    assert next(iter(text.read_lines(Path("/proc/self/status")))).startswith("Name:")
+    (place / "empty.txt").write_text("")
+    with pytest.raises(InputError, match=r"empty\.txt is empty"):
+        list(text.read_lines(place / "empty.txt"))

@@ -179,12 +179,10 @@ def test_score_of_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_a_text_longer_than_a_batch_is_read_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hmmlm.text import lm as module
-
     lm = load("runs/running")
     texts = [lm.encode("the cat sees the dog .\n" * n) for n in (1, 9, 3)]
     whole = lm.token_log_probs(texts)
-    monkeypatch.setattr(module, "_BATCH_CELLS", 4 * 10)  # ten tokens of a model with four states
+    monkeypatch.setattr("hmmlm.hmm.queries._WINDOW_STEPS", 10)
     for part, expected in zip(lm.token_log_probs(texts), whole, strict=True):
         assert torch.allclose(part, expected, atol=1e-4)
 
@@ -286,6 +284,8 @@ def test_ngrams_are_written_as_arpa_and_read_back(run: str, tmp_path: Path, caps
     argv = ["ngram", f"runs/{run}", "--json"]
     written = json.loads(output(capsys, *argv, "--order", "3", "--out", str(tmp_path / "3.arpa")))
     read = json.loads(output(capsys, *argv, "--arpa", str(tmp_path / "3.arpa")))
+    message = "3.arpa has n-grams of up to 3 tokens: leave out --order"
+    assert message in failure(capsys, *argv, "--arpa", str(tmp_path / "3.arpa"), "--order", "5")
     for split in ("valid", "test"):
         assert read["results"][split] == pytest.approx(written["results"][split], rel=1e-9)
     assert "bits per" in output(capsys, "ngram", f"runs/{run}", "--order", "2")

@@ -284,6 +284,37 @@ def test_a_server_that_lies_about_the_size(
     assert not os.listdir(tmp_path / "data")
 
 
+@pytest.mark.parametrize(("part", "message"), [("headers", "no answer in 1 s"), ("body", "is too slow")])
+def test_servers_that_send_a_byte_at_a_time(
+    part: str, message: str, remote: PublicCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            if part == "body":
+                self.end_headers()
+            with suppress(OSError):
+                while not ended.wait(0.05):
+                    self.wfile.write(b"a")
+                    self.wfile.flush()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    ended = threading.Event()
+    monkeypatch.setattr(public, "TIMEOUT_S", 0.3)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        corpus = replace(remote, addresses=(f"http://127.0.0.1:{server.server_port}/{{file}}",))
+        with pytest.raises(InputError, match=f"cannot download ptb: .*{message}.*--data-folder"):
+            fetch(corpus, tmp_path / "data")
+    finally:
+        ended.set()
+        server.shutdown()
+        server.server_close()
+
+
 def test_a_zip_with_a_huge_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with zipfile.ZipFile(tmp_path / "w.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for file in public.WIKITEXT_2.files.values():

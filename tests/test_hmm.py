@@ -1,6 +1,7 @@
 """The dense HMM: its implementations, its parameters as arrays, and a message for every bad input."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from helpers.oracle import Enumeration, random_hmm, single_block
 
 import hmmlm
-from hmmlm import HMM
+from hmmlm import HMM, InputError, padded
 from hmmlm.ops.common import Impl
 
 CASES = [[2], [0, 3, 1, 1], [1, -1, 0, -1], [-1], [3, 2, 2, 0, 1]]
@@ -173,3 +174,41 @@ def test_validate_checks_what_the_constructor_does_not() -> None:
     hmm = HMM(torch.zeros(2), torch.tensor(TRANSITION).log(), torch.tensor(EMISSION).log())
     with pytest.raises(hmmlm.InputError, match="start sums to 2"):
         hmm.validate()
+
+
+# --- mistakes ---
+
+MISTAKES: dict[str, tuple[Callable[[HMM], object], str]] = {
+    "length": (lambda hmm: hmm.sample(2, 10**40), r"length must be at most .*, not 1e\+40"),
+    "num": (lambda hmm: hmm.sample(10**40, 1), "num must be at most"),
+    "both": (lambda hmm: hmm.sample(10**6, 10**6), r"num × length must be at most 100,000,000, not 1e\+12"),
+    "paths": (lambda hmm: hmm.posterior_sample([[0]], num=10**40), "num must be at most"),
+    "generator": (lambda hmm: hmm.sample(1, 1, 5), "generator must be a torch.Generator, not an int"),  # type: ignore[arg-type]
+    "states": (lambda hmm: HMM.random(10**40, 2), "vocab_size\\) must be at most"),
+    "words": (lambda hmm: HMM.random(10**5, 10**6), "vocab_size\\) must be at most"),
+    "seed": (lambda hmm: HMM.random(2, 2, seed="x"), "seed must be an integer, not 'x'"),  # type: ignore[arg-type]
+    "large seed": (lambda hmm: HMM.random(2, 2, seed=2**64), "seed must be at most"),
+    "hmmlearn": (lambda hmm: HMM.from_hmmlearn(5), "needs a fitted CategoricalHMM: int has no startprob_"),
+    "padded": (lambda hmm: padded([1, 2]), "sequence 0 is an int, not a list of integers"),  # type: ignore[list-item]
+    "padded number": (lambda hmm: padded(5), "must be a list of lists of integers, not an int"),  # type: ignore[arg-type]
+    "padded floats": (lambda hmm: padded([[1.5], [1, 2]]), "must be lists of integers of at most 64 bits"),
+    "padded nested": (lambda hmm: padded([[1], [[2]]]), "must be lists of integers of at most 64 bits"),
+    "ragged objects": (lambda hmm: hmm.posterior([[0], [1, None]]), "must be lists of integers of at most 64 bits"),
+    "objects": (lambda hmm: hmm.filter(np.array([[0, None]], dtype=object)), "tokens must be a tensor, an array or"),
+    "sparse": (lambda hmm: hmm.filter(torch.tensor([[0, 1]]).to_sparse()), "tokens must be a dense tensor"),
+    "state": (lambda hmm: hmm.advance([0.5, 0.5], 0), "log_state must be a tensor of log-probabilities, not a list"),  # type: ignore[arg-type]
+    "width": (lambda hmm: hmm.advance(torch.zeros(1), 0), r"log_state must have shape \[..., 2\], not \[1\]"),
+    "rows": (lambda hmm: hmm.advance(torch.zeros(2), torch.tensor([0, 1])), "is not a row for each of 2 tokens"),
+    "emit": (lambda hmm: hmm.emit(torch.zeros(2), torch.tensor([7])), "tokens must be between 0 and 1"),
+    "emit list": (lambda hmm: hmm.emit(torch.zeros(2), [0]), r"tokens must be a tensor of integers \[n\]"),  # type: ignore[arg-type]
+    "excluded": (lambda hmm: hmm.infill_blanks([[-1]], 5), "excluded must be at most 1, not 5"),
+    "data": (lambda hmm: hmmlm.train(data=5), "data is a path or a name, not 5"),  # type: ignore[arg-type]
+    "out": (lambda hmm: hmmlm.train(out=5), "out is a path or a name, not 5"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_answered_with_a_sentence(name: str) -> None:
+    call, message = MISTAKES[name]
+    with pytest.raises(InputError, match=message):
+        call(HMM.random(2, 2))

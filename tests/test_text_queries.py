@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,13 +211,43 @@ def test_the_device_is_chosen_on_loading(tmp_path: Path) -> None:
             make_lm().to("cuda")
 
 
-def test_unknown_words_of_a_prompt_give_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+ASK = [
+    lambda lm: lm.generate("the unicorn", max_new_tokens=2),
+    lambda lm: lm.next_token("the unicorn"),
+    lambda lm: lm.score(["cat"], given="the unicorn"),
+    lambda lm: lm.guide(must=["cat"], prompt="the unicorn"),
+]
+
+
+@pytest.mark.parametrize("ask", ASK)
+def test_unknown_words_of_a_prompt_give_a_warning(
+    ask: Callable[[LanguageModel], object], recwarn: pytest.WarningsRecorder
+) -> None:
     lm = make_lm()
     lm.generate("the <unk> cat", max_new_tokens=2)
     assert not [w for w in recwarn if issubclass(w.category, InputWarning)]
     with pytest.warns(InputWarning, match="outside the vocabulary, read as <unk>: 'unicorn'") as caught:
-        lm.generate("the unicorn", max_new_tokens=2)
+        ask(lm)
     assert caught[0].filename == __file__
+
+
+def test_what_is_not_a_text_before_the_texts_is_refused() -> None:
+    for given in (5, {"the": 1}, b"the"):
+        with pytest.raises(InputError, match=r"given is a .*, not a string or a list of strings"):
+            make_lm().score(["cat"], given=given)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="the prompt is a int, not a string"):
+        make_lm().score(["cat"], given=[5])  # type: ignore[list-item]
+
+
+def test_a_blank_that_is_almost_surely_unknown() -> None:
+    """p(the) is e^−115 beside <unk>, below the range of float32; given that it is not <unk>, it is certain."""
+    words = ["<unk>", "<eos>", "the", "cat"]
+    log_emission = torch.tensor([[0.0, -math.inf, -115.0, -math.inf], [-math.inf, 0.0, -math.inf, -math.inf]])
+    hmm = HMM(torch.tensor([0.0, -math.inf]), torch.tensor([[-math.inf, 0.0], [-math.inf, 0.0]]), log_emission)
+    lm = LanguageModel(hmm, WordTokenizer(words))
+    assert lm.infill("___", unknown=False) == [[("the", pytest.approx(1.0))]]
+    log_emission[0, 2] = -math.inf
+    assert lm.infill("___", unknown=False) == [[]]
 
 
 def test_representations_are_short() -> None:

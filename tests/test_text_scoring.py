@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
+from helpers.blocked_scan import two_regimes
 from helpers.oracle import random_blocked_hmm, random_hmm
 from helpers.report_models import sentence_model
 
 from hmmlm.data.tokenfile import TokenFile
-from hmmlm.hmm import HMM, HiddenMarkovModel
+from hmmlm.data.words import WordTokenizer
+from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, queries
 from hmmlm.report.results import score_tokens
-from hmmlm.text import lm as module
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.scoring import TextScore
 
@@ -36,7 +37,7 @@ def test_an_impossible_text_has_infinite_perplexity_in_windows_too(monkeypatch: 
     impossible = lm.encode("runs runs the the cat the the cat")
     whole = lm.token_log_probs([impossible])[0]
     assert float(whole.sum()) == -math.inf
-    monkeypatch.setattr(module, "_BATCH_CELLS", 2 * lm.hmm.states)
+    monkeypatch.setattr(queries, "_WINDOW_STEPS", 2)
     assert float(lm.token_log_probs([impossible])[0].sum()) == -math.inf
     for config in ({}, {"batches": {"kind": "stream", "eval_reset_at_eos": True}}):
         other = LanguageModel(lm.hmm, lm.tokenizer, config)
@@ -44,6 +45,19 @@ def test_an_impossible_text_has_infinite_perplexity_in_windows_too(monkeypatch: 
         score = score_tokens(other, text)
         assert score.perplexity == score.known_perplexity == math.inf
         assert score.figures()["perplexity"] is None and score.figures()["bits_per_byte"] is None
+
+
+@pytest.mark.parametrize("kind", ["dense", "blocked"])
+def test_a_state_that_matters_in_a_later_window_is_not_lost(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two states that hardly ever change; after the first window, the state of the later words is below any float32."""
+    factors = two_regimes(-1e4, -25.0).to(torch.float32)
+    hmm: HiddenMarkovModel = BlockedHMM(*factors)
+    hmm = hmm.dense() if kind == "dense" else hmm
+    lm = LanguageModel(hmm, WordTokenizer(["<unk>", "<eos>"]))
+    tokens = TokenFile.from_arrays([0] * 8 + [1] * 30, None, 2)
+    monkeypatch.setattr(queries, "_WINDOW_STEPS", 8)
+    assert score_tokens(lm, tokens).log_likelihood == pytest.approx(math.log(0.5) - 8 * 25, rel=1e-6)
+    assert float(hmm.log_likelihood([tokens.tokens.tolist()])) == pytest.approx(math.log(0.5) - 8 * 25, rel=1e-6)
 
 
 def test_figures() -> None:

@@ -1,5 +1,8 @@
 """The error and the warning that users are meant to see."""
 
+import sys
+import warnings
+
 
 class InputError(ValueError):
     """Something given to hmmlm is wrong: the message names what, where, and what to do.
@@ -10,3 +13,11 @@ class InputError(ValueError):
 
 class InputWarning(UserWarning):
     """Something given to hmmlm may not mean what the user expects; the command line prints it on one line."""
+
+
+def warn(message: str) -> None:
+    """Issue an InputWarning, shown at the line outside hmmlm and torch that called."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("hmmlm", "torch"):
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(message, InputWarning, stacklevel=depth + 1)

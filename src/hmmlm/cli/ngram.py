@@ -25,14 +25,17 @@ examples:
   hmmlm ngram latest --arpa trigram.arpa"""
 
 
+ORDER = 5
+
+
 class NgramArguments(Arguments):
     data: Annotated[
         CliPositionalArg[Path],
         Field(description="The folder of a run (`latest`: the newest), or one made by `hmmlm data`."),
         AfterValidator(find_run),
     ]
-    order: Annotated[int, Field(ge=1, le=10)] = 5
-    """Tokens of an n-gram."""
+    order: Annotated[int, Field(ge=1, le=10)] | None = None
+    """Tokens of an n-gram; 5 unless given, or those of --arpa."""
     out: Path | None = None
     """ARPA file to write."""
     arpa: Path | None = None
@@ -64,9 +67,13 @@ def run(argv: list[str]) -> int:
     words = arpa_words(data.tokenizer, restarts)
     if arguments.arpa is not None:
         model = read_arpa(arguments.arpa, words)
+        if arguments.order not in (None, model.order):
+            raise InputError(f"{arguments.arpa} has n-grams of up to {model.order} tokens: leave out --order")
     else:
         eos = data.tokenizer.eos_id if restarts else None
-        model = NgramModel(np.asarray(data.tokens["train"].tokens), data.tokenizer.vocab_size, arguments.order, eos)
+        model = NgramModel(
+            np.asarray(data.tokens["train"].tokens), data.tokenizer.vocab_size, arguments.order or ORDER, eos
+        )
     if arguments.out is not None:
         write_arpa(arguments.out, model, words)
     splits = {split: np.asarray(data.tokens[split].tokens) for split in ("valid", "test")}

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import queue
 import tempfile
+import threading
+import time
 import urllib.error
 import urllib.request
 import zipfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,6 +26,8 @@ from hmmlm.data.files import replacing
 from hmmlm.errors import InputError
 
 MAX_DOWNLOAD = 1 << 26  # bytes of a file or an archive member: the largest has 11 MB
+TIMEOUT_S = 30.0  # for a server to answer, and between two pieces of its answer
+LEAST_SPEED = 1000.0  # bytes per second, on average, after the first TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -144,15 +149,18 @@ def _download(address: str, out: BinaryIO) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     try:
         with (
-            urllib.request.urlopen(request, timeout=30) as answer,
+            _open(request) as answer,
             Progress(*columns, console=Console(stderr=True), transient=True) as progress,
         ):
             given = str(answer.headers.get("Content-Length"))
             size = int(given) if given.isdecimal() and len(given) < 20 else None  # of the display only
             task = progress.add_task(address.rsplit("/", 1)[-1], total=size)
-            received = 0
-            while block := answer.read(1 << 16):
+            received, began = 0, time.monotonic()
+            while block := answer.read1(1 << 16):
                 received += len(block)
+                seconds = time.monotonic() - began
+                if seconds > TIMEOUT_S and received < LEAST_SPEED * seconds:
+                    raise InputError(f"{address} is too slow ({received:,} bytes in {seconds:.0f} s)")
                 if received > MAX_DOWNLOAD:
                     raise InputError(f"{address} sends more than {MAX_DOWNLOAD >> 20} MiB, which is not the corpus")
                 out.write(block)
@@ -161,6 +169,26 @@ def _download(address: str, out: BinaryIO) -> None:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{address} does not respond ({getattr(error, 'reason', None) or error})") from None
+
+
+def _open(request: urllib.request.Request) -> HTTPResponse:
+    """Return the answer to a request; raise a TimeoutError unless it begins in time, however slowly it comes."""
+    done: queue.Queue[Any] = queue.Queue()
+
+    def ask() -> None:
+        try:
+            done.put(urllib.request.urlopen(request, timeout=TIMEOUT_S))
+        except Exception as error:
+            done.put(error)
+
+    threading.Thread(target=ask, daemon=True).start()  # a server may send its headers byte by byte
+    try:
+        answer = done.get(timeout=2 * TIMEOUT_S)
+    except queue.Empty:
+        raise TimeoutError(f"no answer in {2 * TIMEOUT_S:.0f} s") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return cast(HTTPResponse, answer)
 
 
 def _sha256(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import logging
 import lzma
 import os
 import re
@@ -18,8 +19,11 @@ from typing import Any, BinaryIO, cast
 
 from hmmlm.errors import InputError
 
+_log = logging.getLogger("hmmlm")
 MAX_LINE = 1 << 24  # bytes of a line: a text without line breaks is not read into memory, whatever its size
-PIPE_TIMEOUT_S = 3.0  # how long a pipe may have no writer
+PIPE_TIMEOUT_S = 3.0  # how long a pipe may have no writer; a note is shown after a silence of as long
+SILENCE_S = 300.0  # how long the writer of a pipe may be silent
+MAX_PIPE = 1 << 30  # bytes of a pipe, which may have no end
 MAX_CHARACTERS = 400
 """Of a piece of a text without line breaks."""
 # After a full stop that a space follows, or an ideographic one.
@@ -134,7 +138,7 @@ def check_text_file(path: Path) -> None:
 
 def _open(path: Path) -> BinaryIO:
     check_text_file(path)
-    if is_pipe(path):
+    if is_pipe(path) or not path.stat().st_size:  # a file of the kernel has no size, and may be written to without end
         return io.BufferedReader(_Pipe(path))
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.open(path))
@@ -144,11 +148,12 @@ def _open(path: Path) -> BinaryIO:
 
 
 class _Pipe(io.RawIOBase):
-    """A pipe, opened without waiting for a writer that may never come."""
+    """A pipe, or a file of the kernel: opened without waiting for a writer, and read neither forever nor in silence."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.pipe = path, os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        self.deadline: float | None = time.monotonic() + PIPE_TIMEOUT_S
+        self.total, self.next_note = 0, MAX_PIPE >> 6
+        self.deadline = time.monotonic() + (PIPE_TIMEOUT_S if is_pipe(path) else 0.0)  # to have a writer
 
     def readable(self) -> bool:
         return True
@@ -163,16 +168,38 @@ class _Pipe(io.RawIOBase):
             try:
                 block = os.read(self.pipe, len(buffer))
             except BlockingIOError:  # a writer is there, but slow
-                self.deadline = None
-                select.select([self.pipe], [], [])
+                self._wait()
                 continue
-            if block or self.deadline is None:
-                self.deadline = None
+            if block or self.deadline == 0.0:
+                self.deadline = 0.0
+                self._count(len(block))
                 buffer[: len(block)] = block
                 return len(block)
             if time.monotonic() > self.deadline:
+                if not is_pipe(self.path):
+                    return 0
                 raise InputError(f"nothing was written to the pipe {self.path} in {PIPE_TIMEOUT_S:.0f} s: give a file")
             time.sleep(0.01)
+
+    def _wait(self) -> None:
+        """Wait for the writer."""
+        self.deadline = 0.0
+        if select.select([self.pipe], [], [], min(PIPE_TIMEOUT_S, SILENCE_S))[0]:
+            return
+        _log.warning("waiting for text from %s", self.path)
+        if not select.select([self.pipe], [], [], SILENCE_S)[0]:
+            raise InputError(f"nothing was written to {self.path} in {SILENCE_S:.0f} s: give a file")
+
+    def _count(self, size: int) -> None:
+        """Note the size of a long text, and refuse one that may have no end."""
+        self.total += size
+        if self.total > MAX_PIPE:
+            raise InputError(
+                f"{self.path} has more than {MAX_PIPE >> 20:,} MiB of text, maybe no end: save it to a file"
+            )
+        if self.total > self.next_note:
+            _log.warning("%d MiB of text read from %s", self.total >> 20, self.path)
+            self.next_note *= 2
 
 
 def _decode(raw: bytes, path: Path, offset: int) -> str:

@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import check_distributions, check_finite, check_parameters, check_totals
+from hmmlm.hmm.checks import (
+    check_distributions,
+    check_finite,
+    check_log_state,
+    check_parameters,
+    check_totals,
+    check_words,
+)
 from hmmlm.hmm.dense import HMM, log_group_sums
 from hmmlm.hmm.logmatrix import LogMatrix, LogTiles, least_sum
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
@@ -194,7 +201,7 @@ class BlockedHMM(HiddenMarkovModel):
         if not kept and not bool(((tokens < 0) & inside).any()):
             return self.scan(tokens, lengths, None if initial is None else Carry(initial)).log_likelihood
         batch = self._batch(tokens, lengths)
-        lattice = self._forward(batch, None if initial is None else initial[batch.order])
+        lattice = self._forward(batch, None if initial is None else initial[batch.order].log())
         return batch.unsort(lattice.log_likelihood()).to(self.dtype)
 
     # --- pieces of the transition matrix ---
@@ -410,6 +417,9 @@ class BlockedHMM(HiddenMarkovModel):
 
         In products relative to the largest entries; sums that underflow may have changed are recomputed in log space.
         """
+        check_log_state(log_states, self.states)
+        if tokens is not None:
+            check_words(tokens, self.vocab_size)
         factors, model = self.factors, self.detach()
         words = slice(None) if tokens is None else tokens
         blocks, scores = factors.block_of_word[words], factors.log_emission[words]

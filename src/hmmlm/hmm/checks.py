@@ -53,13 +53,29 @@ def check_parameters(named: dict[str, Tensor], hint: str = "") -> None:
 
 def padded(sequences: Sequence[ArrayLike]) -> tuple[Tensor, Tensor]:
     """Return the tokens [B, T] of sequences of different lengths, with −1 beyond each length, and the lengths [B]."""
-    rows = [row if isinstance(row, (list, tuple)) else row.tolist() for row in sequences]  # type: ignore[union-attr]
+    if isinstance(sequences, (str, bytes, dict, set)) or not hasattr(sequences, "__iter__"):
+        raise InputError(f"sequences must be a list of lists of integers, not {_kind(sequences)}")
+    rows = [row.tolist() if isinstance(row, (Tensor, np.ndarray)) else row for row in sequences]
+    for i, row in enumerate(rows):
+        if not isinstance(row, (list, tuple)):
+            raise InputError(f"sequence {i} is {_kind(row)}, not a list of integers")
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    values = np.array(list(chain.from_iterable(rows)))
+    try:
+        values = np.array(list(chain.from_iterable(rows)))
+    except ValueError:
+        values = np.array(None)  # lists within sequences
+    if values.size and (values.ndim != 1 or values.dtype.kind not in "iu"):
+        raise InputError("sequences must be lists of integers of at most 64 bits")
     inside = np.arange(lengths.max(initial=0)) < lengths[:, None]
-    tokens = np.full(inside.shape, -1, dtype=values.dtype if values.size else np.int64)
+    tokens = np.full(inside.shape, -1, dtype=np.int64)
     tokens[inside] = values
     return torch.from_numpy(tokens), torch.from_numpy(lengths)
+
+
+def _kind(value: object) -> str:
+    """Return the type of a value with its article."""
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def check_batch(
@@ -73,10 +89,7 @@ def check_batch(
                 raise InputError("the sequences have different lengths of their own: leave out lengths, or pad them")
             if 0 in sizes:
                 raise InputError(f"sequence {sizes.index(0)} is empty: at least one token is needed")
-            try:
-                tokens, lengths = padded(tokens)
-            except (TypeError, ValueError) as error:
-                raise InputError(f"tokens must be a tensor, an array or lists of integers: {error}") from None
+            tokens, lengths = padded(tokens)
     checked = check_tokens(tokens, vocab_size, device)
     return checked, check_lengths(lengths, checked)
 
@@ -84,6 +97,8 @@ def check_batch(
 def check_tokens(tokens: ArrayLike, vocab_size: int, device: torch.device) -> Tensor:
     """Return tokens [B, T] as int64 on `device`; each must be −1 (missing) or 0 … vocab_size − 1."""
     tokens = as_tensor(tokens, "tokens")
+    if tokens.layout != torch.strided:
+        raise InputError("tokens must be a dense tensor: use tokens.to_dense()")
     if not tokens.numel():  # before the dtype: an empty list becomes float32
         raise InputError(f"tokens of shape {list(tokens.shape)} are empty: at least one token is needed")
     if tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
@@ -167,12 +182,38 @@ def check_finite(values: Tensor, name: str) -> None:
             raise InputError(f"{name} contains NaN or infinite values")
 
 
-def check_count(name: str, value: int, least: int) -> None:
-    """Raise an InputError unless `value` is an integer of at least `least`."""
+def check_count(name: str, value: int, least: int, most: int = 2**63 - 1) -> None:
+    """Raise an InputError unless `value` is an integer between `least` and `most`."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise InputError(f"{name} must be an integer, not {value!r}")
     if value < least:
         raise InputError(f"{name} must be at least {least}, not {value}")
+    if value > most:
+        raise InputError(f"{name} must be at most {most:,}, not {value:.3g}")
+
+
+def check_generator(generator: object) -> None:
+    """Raise an InputError unless `generator` is a torch.Generator or None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise InputError(
+            f"generator must be a torch.Generator, not {_kind(generator)}: use torch.Generator().manual_seed(seed)"
+        )
+
+
+def check_log_state(log_state: Tensor, states: int) -> None:
+    """Raise an InputError unless `log_state` is a tensor of log-probabilities [..., states]."""
+    if not isinstance(log_state, Tensor):
+        raise InputError(f"log_state must be a tensor of log-probabilities, not {_kind(log_state)}")
+    if not log_state.dim() or log_state.shape[-1] != states:
+        raise InputError(f"log_state must have shape [..., {states}], not {list(log_state.shape)}")
+
+
+def check_words(tokens: Tensor, vocab_size: int) -> None:
+    """Raise an InputError unless `tokens` is a tensor [n] of words of the vocabulary."""
+    if not isinstance(tokens, Tensor) or tokens.dim() != 1 or tokens.dtype not in (torch.int32, torch.int64):
+        raise InputError("tokens must be a tensor of integers [n]")
+    if bool(((tokens < 0) | (tokens >= vocab_size)).any()):
+        raise InputError(f"tokens must be between 0 and {vocab_size - 1}")
 
 
 def row_name(values: Tensor, row: int) -> str:

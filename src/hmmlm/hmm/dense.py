@@ -15,7 +15,9 @@ from hmmlm.hmm.checks import (
     check_batch,
     check_count,
     check_distributions,
+    check_log_state,
     check_parameters,
+    check_words,
 )
 from hmmlm.hmm.em import maximize_rows
 from hmmlm.hmm.logmatrix import LogMatrix
@@ -26,6 +28,7 @@ from hmmlm.ops.common import NEG_INF, Impl, logsumexp
 from hmmlm.ops.scan import Evidence, Parameters, scan
 
 _CELLS = 2**24  # largest intermediate
+_RANDOM_CELLS = 2**30  # probabilities of a random model: 8 GB while they are drawn
 _BULK_CELLS = 2**25  # largest [T, B, Z] tensor of a recursion over all steps at once
 _CACHE_CELLS = 2**17  # largest intermediate of `pull_max` on a CPU: fits in its cache
 _FAINT = 1e-20  # scaled predictions below this make the entropy of origins inexact in products
@@ -82,6 +85,8 @@ class HMM(HiddenMarkovModel):
         """Create an HMM of random distributions (uniform over all distributions), to `fit`."""
         check_count("states", states, 1)
         check_count("vocab_size", vocab_size, 1)
+        check_count("states × (states + vocab_size)", states * (states + vocab_size), 1, _RANDOM_CELLS)
+        check_count("seed", seed, -(2**63))
         generator = torch.Generator().manual_seed(seed)
         shapes = ((states,), (states, states), (states, vocab_size))
         draws = [torch.empty(shape, dtype=torch.float64).exponential_(generator=generator) for shape in shapes]
@@ -91,6 +96,9 @@ class HMM(HiddenMarkovModel):
     @classmethod
     def from_hmmlearn(cls, model: Any) -> "HMM":
         """Create an HMM from a fitted `CategoricalHMM` of hmmlearn."""
+        for name in ("startprob_", "transmat_", "emissionprob_"):
+            if not hasattr(model, name):
+                raise InputError(f"from_hmmlearn needs a fitted CategoricalHMM: {type(model).__name__} has no {name}")
         return cls.from_probs(model.startprob_, model.transmat_, model.emissionprob_)
 
     def validate(self) -> None:
@@ -250,13 +258,15 @@ class HMM(HiddenMarkovModel):
             return super()._observations(batch, log_missing)
         return ((None, here) for here in active_rows(given.at(given.scores), batch))
 
-    def _forward(self, batch: SortedBatch, initial: Tensor | None = None, log_missing: Tensor | None = None) -> Lattice:
+    def _forward(
+        self, batch: SortedBatch, log_initial: Tensor | None = None, log_missing: Tensor | None = None
+    ) -> Lattice:
         """See `HiddenMarkovModel._forward`; in products of probabilities, unless these may have underflowed."""
         given = self._observed(batch, log_missing)
-        first = self.log_start.expand(len(batch.tokens), -1) if initial is None else self.pull(initial.log())
+        first = self.log_start.expand(len(batch.tokens), -1) if log_initial is None else self.pull(log_initial)
         result = None if given is None else filter_products(self._forward_product, first, given)
         if given is None or result is None:
-            return super()._forward(batch, initial, log_missing)
+            return super()._forward(batch, log_initial, log_missing)
         log_filtered, log_scales, scores = (active_rows(v, batch) for v in (*result, given.at(given.scores)))
         return Lattice(batch, [None] * len(scores), scores, log_filtered, log_scales, Stacked(given, result[0]))
 
@@ -335,8 +345,10 @@ class HMM(HiddenMarkovModel):
     @torch.no_grad()
     def emit(self, log_states: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Compute log Σ_z p(z) p(word | z) for log-distributions [..., Z]: [..., V], or [..., n] for `tokens` [n]."""
+        check_log_state(log_states, self.states)
         if tokens is None:
             return self.detach()._emission_product.product(log_states)
+        check_words(tokens, self.vocab_size)
         return logsumexp(log_states[..., None] + self.log_emission.index_select(1, tokens), -2)
 
     @torch.no_grad()

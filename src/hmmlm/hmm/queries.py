@@ -13,11 +13,22 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import ArrayLike, check_batch, check_count, check_initial, check_tokens
+from hmmlm.hmm.checks import (
+    ArrayLike,
+    check_batch,
+    check_count,
+    check_generator,
+    check_initial,
+    check_log_state,
+    check_tokens,
+)
 from hmmlm.hmm.protocol import Carry, Counts, Filtered, Primitives, Scan, Support
 from hmmlm.ops.common import NEG_INF, logsumexp
 
 _CELLS = 2**24  # largest table of probabilities of sampled tokens
+_SAMPLED = 10**8  # most tokens of a sample: a few gigabytes
+_WINDOW_CELLS = 2**25  # tokens × states of a window of queries that need no more than one at a time
+_WINDOW_STEPS = 2**13
 _STEPS_PER_SHIFT = 16  # of Viterbi, between two subtractions of the largest score
 
 
@@ -101,18 +112,20 @@ class HiddenMarkovModel(Primitives):
         for t, rows in enumerate(batch.active):
             yield self.observe(batch.tokens[:rows, t], batch.missing[t], log_missing)
 
-    def _forward(self, batch: SortedBatch, initial: Tensor | None = None, log_missing: Tensor | None = None) -> Lattice:
+    def _forward(
+        self, batch: SortedBatch, log_initial: Tensor | None = None, log_missing: Tensor | None = None
+    ) -> Lattice:
         """Run the filter over a batch.
 
-        `initial` [B, Z] is the filtered distribution before it, rows as in the batch.
+        `log_initial` [B, Z] is the logarithm of the filtered distribution before it, rows as in the batch.
         """
         lattice = Lattice(batch, [], [], [], [])
         for t, (support, scores) in enumerate(self._observations(batch, log_missing)):
             rows = len(scores)
             if t:
                 predicted = self.pull(lattice.log_filtered[-1][:rows], _first(lattice.supports[-1], rows), support)
-            elif initial is not None:
-                predicted = self.pull(initial.log(), None, support)
+            elif log_initial is not None:
+                predicted = self.pull(log_initial, None, support)
             else:
                 predicted = self.restrict(self.log_start_scores().expand(rows, -1), support)
             joint = predicted + scores
@@ -122,6 +135,21 @@ class HiddenMarkovModel(Primitives):
             lattice.log_filtered.append(joint - _finite(scale)[:, None])
             lattice.log_scales.append(scale)
         return lattice
+
+    def _windows(self, batch: SortedBatch, log_initial: Tensor | None) -> Iterator[tuple[int, Lattice]]:
+        """Run the filter over a batch in windows of bounded size; yield the first step of each, and its lattice.
+
+        What a window passes on is in log space: a state that a later window needs may have any probability.
+        """
+        size = max(1, min(_WINDOW_STEPS, _WINDOW_CELLS // (len(batch.tokens) * self.states)))
+        for first in range(0, len(batch.active), size):
+            here = slice(first, first + size)
+            active = batch.active[here]
+            rows = active[0]
+            part = SortedBatch(batch.tokens[:rows, here], active, batch.missing[here], batch.order[:rows])
+            lattice = self._forward(part, None if log_initial is None else log_initial[:rows])
+            yield first, lattice
+            log_initial = self.spread(lattice.log_filtered[-1], lattice.supports[-1], NEG_INF)
 
     def _messages(self, lattice: Lattice) -> list[Tensor]:
         """Return log p(x_t+1.. | z_t) / p(x_t+1.. | x_1..t) [n, K] for each step, for possible sequences."""
@@ -181,7 +209,7 @@ class HiddenMarkovModel(Primitives):
         before = check_initial(initial, checked, self.log_start_scores())
         with torch.no_grad():
             batch = self._batch(checked, sizes)
-            lattice = self.detach()._forward(batch, None if before is None else before[batch.order])
+            lattice = self.detach()._forward(batch, None if before is None else before[batch.order].log())
             probs = self._gather(lattice, [value.exp() for value in lattice.log_filtered])
             last = torch.full_like(checked[:, 0], checked.shape[1] - 1) if sizes is None else sizes - 1
             final = probs[torch.arange(len(probs), device=self.device), last]
@@ -204,10 +232,10 @@ class HiddenMarkovModel(Primitives):
         checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
         before = check_initial(initial, checked, self.log_start_scores())
         model, batch = self.detach(), self._batch(checked, sizes)
-        lattice = model._forward(batch, None if before is None else before[batch.order])
         result = torch.zeros(checked.shape, dtype=self.dtype, device=self.device)
-        for t, scale in enumerate(lattice.log_scales):
-            result[batch.order[: len(scale)], t] = scale
+        for first, lattice in model._windows(batch, None if before is None else before[batch.order].log()):
+            for t, scale in enumerate(lattice.log_scales, first):
+                result[batch.order[: len(scale)], t] = scale
         return result
 
     def expected_counts(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Counts:
@@ -262,6 +290,8 @@ class HiddenMarkovModel(Primitives):
         """Draw tokens [num, length] and their states [num, length] from the model."""
         check_count("num", num, 1)
         check_count("length", length, 1)
+        check_count("num × length", num * length, 1, _SAMPLED)
+        check_generator(generator)
         model = self.detach()
         path = [draw(model.log_start_scores().expand(num, -1), generator)]
         for _ in range(length - 1):
@@ -285,7 +315,8 @@ class HiddenMarkovModel(Primitives):
 
         Forward filtering, backward sampling: p(z_t | z_t+1, x) ∝ p(z_t | x_1..t) A(z_t, z_t+1).
         """
-        check_count("num", num, 1)
+        check_count("num", num, 1, _SAMPLED)
+        check_generator(generator)
         lattice, model = self._possible(tokens, lengths), self.detach()
         batch = lattice.batch
         paths = torch.full((num, *batch.tokens.shape), -1, device=self.device)
@@ -346,6 +377,7 @@ class HiddenMarkovModel(Primitives):
         excluded word.
         """
         given = check_tokens(tokens, self.vocab_size, self.device)
+        check_count("excluded", excluded, 0, self.vocab_size - 1)
         if len(given) != 1:
             raise InputError(f"infill_blanks takes one sequence, not {len(given)}: call it once per sequence")
         words = torch.arange(self.vocab_size, device=self.device)
@@ -411,8 +443,13 @@ class HiddenMarkovModel(Primitives):
         All −inf if the token is impossible. For several sequences at once, log_state is [B, Z] and token [B].
         """
         model = self.detach()
+        check_log_state(log_state, self.states)
         tokens = token[None] if isinstance(token, Tensor) else [[token]]
         words = check_tokens(tokens, self.vocab_size, self.device)[0]
+        if log_state.numel() != len(words) * self.states:
+            raise InputError(
+                f"log_state has shape {list(log_state.shape)} for {len(words)} tokens: give one row for each"
+            )
         support, scores = model.observe(words, bool((words < 0).any()))
         joint = model.restrict(log_state.view(len(words), -1), support) + scores
         return model.pull(joint - _finite(logsumexp(joint, 1))[:, None], support, None).view_as(log_state)

@@ -35,6 +35,9 @@ def train(
         settings: sections of the configuration, as in a recipe: model={"kind": "linear", "states": 512},
             train={"epochs": 3}.
     """
+    for name, path in (("data", data), ("out", out or "")):
+        if not isinstance(path, str | Path):
+            raise InputError(f"{name} is a path or a name, not {path!r:.60}")
     given = {"data": str(data), **settings}
     start = recipe or default_recipe(settings)
     values = {} if start is None else drop_other_kinds(RunConfig, recipe_values(start), given)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +71,7 @@ def evaluate_run(run: Path) -> RunResults:
         config=config,
         data=data,
         history=read_history(run / "history.jsonl"),
-        scores={split: score_tokens(lm, data.tokens[split]) for split in splits},
+        scores={split: score_split(data, split, own[split]) for split in splits},
         baselines=baselines,
         mixture={split: score_split(data, split, mix(both[split], weights)) for split in splits},
         mixture_weight=float(weights[0]),
@@ -106,7 +105,8 @@ def evaluate_tokens(lm: LanguageModel, tokens: TokenFile) -> Evaluation:
     """Evaluate the model on a text, which is read as `lm.perplexity` reads it.
 
     Validation during training reads a text through which the chain continues as several streams, each from the start
-    distribution, because that is faster. Here it is one stream.
+    distribution, because that is faster. Here it is one stream. At the end of a window it
+    loses states whose probability is below the range of the dtype; `score_tokens` keeps them.
     """
     batches = trained_batches(lm.config)
     if isinstance(batches, StreamConfig) and not batches.eval_reset_at_eos:
@@ -115,30 +115,9 @@ def evaluate_tokens(lm: LanguageModel, tokens: TokenFile) -> Evaluation:
 
 
 def score_tokens(lm: LanguageModel, tokens: TokenFile) -> TextScore:
-    """Score a text as `evaluate_tokens` reads it, with the share and the log-likelihood of its unknown words."""
-    ids = np.asarray(tokens.tokens)
-    eos, unk = lm.tokenizer.eos_id, lm.tokenizer.unk_id
-    unknown = 0 if unk is None else int(np.count_nonzero(ids == unk))
-    log_likelihood = evaluate_tokens(lm, tokens).log_likelihood
-    possible = math.isfinite(log_likelihood)
-    return TextScore(
-        tokens=len(ids),
-        log_likelihood=log_likelihood,
-        words=int(np.count_nonzero(ids != eos)),
-        unknown_words=unknown,
-        unknown_log_likelihood=_unknown_log_likelihood(lm, tokens) if unknown and possible else 0.0,
-        text_bytes=tokens.text_bytes,
-    )
-
-
-@torch.no_grad()
-def _unknown_log_likelihood(lm: LanguageModel, tokens: TokenFile) -> float:
-    """Compute the part of a text's log-likelihood that is of `<unk>`, each given the tokens before it."""
-    unk = lm.tokenizer.unk_id
-    texts = _texts(lm, tokens)
-    affected = [sequence for text in texts for sequence in lm.sequences(text) if unk in sequence]
-    scored = zip(affected, lm.token_log_probs(affected), strict=True)
-    return sum(float(log_probs[torch.tensor(sequence) == unk].sum()) for sequence, log_probs in scored)
+    """Score a text, each token given those before it, with the share and the log-likelihood of its unknown words."""
+    ids = tokens.tokens.tolist()
+    return score_of(lm.tokenizer, ids, torch.cat(lm.token_log_probs(_texts(lm, tokens))), tokens.text_bytes)
 
 
 def ngram_log_probs(lm: LanguageModel, data: Prepared, order: int) -> dict[str, FloatArray]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from html import escape
@@ -32,7 +31,7 @@ from hmmlm.data.modelfolder import (
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.device import pick_device
-from hmmlm.errors import InputError, InputWarning
+from hmmlm.errors import InputError, warn
 from hmmlm.hmm import KINDS, HiddenMarkovModel
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.checks import check_count, padded
@@ -135,7 +134,9 @@ class LanguageModel:
 
     def _score_given(self, texts: Sequence[str], given: str | Sequence[str]) -> Tensor:
         _check_texts(texts)
-        before = [given] * len(texts) if isinstance(given, str) else list(given)
+        before = [given] * len(texts) if isinstance(given, str) else given
+        if not isinstance(before, list | tuple):
+            raise InputError(f"given is a {type(given).__name__}, not a string or a list of strings")
         if len(before) != len(texts):
             raise InputError(f"given has {len(before)} texts for {len(texts)}: give one for each, or one for all")
         prefixes = [self._encode_prompt(text) for text in before]
@@ -202,25 +203,15 @@ class LanguageModel:
         An impossible token and those after it in its sequence have −inf.
         """
         sequences, owner = self._parts(encoded)
-        found: list[list[Tensor]] = [[] for _ in sequences]
+        found = [torch.zeros(0, dtype=torch.float64) for _ in sequences]
         for chosen in _batches([len(tokens) for tokens in sequences], self._lattice_tokens):
-            longest = len(sequences[chosen[-1]])
-            window = max(1, self._lattice_tokens // len(chosen))  # a sequence too long for a batch is read in windows
-            carry: Tensor | None = None
-            for first in range(0, longest, window):
-                tokens, lengths = padded([sequences[i][first : first + window] for i in chosen])
-                log_probs = self.hmm.token_log_probs(tokens, lengths, carry).double().cpu()
-                for i, row, length in zip(chosen, log_probs, lengths.tolist(), strict=True):
-                    found[i].append(row[:length])
-                rest = longest - first - window
-                if rest > 0 and bool((log_probs == -math.inf).any()):  # of the only sequence: nothing can follow
-                    found[chosen[0]].append(torch.full((rest,), -math.inf, dtype=torch.float64))
-                    break
-                if rest > 0:
-                    carry = self.hmm.filter(tokens, lengths, carry).final
+            tokens, lengths = padded([sequences[i] for i in chosen])
+            log_probs = self.hmm.token_log_probs(tokens, lengths).double().cpu()
+            for i, row, length in zip(chosen, log_probs, lengths.tolist(), strict=True):
+                found[i] = row[:length]
         by_text: list[list[Tensor]] = [[torch.zeros(0, dtype=torch.float64)] for _ in encoded]
-        for i, rows in zip(owner, found, strict=True):
-            by_text[i] += rows
+        for i, row in zip(owner, found, strict=True):
+            by_text[i].append(row)
         return [torch.cat(rows) for rows in by_text]
 
     def perplexity(self, texts: Sequence[str]) -> float:
@@ -412,11 +403,11 @@ class LanguageModel:
         inside = iter([i > 0 and tokens[i - 1] != self._eos for i in blanks])
         found: list[list[tuple[str, float]]] = []
         for sequence in self.sequences(tokens):
-            for probs in self.hmm.infill_blanks([sequence], self._eos).exp() if -1 in sequence else ():
+            for log_probs in self.hmm.infill_blanks([sequence], self._eos) if -1 in sequence else ():
                 if not unknown and self.tokenizer.unk_id is not None:
-                    probs[self.tokenizer.unk_id] = 0.0
-                    probs /= probs.sum()
-                found.append(self._most_likely(probs, top, next(inside)))
+                    log_probs[self.tokenizer.unk_id] = -math.inf
+                    log_probs -= log_probs.logsumexp(0).clamp_min(torch.finfo(log_probs.dtype).min)
+                found.append(self._most_likely(log_probs.exp(), top, next(inside)))
         return found
 
     def _most_likely(self, probs: Tensor, top: int, inside: bool) -> list[tuple[str, float]]:
@@ -465,8 +456,7 @@ class LanguageModel:
             unknown = [word for word in prompt.split() if word != own and unk in self.tokenizer.encode(word)]
             if unknown:
                 words = ", ".join(map(repr, dict.fromkeys(unknown)))
-                # Shown at the line that called the method.
-                warnings.warn(f"outside the vocabulary, read as {own}: {words}", InputWarning, stacklevel=3)
+                warn(f"outside the vocabulary, read as {own}: {words}")
         return tokens
 
     # --- files ---
