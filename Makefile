@@ -32,9 +32,9 @@ COUNT ?= 2000
 fuzz: env
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m helpers.fuzz --seed $(SEED) --count $(COUNT)
 
-# The test that kills runs at random moments, with many more kills; another seed kills at other moments.
+# The tests that kill runs, before every operation on files and at many more random moments, which a seed changes.
 torture: env
-	OMP_NUM_THREADS=1 TORTURE_KILLS=300 TORTURE_SEED=$(SEED) $(BIN)/python -m pytest tests/test_learning_torture.py
+	OMP_NUM_THREADS=1 TORTURE_LEFT=100000 TORTURE_KILLS=300 TORTURE_SEED=$(SEED) $(BIN)/python -m pytest tests/test_learning_torture.py
 
 lint: env
 	$(BIN)/ruff check .

@@ -184,16 +184,16 @@ MISTAKES: dict[str, tuple[Callable[[HMM], object], str]] = {
     "both": (lambda hmm: hmm.sample(10**6, 10**6), r"num × length must be at most 100,000,000, not 1e\+12"),
     "paths": (lambda hmm: hmm.posterior_sample([[0]], num=10**40), "num must be at most"),
     "generator": (lambda hmm: hmm.sample(1, 1, 5), "generator must be a torch.Generator, not an int"),  # type: ignore[arg-type]
-    "states": (lambda hmm: HMM.random(10**40, 2), "vocab_size\\) must be at most"),
+    "states": (lambda hmm: HMM.random(10**40, 2), "states must be at most"),
     "words": (lambda hmm: HMM.random(10**5, 10**6), "vocab_size\\) must be at most"),
     "seed": (lambda hmm: HMM.random(2, 2, seed="x"), "seed must be an integer, not 'x'"),  # type: ignore[arg-type]
     "large seed": (lambda hmm: HMM.random(2, 2, seed=2**64), "seed must be at most"),
     "hmmlearn": (lambda hmm: HMM.from_hmmlearn(5), "needs a fitted CategoricalHMM: int has no startprob_"),
     "padded": (lambda hmm: padded([1, 2]), "sequence 0 is an int, not a list of integers"),  # type: ignore[list-item]
     "padded number": (lambda hmm: padded(5), "must be a list of lists of integers, not an int"),  # type: ignore[arg-type]
-    "padded floats": (lambda hmm: padded([[1.5], [1, 2]]), "must be lists of integers of at most 64 bits"),
-    "padded nested": (lambda hmm: padded([[1], [[2]]]), "must be lists of integers of at most 64 bits"),
-    "ragged objects": (lambda hmm: hmm.posterior([[0], [1, None]]), "must be lists of integers of at most 64 bits"),
+    "padded floats": (lambda hmm: padded([[1.5], [1, 2]]), "tokens must be integers, not"),
+    "padded nested": (lambda hmm: padded([[1], [[2]]]), "tokens must be integers, not"),
+    "ragged objects": (lambda hmm: hmm.posterior([[0], [1, None]]), "tokens must be integers, not"),
     "objects": (lambda hmm: hmm.filter(np.array([[0, None]], dtype=object)), "tokens must be a tensor, an array or"),
     "sparse": (lambda hmm: hmm.filter(torch.tensor([[0, 1]]).to_sparse()), "tokens must be a dense tensor"),
     "state": (lambda hmm: hmm.advance([0.5, 0.5], 0), "log_state must be a tensor of log-probabilities, not a list"),  # type: ignore[arg-type]

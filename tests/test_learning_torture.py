@@ -1,7 +1,8 @@
-"""Runs that are killed at random moments and resumed until they finish equal a run that was left alone, byte for byte.
+"""Runs that are killed and resumed until they finish equal a run that was left alone, byte for byte.
 
-A kill comes before a random operation on files, in the middle of a write, after a random number of bytes of a file, or
-at any time. `make torture` does the same with many more kills.
+One test resumes from what a kill before an operation on files leaves on the disk, and from what one in the middle of
+the write before it leaves: `make torture` from all of them, otherwise from some, evenly spaced. The other one kills
+again and again: before a random operation, after a random number of bytes of a file, or at any time.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +31,11 @@ from hmmlm.data.tokenizers import WordTokenizer, load_tokenizer
 from hmmlm.learning.train import train, train_baseline, train_teacher
 from hmmlm.teachers.gpt import GPT, GPTShape
 
-KILLS = int(os.environ.get("TORTURE_KILLS", "16"))
-"""Kills of each run."""
+KILLS = int(os.environ.get("TORTURE_KILLS", "8"))
+"""Random kills of each run."""
+LEFT = int(os.environ.get("TORTURE_LEFT", "12"))
+"""Folders that a kill leaves, to resume from, of each kind of training."""
+KINDS = ["scalar", "blocked", "baum-welch", "lvd", "teacher", "baseline"]
 SEED = int(os.environ.get("TORTURE_SEED", "0"))
 CHANGES = frozenset(
     f"os.{name}" for name in ("rename", "remove", "mkdir", "rmdir", "link", "symlink", "truncate", "chmod")
@@ -86,6 +92,15 @@ class Kill(NamedTuple):
     seconds: float = 0.0
 
 
+def changes(event: str, arguments: tuple[Any, ...], out: Path) -> bool:
+    """Return whether an audit event is an operation on files in `out`; paths may be relative to an open folder."""
+    if event not in CHANGES:
+        return False
+    if event in ("os.remove", "os.rmdir") and arguments[1] >= 0:
+        return os.readlink(f"/proc/self/fd/{arguments[1]}").startswith(str(out))
+    return any(str(out) in str(argument) for argument in arguments)
+
+
 def train_until_killed(kind: Kind, out: Path, kill: Kill) -> None:
     """Start or resume, and be killed."""
     signal.setitimer(signal.ITIMER_REAL, kill.seconds)  # then SIGALRM ends the process
@@ -96,7 +111,7 @@ def train_until_killed(kind: Kind, out: Path, kill: Kill) -> None:
 
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal operations
-        if event in CHANGES and any(str(out) in str(argument) for argument in arguments):
+        if changes(event, arguments, out):
             operations += 1
             if operations == kill.operation:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -105,16 +120,80 @@ def train_until_killed(kind: Kind, out: Path, kill: Kill) -> None:
     kind.train(read_config(kind.config, kind.values), out, resume=(out / "config.json").exists())
 
 
-def in_child(kind: Kind, out: Path, kill: Kill = Kill()) -> int | None:  # noqa: B008 (immutable)
+def train_and_copy(kind: Kind, out: Path, copies: Path) -> None:
+    """Train; before every operation on files, copy the folder of the run as a kill there would leave it."""
+    copying = threading.Lock()  # a copy is itself made of operations
+
+    def on_event(event: str, arguments: tuple[Any, ...]) -> None:
+        if changes(event, arguments, out) and out.exists() and copying.acquire(blocking=False):
+            copy = copies / f"{len(os.listdir(copies)):05d}"
+            try:
+                shutil.copytree(out, copy, symlinks=True)
+            except OSError:  # another thread removed a file meanwhile
+                shutil.rmtree(copy)
+            finally:
+                copying.release()
+
+    copies.mkdir()
+    sys.addaudithook(on_event)
+    kind.train(read_config(kind.config, kind.values), out)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Return the files, links and folders in a folder."""
+    found: dict[str, bytes] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        found[name] = os.readlink(path).encode() if path.is_symlink() else b"" if path.is_dir() else path.read_bytes()
+    return found
+
+
+def left_by_kills(copies: Path) -> list[Path]:
+    """Return the folders among `copies` that differ, and each with what was written last cut in half."""
+    left: list[Path] = []
+    before: dict[str, bytes] = {}
+    for folder in sorted(copies.iterdir()):
+        now = content(folder)
+        if now == before:
+            continue
+        grown = [name for name, data in now.items() if len(data) > len(before.get(name, b"")) + 1]
+        grown = [name for name in grown if (folder / name).is_file() and not (folder / name).is_symlink()]
+        if grown:
+            half = folder.with_name(f"{folder.name}-half")
+            shutil.copytree(folder, half, symlinks=True)
+            for name in grown:
+                os.truncate(half / name, (len(now[name]) + len(before.get(name, b""))) // 2)
+            left.append(half)
+        left.append(folder)
+        before = now
+    return left
+
+
+def in_child(kind: Kind, out: Path, argument: Kill | Path = Kill()) -> int | None:  # noqa: B008 (immutable)
+    """Train in a process of its own; return its exit code."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "hmmlm.learning.train", "torch.utils.tensorboard"])
-    child = context.Process(target=train_until_killed, args=(kind, out, kill))
+    target = train_until_killed if isinstance(argument, Kill) else train_and_copy
+    child = context.Process(target=target, args=(kind, out, argument))
     child.start()
     child.join()
     return child.exitcode
 
 
-@pytest.mark.parametrize("name", ["scalar", "blocked", "baum-welch", "lvd", "teacher", "baseline"])
+@pytest.mark.parametrize("name", KINDS)
+def test_killed_before_an_operation_or_in_a_write(name: str, tmp_path: Path) -> None:
+    kind = make_kind(name, tmp_path)
+    assert in_child(kind, tmp_path / "alone", tmp_path / "copies") == 0
+    left = left_by_kills(tmp_path / "copies")
+    assert len(left) > 100
+    first = random.Random(f"{name} {SEED}").random()
+    chosen = {int((i + first) * len(left) / LEFT) for i in range(LEFT)} if len(left) > LEFT else range(len(left))
+    for i in chosen:
+        assert in_child(kind, left[i]) == 0, left[i]
+        assert_same_run(left[i], tmp_path / "alone")
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_killed_at_random_and_resumed(name: str, tmp_path: Path) -> None:
     kind = make_kind(name, tmp_path)
     began = time.monotonic()

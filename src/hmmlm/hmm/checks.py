@@ -65,7 +65,7 @@ def padded(sequences: Sequence[ArrayLike]) -> tuple[Tensor, Tensor]:
     except ValueError:
         values = np.array(None)  # lists within sequences
     if values.size and (values.ndim != 1 or values.dtype.kind not in "iu"):
-        raise InputError("sequences must be lists of integers of at most 64 bits")
+        raise InputError(f"tokens must be integers, not {values.dtype}")
     inside = np.arange(lengths.max(initial=0)) < lengths[:, None]
     tokens = np.full(inside.shape, -1, dtype=np.int64)
     tokens[inside] = values

@@ -447,9 +447,7 @@ class HiddenMarkovModel(Primitives):
         tokens = token[None] if isinstance(token, Tensor) else [[token]]
         words = check_tokens(tokens, self.vocab_size, self.device)[0]
         if log_state.numel() != len(words) * self.states:
-            raise InputError(
-                f"log_state has shape {list(log_state.shape)} for {len(words)} tokens: give one row for each"
-            )
+            raise InputError(f"log_state of shape {list(log_state.shape)} is not a row for each of {len(words)} tokens")
         support, scores = model.observe(words, bool((words < 0).any()))
         joint = model.restrict(log_state.view(len(words), -1), support) + scores
         return model.pull(joint - _finite(logsumexp(joint, 1))[:, None], support, None).view_as(log_state)
