@@ -169,6 +169,8 @@ def test_the_commands_refuse_before_any_answer(dense: Path, capsys: pytest.Captu
     + [("model", value) for value in (None, 3, ["dense"], {"dense": 1})]
     + [("training", value) for value in ("x", [1], 3, {"batches": 3}, {"batches": {"length": "8"}})]
     + [("training", {"batches": {"eval_reset_at_eos": 1}}), ("training", {"batches": {"kind": ["stream"]}})]
+    + [("training", value) for value in ({"batches": {"kind": "chunks", "length": 0}}, {"text": 5}, {"data": 5})]
+    + [("training", {"text": {"unit": "zebra"}}), ("eos_id", 99), ("eos_id", "1")]
     + [("format", value) for value in ([], {}, None, 3)]
     + [("version", value) for value in ([], "1", None)]
     + [("tokenizer", value) for value in ([], 3, None)],
@@ -185,7 +187,7 @@ def test_a_batch_of_nothing_is_refused(dense: Path, capsys: pytest.CaptureFixtur
     text.write_text("a b\n")
     path.write_text(json.dumps({**json.loads(path.read_text()), "training": {"batches": {"length": 0}}}))
     error = failure(capsys, "eval", str(dense), "--data", str(text))
-    assert "the training configuration of the model: batches.length" in error
+    assert "training.batches.length is 0, not a number of at least 1" in error
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])

@@ -24,6 +24,8 @@ MAX_LINE = 1 << 24  # bytes of a line: a text without line breaks is not read in
 PIPE_TIMEOUT_S = 3.0  # how long a pipe may have no writer; a note is shown after a silence of as long
 SILENCE_S = 300.0  # how long the writer of a pipe may be silent
 MAX_PIPE = 1 << 30  # bytes of a pipe, which may have no end
+UNITS = ("line", "paragraph", "document")
+"""What a document of a text file is."""
 MAX_CHARACTERS = 400
 """Of a piece of a text without line breaks."""
 # After a full stop that a space follows, or an ideographic one.

@@ -184,8 +184,8 @@ def _hub_arguments(name: str, file: str) -> dict[str, Any]:
             return {"local_files_only": True}
         status = getattr(getattr(error, "response", None), "status_code", None)
         refused, unreachable = (
-            f"the hub responds with status {status}",
-            f"the hub cannot be reached ({_summary(error)})",
+            f"responds with status {status}",
+            f"cannot be reached ({_summary(error)})",
         )
         reason = refused if status else unreachable
         raise InputError(

@@ -28,6 +28,7 @@ from hmmlm.data.modelfolder import (
     require_tensors,
     save_model,
 )
+from hmmlm.data.text import UNITS
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.device import pick_device
@@ -43,7 +44,10 @@ from hmmlm.text.scoring import perplexity
 
 FORMAT = "hmmlm language model"
 _BLANK = re.compile(r"(?<!\w)_{3,}(?!\w)")  # not inside a word: identifiers may contain three underscores
-_BATCHES = {"kind": "", "batch_size": 0, "length": 0, "reset_at_eos": False, "eval_reset_at_eos": False}
+_READING: dict[str, dict[str, Any]] = {
+    "batches": {"kind": "", "batch_size": 0, "length": 0, "reset_at_eos": False, "eval_reset_at_eos": False},
+    "text": {"unit": ""},
+}
 """Settings of a training configuration that evaluation uses, with a value of the type of each."""
 _BATCH_TOKENS = 1 << 13  # tokens scored together
 _BATCH_CELLS = 1 << 25  # tokens × states of queries that keep all of them
@@ -487,6 +491,11 @@ class LanguageModel:
             raise InputError(f"{config} has a model of kind {kind!r}; this hmmlm reads {', '.join(KINDS)}")
         states, words = (require_size(config, header, name) for name in ("states", "vocab_size"))
         training = _check_training(config, header.get("training"))
+        if header.get("eos_id", tokenizer.eos_id) != tokenizer.eos_id:
+            raise InputError(
+                f"{config}: eos_id is {header['eos_id']!r:.40}, but the tokenizer has {tokenizer.eos_id}: files of two "
+                "models are mixed"
+            )
         try:
             needed, indices = KINDS[kind].layout(tensors)
         except InputError as error:
@@ -526,14 +535,22 @@ def _check_text(name: str, text: object) -> None:
 
 
 def _check_training(path: Path, training: Any) -> dict[str, Any]:
-    """Return the training configuration in the model file `path`, of any version; its batches say how text is read."""
+    """Return the training configuration in the model file `path`, of any version; it says how text is read."""
     if training is None:
         return {}
     require_like(path, training, {}, "training")
-    batches = training.get("batches", {})
-    require_like(path, batches, {}, "training.batches")
-    like = {name: example for name, example in _BATCHES.items() if name in batches}
-    require_like(path, batches, like, "training.batches")
+    for section, examples in _READING.items():
+        values = training.get(section, {})
+        require_like(path, values, {}, f"training.{section}")
+        require_like(path, values, {k: v for k, v in examples.items() if k in values}, f"training.{section}")
+    if training.get("batches", {}).get("length") == 0:
+        raise InputError(f"{path}: training.batches.length is 0, not a number of at least 1: save the model again")
+    unit = training.get("text", {}).get("unit", "line")
+    if unit not in UNITS:
+        raise InputError(f"{path}: training.text.unit is {unit!r:.40}, not {' or '.join(UNITS)}: save the model again")
+    for name in ("data", "data_folder"):
+        if not isinstance(training.get(name), str | None):
+            raise InputError(f"{path}: training.{name} is {training[name]!r:.40}, not a string: save the model again")
     return dict(training)
 
 
