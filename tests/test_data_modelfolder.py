@@ -153,6 +153,11 @@ def test_rows_of_a_large_transition_matrix_are_sampled(monkeypatch: pytest.Monke
                 changed.validate()
         else:
             changed.validate()
+    for wrong in (-100.0, 100.0):  # of a row between them, by far
+        normalizer = factors["log_normalizer"].clone()
+        normalizer[1] += wrong
+        with pytest.raises(InputError, match=r"log_normalizer of state 1 is .*, but u and w allow .* to "):
+            BlockedHMM(**{**factors, "log_normalizer": normalizer}).validate()
 
 
 def test_the_commands_refuse_before_any_answer(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,12 +83,13 @@ class TokenFile:
             if found != header[key]:
                 raise InputError(f"{part} is truncated or replaced: {found} bytes, not {header[key]}; prepare it again")
         tokens, documents = np.memmap(data, dtype=dtype, mode="r"), np.memmap(index, dtype=_OFFSET, mode="r")
-        for part, content, key in ((data, tokens, "digest"), (index, documents, "index_digest")):
-            if _digest(content, whole=header[key].startswith(_WHOLE)) != header[key]:
+        largest = 0
+        for part, content, key in ((index, documents, "index_digest"), (data, tokens, "digest")):
+            digest, largest = _examine(content, whole=header[key].startswith(_WHOLE))
+            if digest != header[key]:
                 raise InputError(
                     f"{part} is damaged, or does not belong to {header_path}: their digests differ; prepare it again"
                 )
-        largest = max(int(piece.max()) for piece in _pieces(tokens))
         if largest >= size:
             raise InputError(f"{data} has token {largest}, but {header_path} a vocabulary of {size}: prepare it again")
         _check_offsets(documents, len(tokens), f"{index}: ")
@@ -130,9 +131,9 @@ def write_tokens(
             "fingerprint": fingerprint,
             "documents": number,
             "bytes": count * dtype.itemsize,
-            "digest": _digest(np.memmap(data_part, dtype=dtype, mode="r")),
+            "digest": _examine(np.memmap(data_part, dtype=dtype, mode="r"))[0],
             "index_bytes": (number + 1) * _OFFSET.itemsize,
-            "index_digest": _digest(np.memmap(index_part, dtype=_OFFSET, mode="r")),
+            "index_digest": _examine(np.memmap(index_part, dtype=_OFFSET, mode="r"))[0],
             "source": source,
             **({} if text_bytes is None else {"text_bytes": text_bytes()}),
         }
@@ -204,21 +205,17 @@ def _read_header(path: Path) -> dict[str, Any]:
     return header
 
 
-def _digest(content: np.ndarray, whole: bool = True) -> str:
-    """Return a checksum of an array, at the speed of reading it; without `whole`, that of earlier versions.
+def _examine(content: np.ndarray, whole: bool = True) -> tuple[str, int]:
+    """Return a checksum of an array and its largest number, read once; without `whole`, the digest of earlier versions.
 
     That was the sha256 of the first and last 64 KiB, which does not notice damage in the middle.
     """
+    checksum, largest = 0, 0
+    for first in range(0, len(content), _PIECE):
+        piece = content[first : first + _PIECE]  # fits a cache
+        checksum, largest = zlib.crc32(piece.data, checksum), max(largest, int(piece.max()))
     if whole:
-        checksum = 0
-        for piece in _pieces(content):
-            checksum = zlib.crc32(piece.data, checksum)
-        return f"{_WHOLE}{checksum:08x}"
+        return f"{_WHOLE}{checksum:08x}", largest
     edge = _EDGE // content.itemsize
     ends = content[:edge], content[max(0, len(content) - edge) :]
-    return hashlib.sha256(b"".join(part.tobytes() for part in ends)).hexdigest()[:16]
-
-
-def _pieces(content: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield an array in pieces that fit a cache."""
-    return (content[i : i + _PIECE] for i in range(0, len(content), _PIECE))
+    return hashlib.sha256(b"".join(part.tobytes() for part in ends)).hexdigest()[:16], largest

@@ -1,5 +1,6 @@
 """An HMM for very many states: each emits the words of one block, and the transition matrix is factored."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -97,7 +98,8 @@ class BlockedHMM(HiddenMarkovModel):
     def validate(self) -> None:
         """Raise an InputError that names the first tensor with a distribution that does not sum to one.
 
-        Of a transition matrix so large that this would take longer than reading the model, rows spread over all states.
+        Of a transition matrix so large that this would take longer than reading the model, rows spread over all states;
+        the normalizers of the others must be within bounds, which any wrong number leaves that is wrong by far.
         """
         factors, k = Factors(*(value.detach() for value in self.factors)), self.states_per_block
         for name in ("u", "w", "log_normalizer"):
@@ -107,6 +109,17 @@ class BlockedHMM(HiddenMarkovModel):
         totals = factors.log_emission.new_zeros(self.blocks, k)
         totals.index_add_(0, factors.block_of_word, factors.log_emission.clamp(min=-80).exp_())
         check_totals(totals.flatten(), tolerance, lambda state: f"log_emission of state {state}")
+        # Jensen's inequality from below, Cauchy and Schwarz's from above.
+        least, most = factors.u @ factors.w.mean(0), factors.u.norm(dim=1) * factors.w.norm(dim=1).max()
+        slack = _NORMALIZER_TOLERANCE + 1e-4 * most
+        least, most = least + math.log(self.states) - slack, most + math.log(self.states) + slack
+        outside = (~((least <= factors.log_normalizer) & (factors.log_normalizer <= most))).nonzero().flatten().tolist()
+        if outside:
+            found, low, high = (float(values[outside[0]]) for values in (factors.log_normalizer, least, most))
+            raise InputError(
+                f"log_normalizer of state {outside[0]} is {found:.4g}, but u and w allow {low:.4g} to {high:.4g}: "
+                "normalize it first"
+            )
         stride = max(1, self.states * factors.w.numel() // _VALIDATED_CELLS)
         scores = factors.u[::stride] @ factors.w.t() - factors.log_normalizer[::stride, None]
         check_totals(
