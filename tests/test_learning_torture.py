@@ -156,8 +156,10 @@ def left_by_kills(copies: Path) -> list[Path]:
         now = content(folder)
         if now == before:
             continue
-        grown = [name for name, data in now.items() if len(data) > len(before.get(name, b"")) + 1]
-        grown = [name for name in grown if (folder / name).is_file() and not (folder / name).is_symlink()]
+        # A file with the content of another was moved or linked, which is never half done.
+        known = set(before.values())
+        longer = [n for n, data in now.items() if len(data) > len(before.get(n, b"")) + 1 and data not in known]
+        grown = [name for name in longer if (folder / name).is_file() and not (folder / name).is_symlink()]
         if grown:
             half = folder.with_name(f"{folder.name}-half")
             shutil.copytree(folder, half, symlinks=True)
