@@ -122,17 +122,16 @@ def train_until_killed(kind: Kind, out: Path, kill: Kill) -> None:
 
 def train_and_copy(kind: Kind, out: Path, copies: Path) -> None:
     """Train; before every operation on files, copy the folder of the run as a kill there would leave it."""
-    copying = threading.Lock()  # a copy is itself made of operations
+    main, copying = threading.main_thread(), False
 
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:
-        if changes(event, arguments, out) and out.exists() and copying.acquire(blocking=False):
-            copy = copies / f"{len(os.listdir(copies)):05d}"
-            try:
-                shutil.copytree(out, copy, symlinks=True)
-            except OSError:  # another thread removed a file meanwhile
-                shutil.rmtree(copy)
-            finally:
-                copying.release()
+        nonlocal copying
+        # A copy is itself made of operations; and while another thread copies, this one would change the folder.
+        if copying or threading.current_thread() is not main or not changes(event, arguments, out) or not out.exists():
+            return
+        copying = True
+        shutil.copytree(out, copies / f"{len(os.listdir(copies)):05d}", symlinks=True)
+        copying = False
 
     copies.mkdir()
     sys.addaudithook(on_event)

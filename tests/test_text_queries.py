@@ -17,7 +17,7 @@ from hmmlm.data.tokenizers import HuggingFaceTokenizer
 from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError, InputWarning
 from hmmlm.hmm import HMM, HiddenMarkovModel
-from hmmlm.report.results import evaluate_tokens
+from hmmlm.report.results import evaluate_tokens, score_tokens
 from hmmlm.text.lm import LanguageModel, load
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "dog", "sat"]
@@ -45,7 +45,9 @@ TEXT = "the cat sat\ndog\n\nthe dog sat the cat\ncat"
 
 @both_kinds
 @all_readings
-def test_perplexity_is_that_of_evaluation(kind: str, reading: str, tmp_path: Path) -> None:
+def test_perplexity_is_that_of_evaluation(
+    kind: str, reading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lm = make_lm(kind, reading)
     text = "\n".join([TEXT] * 300)  # long enough for several streams in validation
     documents = [lm.encode(line) for line in text.split("\n")]
@@ -53,6 +55,11 @@ def test_perplexity_is_that_of_evaluation(kind: str, reading: str, tmp_path: Pat
     result = evaluate_tokens(lm, tokens)
     assert result.tokens == len(lm.encode(text))
     assert lm.perplexity([text]) == pytest.approx(result.perplexity, rel=1e-9)
+    for part in (1 << 20, 7, 1):
+        monkeypatch.setattr("hmmlm.report.results.PART_TOKENS", part)
+        score = score_tokens(lm, tokens)
+        assert score.tokens == result.tokens
+        assert score.perplexity == pytest.approx(result.perplexity, rel=1e-9)
 
 
 def test_chunks_start_from_the_start_distribution() -> None:

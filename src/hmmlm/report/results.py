@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hmmlm.baselines.mixture import fit_weights, mix
 from hmmlm.baselines.ngram import FloatArray, NgramModel
@@ -28,6 +28,7 @@ BASELINES = {"unigram": 1, "bigram": 2, "5-gram": 5}
 MODEL = "model"
 MIXTURE = "mixture with the 5-gram"
 BASELINE_TOKENS = 20_000_000  # training tokens of the n-grams at most: their counts are held in memory
+PART_TOKENS = 1 << 20
 STREAM_LENGTH = 4096  # tokens of a single stream that are read at once
 SENTENCE_TOKENS = range(9, 16)  # tokens of a sentence to explain, <eos> included
 
@@ -62,7 +63,7 @@ def evaluate_run(run: Path) -> RunResults:
         for name, by_split in ngrams.items()
     }
     name, last = list(ngrams.items())[-1]
-    own = {split: torch.cat(lm.token_log_probs(_texts(lm, data.tokens[split]))).numpy() for split in splits}
+    own = {split: _log_probs(lm, data.tokens[split]).numpy() for split in splits}
     both = {split: np.stack([own[split], last[split]]) for split in splits}
     weights = fit_weights(both["valid"])
     return RunResults(
@@ -77,12 +78,6 @@ def evaluate_run(run: Path) -> RunResults:
         mixture_weight=float(weights[0]),
         test_log_probs={MODEL: own["test"], name: last["test"]},
     )
-
-
-def _texts(lm: LanguageModel, tokens: TokenFile) -> list[list[int]]:
-    """Return the texts that the chain reads one by one: documents, which may end without `<eos>`, or the whole."""
-    cuts: Sequence[int] = tokens.documents[1:-1].tolist() if lm.restarts else []
-    return [text.tolist() for text in np.split(np.asarray(tokens.tokens), cuts)]
 
 
 def write_results(results: RunResults) -> Path:
@@ -116,8 +111,25 @@ def evaluate_tokens(lm: LanguageModel, tokens: TokenFile) -> Evaluation:
 
 def score_tokens(lm: LanguageModel, tokens: TokenFile) -> TextScore:
     """Score a text, each token given those before it, with the share and the log-likelihood of its unknown words."""
-    ids = tokens.tokens.tolist()
-    return score_of(lm.tokenizer, ids, torch.cat(lm.token_log_probs(_texts(lm, tokens))), tokens.text_bytes)
+    return score_of(lm.tokenizer, np.asarray(tokens.tokens, np.int64), _log_probs(lm, tokens), tokens.text_bytes)
+
+
+def _log_probs(lm: LanguageModel, tokens: TokenFile) -> Tensor:
+    """Return log p [N] of every token of a text given those before it.
+
+    The text is read in parts of about PART_TOKENS tokens that end where the chain restarts: lists of tokens are large.
+    """
+    ids, batches = np.asarray(tokens.tokens), lm.config.get("batches", {})
+    if batches.get("kind") == "chunks":
+        begins = np.arange(0, len(ids), batches.get("length", len(ids)))
+    elif lm.restarts:  # a document may end without `<eos>`
+        begins = np.union1d(tokens.documents[:-1], np.flatnonzero(ids[:-1] == lm.tokenizer.eos_id) + 1)
+    else:
+        begins = np.zeros(1, dtype=np.int64)
+    texts = np.split(ids, begins[1:])
+    part = np.searchsorted(np.arange(PART_TOKENS, len(ids), PART_TOKENS), begins, side="right")
+    groups = np.split(np.arange(len(texts)), np.flatnonzero(np.diff(part)) + 1)
+    return torch.cat([x for group in groups for x in lm.token_log_probs([texts[i].tolist() for i in group])])
 
 
 def ngram_log_probs(lm: LanguageModel, data: Prepared, order: int) -> dict[str, FloatArray]:
