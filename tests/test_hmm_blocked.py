@@ -8,7 +8,7 @@ from helpers.oracle import random_blocked_hmm
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, blocked
+from hmmlm.hmm import HMM, BlockedHMM, blocked, word_products
 
 V, BLOCKS, K, H = 9, 3, 4, 5
 TOKENS = torch.tensor([[0, 3, 8, 1, 1], [5, -1, 2, 7, 4], [-1, -1, 6, 0, 3], [2, 2, 2, 2, 2]])
@@ -133,3 +133,14 @@ def test_bad_parameters_are_named() -> None:
     for name, value, message in wrong:
         with pytest.raises(InputError, match=message):
             BlockedHMM(**make().factors._replace(**{name: value})._asdict())
+
+
+def test_predictions_do_not_depend_on_the_products_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    hmm = make()
+    tokens = torch.arange(hmm.vocab_size)[:, None]
+    want = hmm.dense().next_token(tokens)
+    for cells in (0, 2**25):
+        monkeypatch.setattr(word_products, "_KEPT_CELLS", cells)
+        for _ in range(2):
+            torch.testing.assert_close(hmm.next_token(tokens), want, atol=1e-5, rtol=1e-5)
+    assert len(hmm._word_products._kept) > 1

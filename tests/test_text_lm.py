@@ -20,6 +20,7 @@ from hmmlm.data.tokenizers import HuggingFaceTokenizer
 from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel
+from hmmlm.text import generation
 from hmmlm.text.control import load_control, save_control
 from hmmlm.text.generation import SamplingOptions, invert, sample_continuations
 from hmmlm.text.lm import LanguageModel, load
@@ -307,10 +308,22 @@ def expected_continuations(
 @pytest.mark.parametrize("kind", ["dense", "blocked"])
 @pytest.mark.parametrize(
     "how",
-    [{}, {"temperature": 0.6}, {"temperature": 1.7}, {"top_k": 3}, {"top_k": 2, "temperature": 2.0}, {"excluded": 0}],
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 0.6, "proposals": 8},
+        {"temperature": 0.7, "proposals": 2, "excluded": 0},
+        {"temperature": 1.7},
+        {"top_k": 3},
+        {"top_k": 2, "temperature": 2.0},
+        {"excluded": 0},
+    ],
 )
-def test_batched_samples_follow_the_exact_probabilities(kind: str, how: dict) -> None:
+def test_batched_samples_follow_the_exact_probabilities(kind: str, how: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     hmm: HiddenMarkovModel = random_hmm(seed=3) if kind == "dense" else blocked_hmm()
+    if "proposals" in how:  # as for models of many states; some rows run out of proposals
+        monkeypatch.setattr(generation, "_PROPOSED_STATES", 0)
+        monkeypatch.setattr(generation, "_PROPOSALS", how["proposals"])
     excluded = how.get("excluded")
     options = SamplingOptions(2, how.get("temperature", 1.0), how.get("top_k"), seed=0, num=8000)
     expected = expected_continuations(hmm, [2, 3], 2, options, excluded)
@@ -321,12 +334,46 @@ def test_batched_samples_follow_the_exact_probabilities(kind: str, how: dict) ->
         assert abs(counts[tokens] / options.num - p) < 5 * math.sqrt(p / options.num) + 1e-3, tokens
 
 
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.7}, {"excluded": 0}])
+def test_samples_restart_where_chunks_do(how: dict) -> None:
+    hmm, options = random_hmm(seed=3), SamplingOptions(2, how.get("temperature", 1.0), seed=0, num=8000)
+    first = expected_continuations(hmm, [2, 3], 1, options, how.get("excluded"))
+    second = hmm.emit(hmm.begin()).exp().double()
+    if "excluded" in how:
+        second[0] = 0
+    second = second ** (1 / options.temperature)
+    second /= second.sum()
+    sampled = sample_continuations(hmm, [2, 3], 1, options, how.get("excluded"), chunk=3)
+    counts = Counter(tokens[1] if len(tokens) == 2 else 1 for tokens in sampled if tokens)
+    assert sum(not tokens for tokens in sampled) / options.num == pytest.approx(first[()], abs=0.03)
+    for token, p in enumerate(second.tolist()):
+        assert abs(counts[token] / sum(counts.values()) - p) < 5 * math.sqrt(p / options.num) + 1e-3, token
+
+
+def test_the_next_token_is_that_of_scores_in_chunks() -> None:
+    chunked = LanguageModel(
+        random_hmm(seed=3), WordTokenizer(WORDS), {"batches": {"kind": "chunks", "batch_size": 1, "length": 3}}
+    )
+    for text in ("the cat", "the cat sat", "the cat sat ran", "the cat\nsat ran the"):
+        for word, p in chunked.next_token(text, top=3):
+            if word not in ("<eos>", "<unk>"):
+                position = len(text.split()) + text.count("\n")
+                assert chunked.token_scores([f"{text} {word}"])[0][position] == (
+                    word,
+                    pytest.approx(math.log(p), abs=1e-4),
+                )
+
+
 def test_samples_of_a_batch_are_those_of_single_calls(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     for how in ({}, {"temperature": 0.7}, {"unknown": False}, {"must": ["cat"], "never": ["dog"]}):
         alone = [lm.generate("the", max_new_tokens=12, seed=7 + i, **how) for i in range(9)]
         assert lm.generate("the", max_new_tokens=12, seed=7, num=9, **how) == alone
         assert len(set(alone)) > 3
-    monkeypatch.setattr("hmmlm.text.generation._CELLS", 2 * len(WORDS))  # two samples at a time
+    monkeypatch.setattr(generation, "_PROPOSED_STATES", 0)
+    assert lm.generate("the", max_new_tokens=12, seed=7, num=9, temperature=0.7) == [
+        lm.generate("the", max_new_tokens=12, seed=7 + i, temperature=0.7) for i in range(9)
+    ]
+    monkeypatch.setattr(generation, "_CELLS", 2 * len(WORDS))  # two samples at a time
     assert lm.generate("the", max_new_tokens=12, seed=7, num=9) == [
         lm.generate("the", max_new_tokens=12, seed=7 + i) for i in range(9)
     ]

@@ -22,6 +22,7 @@ from hmmlm.hmm.dense import HMM, log_group_sums
 from hmmlm.hmm.logmatrix import LogMatrix, LogTiles, least_sum
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
 from hmmlm.hmm.queries import HiddenMarkovModel, Lattice
+from hmmlm.hmm.word_products import WordProducts
 from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
 from hmmlm.ops.common import NEG_INF, exp, logsumexp
 
@@ -412,7 +413,7 @@ class BlockedHMM(HiddenMarkovModel):
         return factors.u[states] @ factors.w.t() - factors.log_normalizer[states][:, None]
 
     @cached_property
-    def _words_of_block(self) -> Tensor:
+    def words_of_block(self) -> Tensor:
         """Return the words of each block [M, W]; −1 beyond their number."""
         block = self.factors.block_of_word
         order, counts = block.argsort(stable=True), block.bincount(minlength=self.blocks)
@@ -420,7 +421,7 @@ class BlockedHMM(HiddenMarkovModel):
 
     def emissions_from(self, states: Tensor) -> tuple[Tensor, Tensor]:
         k = self.states_per_block
-        words = self._words_of_block[states // k]
+        words = self.words_of_block[states // k]
         log_probs = self.factors.log_emission[words.clamp(min=0), (states % k)[:, None]]
         return words, log_probs.masked_fill(words < 0, NEG_INF)
 
@@ -450,6 +451,22 @@ class BlockedHMM(HiddenMarkovModel):
             result[rows, columns] = torch.logsumexp(exact, 1)
             emitted.append(result)
         return torch.cat(emitted).view(*log_states.shape[:-1], -1)
+
+    @cached_property
+    def _word_products(self) -> WordProducts:
+        return WordProducts(self)
+
+    @torch.no_grad()
+    def predict(self, log_probs: Tensor, source: Support) -> Tensor:
+        """See `HiddenMarkovModel.predict`; rows of one block share a matrix, which is kept for later calls."""
+        if source is None or source.wide:
+            return super().predict(log_probs, source)
+        blocks, group = source.blocks.unique(return_inverse=True)
+        result = torch.empty(len(log_probs), self.vocab_size, dtype=self.dtype, device=self.device)
+        for i, block in enumerate(blocks.tolist()):
+            rows = group == i
+            result[rows] = self._word_products.product(log_probs[rows], block)
+        return result
 
     @torch.no_grad()
     def group_emission(self, group_of_word: Tensor, groups: int) -> Tensor:

@@ -336,7 +336,7 @@ class HiddenMarkovModel(Primitives):
         result = torch.empty(len(lattice.batch.tokens), self.vocab_size, dtype=self.dtype, device=self.device)
         for t, ending in _endings(lattice.batch):
             source = _rows(lattice.supports[t], ending)
-            result[ending] = model.emit(model.pull(lattice.log_filtered[t][ending], source, None))
+            result[ending] = model.predict(lattice.log_filtered[t][ending], source)
         return lattice.batch.unsort(result)
 
     @torch.no_grad()
@@ -429,6 +429,10 @@ class HiddenMarkovModel(Primitives):
         log_likelihood = (entered + emitted.masked_fill(tokens < 0, 0.0)).masked_fill(~known, 0.0).sum(1)
         last = torch.full_like(to[:, :1], to.shape[1] - 1) if lengths is None else lengths[:, None] - 1
         return Scan(log_likelihood, self.carry_at(to.gather(1, last)[:, 0]))
+
+    def predict(self, log_probs: Tensor, source: Support) -> Tensor:
+        """Compute log p(next token = v) [n, V] for distributions log_probs [n, K] over the present states."""
+        return self.emit(self.pull(log_probs, source, None))
 
     # --- one token at a time: log-distributions over the state of the next token ---
 

@@ -2,14 +2,19 @@
 
 Without temperature, top-k or an excluded token, a continuation is drawn as the model defines it: a state, its token,
 the next state. This is a sample of the predictive distributions too, at the cost of one row of the transition matrix
-and one of the emission matrix per token. Otherwise each token is drawn from its predictive distribution, which takes a
-product with both matrices.
+and one of the emission matrix per token.
+
+With an excluded token, or, for many states, a temperature from 0.5 to 1, tokens are proposed in this way, each from a
+new state of the filter, and accepted with probability p(token)^(1/temperature − 1) (not if excluded). Accepted tokens
+are exact samples: their probability is proportional to p(token)^(1/temperature). The probability of one token takes a sum
+over the states that can emit it. Otherwise each token is drawn from its predictive distribution, which takes sums over
+all states.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 
@@ -20,10 +25,15 @@ from hmmlm.errors import InputError
 from hmmlm.hmm import HiddenMarkovModel
 from hmmlm.hmm.checks import check_count
 from hmmlm.hmm.constraints import Guide, Position
+from hmmlm.hmm.reader import Reader, read_context
 from hmmlm.ops.common import NEG_INF
 
 _CELLS = 2**22  # largest table of probabilities: samples × words or states
-_STEPS = 32  # tokens for which random numbers are drawn at once
+_STEPS = 32  # draws for which random numbers are made at once
+_NUMBERS = 4  # random numbers of a draw: the state before, the state, its token, whether it is accepted
+_PROPOSED = 0.5  # lowest temperature at which tokens are proposed: below, nearly all would be rejected
+_PROPOSED_STATES = 4096  # fewest states at which they are: with fewer, the predictive distribution is cheaper
+_PROPOSALS = 128  # of a token at most; then it is drawn from its predictive distribution
 _CHUNK = 256  # probabilities of a row that are first summed
 
 
@@ -86,49 +96,128 @@ def _find(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def sample_continuations(
-    hmm: HiddenMarkovModel, context: Sequence[int], end: int, options: SamplingOptions, excluded: int | None
+    hmm: HiddenMarkovModel,
+    context: Sequence[int],
+    end: int,
+    options: SamplingOptions,
+    excluded: int | None,
+    chunk: int | None = None,
 ) -> list[list[int]]:
-    """Sample tokens after `context` until `end`, which is not returned; each given that it is not `excluded`."""
-    model, log_state = hmm.detach(), hmm.begin()
-    for token in context:
-        log_state = hmm.advance(log_state, token)
-    top_k = hmm.vocab_size if options.top_k is None else options.top_k
-    ancestral = options.temperature == 1 and top_k >= hmm.vocab_size and excluded is None
+    """Sample tokens after `context` until `end`, which is not returned; each given that it is not `excluded`.
+
+    Args:
+        chunk: the chain restarts after every `chunk` tokens, those of the context counted.
+    """
+    model = hmm.detach()
+    before = read_context(model, context)
     size = max(1, _CELLS // max(hmm.states, hmm.vocab_size))
     sampled: list[list[int]] = []
     for first in range(0, options.num, size):
         rows = _Rows(options, range(first, min(first + size, options.num)), end, hmm.device)
-        if ancestral:
-            _sample_states(model, log_state, rows)
-        else:
-            _sample_predictive(model, log_state, rows, excluded)
+        sampler = _Sampler(model, rows, excluded)
+        sampler.run(before, len(context), chunk)
         sampled += rows.tokens
     return sampled
 
 
-def _sample_states(hmm: HiddenMarkovModel, log_state: Tensor, rows: _Rows) -> None:
-    """Draw a state, its token, the next state, …, from log p(state) [Z]."""
-    log_states = log_state.expand(len(rows.index), -1)
-    for uniform in rows.steps():
-        states = invert(log_states, uniform[:, 0])
-        words, log_probs = hmm.emissions_from(states)
-        going = rows.add(words.gather(1, invert(log_probs, uniform[:, 1])[:, None])[:, 0])
-        log_states = hmm.transitions_from(states[going])
+class _Sampler:
+    """Draws a token for each row at every step, in one of three ways."""
 
+    def __init__(self, hmm: HiddenMarkovModel, rows: _Rows, excluded: int | None) -> None:
+        options = rows.options
+        self.hmm, self.rows, self.options, self.excluded = hmm, rows, options, excluded
+        whole = options.top_k is None or options.top_k >= hmm.vocab_size
+        self.ancestral = whole and options.temperature == 1 and excluded is None
+        lowest = _PROPOSED if hmm.states >= _PROPOSED_STATES else 1.0
+        self.proposing = whole and lowest <= options.temperature <= 1
 
-def _sample_predictive(hmm: HiddenMarkovModel, log_state: Tensor, rows: _Rows, excluded: int | None) -> None:
-    """Draw each token from its predictive distribution, from log p(state) [Z]."""
-    log_states = log_state.repeat(len(rows.index), 1)
-    for uniform in rows.steps():
-        log_probs = hmm.emit(log_states)
-        if excluded is not None:
-            log_probs[:, excluded] = NEG_INF
+    def run(self, before: Reader | None, read: int, chunk: int | None) -> None:
+        """Sample until all rows have ended, after the sequence `before` of `read` tokens."""
+        reader = None if before is None else before.rows(torch.zeros_like(self.rows.index))
+        states: Tensor | None = None  # of the ancestral rows, once they have drawn any
+        for step in range(self.options.max_new_tokens):
+            if not len(self.rows.index):
+                return
+            if chunk is not None and (read + step) % chunk == 0:
+                reader = states = None
+            if self.ancestral:
+                tokens, states = self.draw_state(reader, states)
+            elif reader is None:
+                tokens, reader = self.draw_first()
+            else:
+                tokens, reader = self.propose(reader) if self.proposing else self.draw(reader)
+            going = self.rows.add(tokens)
+            reader = reader if reader is None or states is not None else reader.rows(going)
+            states = None if states is None else states[going]
+
+    def draw_state(self, reader: Reader | None, states: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Draw the next state of each row and its token, from the state before, the filter or the start."""
+        uniform = self.rows.draw()
+        if states is None and reader is not None:
+            states = reader.states(invert(reader.log_filtered, uniform[:, 0]))
+        if states is None:
+            log_states = self.hmm.log_start_scores().expand(len(uniform), -1)
+        else:
+            log_states = self.hmm.transitions_from(states)
+        states = invert(log_states, uniform[:, 1])
+        return self.draw_token(states, uniform[:, 2]), states
+
+    def draw_token(self, states: Tensor, uniform: Tensor) -> Tensor:
+        words, log_probs = self.hmm.emissions_from(states)
+        return words.gather(1, invert(log_probs, uniform)[:, None])[:, 0]
+
+    def draw_first(self) -> tuple[Tensor, Reader]:
+        """Draw first tokens: all rows have the same distribution."""
+        tokens = self.choose(self.hmm.emit(self.hmm.begin()).expand(len(self.rows.index), -1), self.rows.draw())
+        return tokens, Reader.start(self.hmm, tokens)[1]
+
+    def draw(self, reader: Reader) -> tuple[Tensor, Reader]:
+        """Draw the next tokens from their predictive distributions."""
+        tokens = self.choose(reader.next_tokens(), self.rows.draw())
+        return tokens, reader.read(tokens)[1]
+
+    def choose(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
+        if self.excluded is not None:
+            log_probs = log_probs.index_fill(1, torch.tensor([self.excluded], device=log_probs.device), NEG_INF)
             if bool((log_probs.amax(1) == NEG_INF).any()):
                 raise InputError("only <unk> can follow here: allow unknown words")
-        tokens = rows.options.choose(log_probs, uniform[:, 1])
-        going = rows.add(tokens)
-        if bool(going.any()):
-            log_states = hmm.advance(log_states[going], tokens[going])
+        return self.options.choose(log_probs, uniform[:, 2])
+
+    def propose(self, reader: Reader) -> tuple[Tensor, Reader]:
+        """Draw the next tokens by proposals, and from their predictive distributions after too many of them."""
+        tokens, log_filtered = torch.empty_like(reader.tokens), torch.empty_like(reader.log_filtered)
+        waiting = torch.arange(len(tokens), device=tokens.device)  # rows without a token
+        for _ in range(_PROPOSALS):
+            if not len(waiting):
+                break
+            accepted, proposed, after = self.propose_once(reader.rows(waiting), self.rows.draw(waiting))
+            tokens[waiting[accepted]] = proposed
+            log_filtered[waiting[accepted]] = after
+            waiting = waiting[~accepted]
+        if len(waiting):
+            rest = reader.rows(waiting)
+            tokens[waiting] = self.choose(rest.next_tokens(), self.rows.draw(waiting))
+            log_filtered[waiting] = rest.read(tokens[waiting])[1].log_filtered
+        return tokens, Reader(self.hmm, tokens, log_filtered)
+
+    def propose_once(self, reader: Reader, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Propose a token for each row; return which are accepted [n], their tokens [m] and filters [m, K]."""
+        # A new state of the filter: proposals from one state would be accepted more often than from another.
+        states = reader.states(invert(reader.log_filtered, uniform[:, 0]))
+        tokens = self.draw_token(invert(self.hmm.transitions_from(states), uniform[:, 1]), uniform[:, 2])
+        power, log_uniform = 1 / self.options.temperature - 1, uniform[:, 3].log()
+        # p(token) is at most its largest probability in any state: most rejections follow from that.
+        largest = self.hmm.observe(tokens, False)[1].amax(1)
+        accepted = log_uniform <= power * largest
+        if self.excluded is not None:
+            accepted &= tokens != self.excluded
+        candidates = accepted.nonzero().flatten()
+        if not len(candidates):
+            return accepted, tokens[:0], reader.log_filtered[:0]
+        log_prob, after = reader.rows(candidates).read(tokens[candidates])
+        likely = log_uniform[candidates] <= power * log_prob
+        accepted[candidates] = likely
+        return accepted, tokens[accepted], after.log_filtered[likely]
 
 
 class _Rows:
@@ -145,21 +234,19 @@ class _Rows:
             self._generators.append(generator)
         self.tokens: list[list[int]] = [[] for _ in samples]
         self.index = torch.arange(len(samples), device=device)
+        self._numbers = torch.zeros(len(samples), _STEPS, _NUMBERS, dtype=torch.float64)
+        self._used = torch.full((len(samples),), _STEPS)  # of the numbers of each sample
 
-    def steps(self) -> Iterator[Tensor]:
-        """Yield random numbers [n, 2] in [0, 1) for each step, of the samples that have not ended, while there are any.
-
-        They are drawn for several steps at once, always as many, so that they do not depend on max_new_tokens.
-        """
-        drawn = torch.zeros(len(self.tokens), _STEPS, 2, dtype=torch.float64)
-        for step in range(self.options.max_new_tokens):
-            if not len(self.index):
-                return
-            if step % _STEPS == 0:
-                for row in self.index.tolist():
-                    drawn[row] = torch.rand(_STEPS, 2, dtype=torch.float64, generator=self._generators[row])
-                here = drawn.to(self.index.device)
-            yield here[self.index, step % _STEPS]
+    def draw(self, rows: Tensor | None = None) -> Tensor:
+        """Return random numbers [n, 4] in [0, 1) for the samples that have not ended, or some rows of them."""
+        samples = (self.index if rows is None else self.index[rows]).cpu()
+        for sample in samples[self._used[samples] == _STEPS].tolist():
+            generator = self._generators[sample]
+            self._numbers[sample] = torch.rand(_STEPS, _NUMBERS, dtype=torch.float64, generator=generator)
+            self._used[sample] = 0
+        numbers = self._numbers[samples, self._used[samples]]
+        self._used[samples] += 1
+        return numbers.to(self.index.device)
 
     def add(self, tokens: Tensor) -> Tensor:
         """Add the next token of each sample that has not ended; return which of them continue, as a mask."""
@@ -174,8 +261,10 @@ class _Rows:
 def sample_accepted(guide: Guide, position: Position, end: int, options: SamplingOptions) -> list[list[int]]:
     """Sample tokens until `end`, which is not returned, given that the guide's automaton accepts them."""
     rows, positions = _Rows(options, range(options.num), end, guide.hmm.device), [position] * options.num
-    for uniform in rows.steps():
-        tokens = options.choose(guide.next_tokens(positions), uniform[:, 1])
+    for _ in range(options.max_new_tokens):
+        if not positions:
+            break
+        tokens = options.choose(guide.next_tokens(positions), rows.draw()[:, 2])
         going = rows.add(tokens).tolist()
         pairs = zip(positions, tokens.tolist(), going, strict=True)
         positions = [guide.advance(before, token) for before, token, on in pairs if on]

@@ -91,6 +91,13 @@ class LanguageModel:
         batches = self.config.get("batches", {})
         return batches.get("kind") == "stream" and bool(batches.get("eval_reset_at_eos"))
 
+    @property
+    def chunk(self) -> int | None:
+        """The number of tokens after which the chain restarts; None: only `restarts` decides."""
+        batches = self.config.get("batches", {})
+        length = batches.get("length") if batches.get("kind") == "chunks" else None
+        return None if length is None else int(length)
+
     # --- text ---
 
     def encode(self, text: str) -> list[int]:
@@ -103,10 +110,8 @@ class LanguageModel:
 
         The chain starts from the start distribution in each.
         """
-        batches = self.config.get("batches", {})
-        if batches.get("kind") == "chunks":
-            size = int(batches.get("length", len(tokens)))
-            return [list(tokens[i : i + size]) for i in range(0, len(tokens), size)]
+        if self.chunk is not None:
+            return [list(tokens[i : i + self.chunk]) for i in range(0, len(tokens), self.chunk)]
         if not self.restarts:
             return [list(tokens)]
         *lines, rest = split_at(tokens, self._eos)
@@ -236,10 +241,9 @@ class LanguageModel:
         """
         check_count("top", top, 1)
         given = self._encode_prompt(text)
-        log_state = self.hmm.begin()
-        for token in self._context(given):
-            log_state = self.hmm.advance(log_state, token)
-        return self._most_likely(self.hmm.emit(log_state).exp(), top, bool(given) and given[-1] != self._eos)
+        context = self._context(given)
+        log_probs = self.hmm.next_token([context])[0] if context else self.hmm.emit(self.hmm.begin())
+        return self._most_likely(log_probs.exp(), top, bool(given) and given[-1] != self._eos)
 
     def embeddings(self) -> Tensor:
         """Compute p(state | word) [V, Z] for a word somewhere in a long text; zero for a word of probability zero."""
@@ -324,7 +328,7 @@ class LanguageModel:
             added = sample_accepted(guide, position, self._eos, options)
         else:
             excluded = None if unknown else self.tokenizer.unk_id
-            added = sample_continuations(self.hmm, self._context(given), self._eos, options, excluded)
+            added = sample_continuations(self.hmm, self._context(given), self._eos, options, excluded, self.chunk)
         # The prompt is returned as it was written, though its unknown words were read as <unk>.
         known = len(self.tokenizer.decode(given))
         ends = [self.tokenizer.decode([*given, *tokens])[known:] for tokens in added]
@@ -385,6 +389,7 @@ class LanguageModel:
     def _context(self, given: list[int]) -> list[int]:
         """Return the tokens of a prompt that its continuation depends on."""
         context = split_at(given, self._eos)[-1] if self.restarts else given
+        context = context if self.chunk is None else context[len(context) // self.chunk * self.chunk :]
         if context and not bool(self.hmm.log_likelihood([context]).isfinite()):
             raise InputError("the prompt has probability zero under the model, so nothing can follow it")
         return context
