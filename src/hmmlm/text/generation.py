@@ -6,9 +6,9 @@ and one of the emission matrix per token.
 
 With an excluded token, or, for many states, a temperature from 0.5 to 1, tokens are proposed in this way, each from a
 new state of the filter, and accepted with probability p(token)^(1/temperature − 1) (not if excluded). Accepted tokens
-are exact samples: their probability is proportional to p(token)^(1/temperature). The probability of one token takes a sum
-over the states that can emit it. Otherwise each token is drawn from its predictive distribution, which takes sums over
-all states.
+are exact samples: their probability is proportional to p(token)^(1/temperature). The probability of one token takes a
+sum over the states that can emit it. Otherwise each token is drawn from its predictive distribution, which takes sums
+over all states.
 """
 
 from __future__ import annotations
