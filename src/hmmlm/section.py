@@ -23,6 +23,8 @@ Width = Annotated[int, Field(gt=0, le=2**16)]
 """Width of a network: a single square layer of the largest takes 64 GB to train."""
 Layers = Annotated[int, Field(gt=0, le=1_000)]
 """Layers of a network."""
+Negatives = Annotated[int, Field(ge=0, le=MAX_VOCABULARY)]
+"""Words that represent others in a softmax; 0: no such words, the softmax is exact."""
 Passes = Annotated[int, Field(ge=0, le=1_000)]
 """Passes over words or embeddings that end early if nothing changes."""
 Pseudocount = Annotated[float, Field(ge=0, le=1e6)]

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from hmmlm.data.modelfolder import CONFIG, MODEL, load_model, load_network, save_model
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
-from hmmlm.section import Fraction, Layers, ModelSize, Section, Width
+from hmmlm.ops.target_log_probs import target_log_probs
+from hmmlm.section import Fraction, Layers, ModelSize, Negatives, Section, Width
 
 Hidden = tuple[Tensor, ...]
 FORMAT = "hmmlm baseline"
@@ -34,6 +35,9 @@ class BaselineModelConfig(Section, ABC):
     """Layers between word embeddings and the prediction."""
     dropout: Fraction = 0.3
     """Dropout of word embeddings and of each layer's output."""
+    negatives: Negatives = 1_024
+    """On a CPU, random words per training step that represent all words outside the batch; 0: use the whole
+    vocabulary. Validation and results always do."""
 
     def size(self, words: int) -> ModelSize:
         """Return a lower bound of what training holds (see `ModelConfig.size`)."""
@@ -105,29 +109,34 @@ class NeuralBaseline(nn.Module, ABC):
 
         If `hidden` has more rows than the tokens, its first rows are used.
         """
-        logits, after = self.predict(tokens, hidden)
-        losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), ignore_index=-1, reduction="none")
-        return -losses.view_as(tokens), after
+        features, after = self.read(tokens, hidden)
+        negatives = self.config.negatives if self.training else 0
+        flat = self.outputs(features).flatten(0, 1)
+        return target_log_probs(flat, self.embedding.weight, tokens.flatten(), negatives).view_as(tokens), after
 
     def draw(
         self, tokens: Tensor, hidden: Hidden | None, count: int, generator: torch.Generator
     ) -> tuple[Tensor, Hidden]:
         """Draw `count` words [B, T, count] in place of each of tokens [B, T], given those before it; see `score`."""
-        logits, after = self.predict(tokens, hidden)
-        words = logits.flatten(0, 1).softmax(1).multinomial(count, replacement=True, generator=generator)
+        features, after = self.read(tokens, hidden)
+        words = self.logits(features).flatten(0, 1).softmax(1).multinomial(count, replacement=True, generator=generator)
         return words.view(*tokens.shape, count), after
 
-    def predict(self, tokens: Tensor, hidden: Hidden | None) -> tuple[Tensor, Hidden]:
-        """Return the logits [B, T, W] of each of tokens [B, T] given those before it, and `hidden` after them."""
+    def read(self, tokens: Tensor, hidden: Hidden | None) -> tuple[Tensor, Hidden]:
+        """Return the features [B, T, h] of what precedes each of tokens [B, T], and `hidden` after them."""
         rows = tokens.shape[0]
         hidden = self.start(rows) if hidden is None else tuple(part[:rows] for part in hidden)
         features, after = self.features(tokens.clamp(min=0), hidden)
-        return self.logits(features), tuple(part.detach() for part in after)
+        return features, tuple(part.detach() for part in after)
+
+    def outputs(self, features: Tensor) -> Tensor:
+        """Return what is multiplied with the words [..., h] by features [..., h]."""
+        return self.drop(features)
 
     def logits(self, features: Tensor) -> Tensor:
         """Return the logits of every word [..., V] by features [..., h]."""
         weight = self.embedding.weight
-        return F.linear(self.drop(features), weight).to(weight.dtype)  # bfloat16 in mixed precision
+        return F.linear(self.outputs(features), weight).to(weight.dtype)  # bfloat16 in mixed precision
 
     def next_token(self, hidden: Hidden) -> Tensor:
         """Return log p(next word) [B, V] after `hidden`."""
@@ -242,9 +251,8 @@ class AwdLstm(NeuralBaseline):
             after += [end[0] for end in ends]
         return self.output(self._drop_locked(x, self.config.dropout)), tuple(after)
 
-    def logits(self, features: Tensor) -> Tensor:
-        weight = self.embedding.weight
-        return F.linear(features, weight).to(weight.dtype)
+    def outputs(self, features: Tensor) -> Tensor:
+        return features  # dropped already
 
     def _drop_locked(self, x: Tensor, fraction: float) -> Tensor:
         """Apply dropout to x [B, T, h] with one mask for all T."""

@@ -15,7 +15,7 @@ class TeacherConfig(TrainingConfig):
 
     command: ClassVar[str] = "teacher"
     model: GPTConfig = GPTConfig()
-    batches: ChunkConfig = ChunkConfig(batch_size=64, length=64)
+    batches: ChunkConfig = ChunkConfig(batch_size=32, length=64)
     """Chunks, each read after an <eos>; their length is the longest context of the teacher."""
     optimizer: AdamWConfig = AdamWConfig(rate=1e-3, weight_decay=0.1)
 

@@ -19,7 +19,8 @@ from hmmlm.data.files import parse_json
 from hmmlm.data.modelfolder import CONFIG, MODEL, load_model, load_network, require_size, save_model
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
-from hmmlm.section import Layers, ModelSize, Section, Width
+from hmmlm.ops.target_log_probs import target_log_probs
+from hmmlm.section import Layers, ModelSize, Negatives, Section, Width
 from hmmlm.teachers.checks import check_vocabulary, layer_index
 from hmmlm.teachers.tokenizers import TeacherTokenizer, gpt_tokenizer
 
@@ -30,17 +31,24 @@ ROPE_BASE = 10_000.0
 class GPTConfig(Section):
     """A small decoder-only transformer."""
 
-    hidden: Width = 256
+    hidden: Width = 128
     """Width."""
-    layers: Layers = 4
+    layers: Layers = 3
     """Blocks of attention and an MLP."""
     heads: Annotated[int, Field(gt=0, le=1_024)] = 4
     """Attention heads per block."""
+    negatives: Negatives = 1_024
+    """On a CPU, random words per training step that represent all words outside the batch; 0: use the whole
+    vocabulary. Validation always does."""
 
     @model_validator(mode="after")
     def _heads_fit(self) -> GPTConfig:
-        GPTShape(vocab_size=1, context=1, **self.model_dump())
+        self.shape(1, 1)
         return self
+
+    def shape(self, words: int, context: int) -> GPTShape:
+        """Return the sizes of the network."""
+        return GPTShape(words, self.hidden, self.layers, self.heads, context)
 
     def size(self, words: int) -> ModelSize:
         """Return a lower bound of what training holds (see `ModelConfig.size`)."""
@@ -48,8 +56,7 @@ class GPTConfig(Section):
 
     def build(self, vocabulary: Tokenizer, length: int, generator: torch.Generator | None) -> GPT:
         """Create the network; `length` is its longest context."""
-        shape = GPTShape(vocab_size=vocabulary.vocab_size, context=length, **self.model_dump())
-        return GPT(shape, vocabulary.eos_id, generator)
+        return GPT(self.shape(vocabulary.vocab_size, length), vocabulary.eos_id, generator, self.negatives)
 
 
 @dataclass(frozen=True)
@@ -76,9 +83,11 @@ class GPTShape:
 class GPT(nn.Module):
     """A decoder-only language model."""
 
-    def __init__(self, shape: GPTShape, eos_id: int, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self, shape: GPTShape, eos_id: int, generator: torch.Generator | None = None, negatives: int = 0
+    ) -> None:
         super().__init__()
-        self.shape, self.eos_id = shape, eos_id
+        self.shape, self.eos_id, self.negatives = shape, eos_id, negatives
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden)
         self.blocks = nn.ModuleList(GPTBlock(shape.hidden, shape.heads) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden)
@@ -107,9 +116,10 @@ class GPT(nn.Module):
         """Compute the log-likelihood [B] in nats of tokens [B, T] read after an eos (−1 is padding), and no carry."""
         known = tokens.clamp(min=0)
         inputs = torch.cat([torch.full_like(known[:, :1], self.eos_id), known[:, :-1]], 1)
-        logits = F.linear(self.embed_tokens(inputs, len(self.blocks)), self.embedding.weight)
-        losses = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten(), ignore_index=-1, reduction="none")
-        return -losses.view_as(tokens).sum(1), None
+        features = self.embed_tokens(inputs, len(self.blocks)).flatten(0, 1)
+        negatives = self.negatives if self.training else 0
+        log_probs = target_log_probs(features, self.embedding.weight, tokens.flatten(), negatives)
+        return log_probs.view_as(tokens).sum(1), None
 
     def save(self, folder: Path, tokenizer: Tokenizer) -> None:
         """Write weights, sizes and tokenizer into a folder, which `open_teacher` reads."""
