@@ -132,7 +132,13 @@ LARGEST = Study(
         _row("2^18 states, half of them kept, a third of an epoch", "ptb-vl-hmm-18", **HALF_KEPT),
     ),
 )
-LSTM: dict[str, Any] = {"data": "ptb", "tokenizer__split": "whitespace", "model__kind": "lstm", "model__negatives": 0, "train__epochs": 4}
+LSTM: dict[str, Any] = {
+    "data": "ptb",
+    "tokenizer__split": "whitespace",
+    "model__kind": "lstm",
+    "model__negatives": 0,
+    "train__epochs": 4,
+}
 CPU = Study(
     name="chiu2020-cpu",
     title="The very large HMM without a GPU",

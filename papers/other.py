@@ -26,7 +26,7 @@ CPU_DEFAULT = Study(
     made_by="hmmlm train, with the commands in the records",
     headers={
         "ngram_test_perplexity": "5-gram, test",
-        "mixture_valid_perplexity": "interpolated with the 5-gram, valid",
-        "mixture_test_perplexity": "interpolated with the 5-gram, test",
+        "mixture_valid_perplexity": "HMM + 5-gram, valid",
+        "mixture_test_perplexity": "HMM + 5-gram, test",
     },
 )

@@ -21,6 +21,7 @@ from hmmlm.config.training import read_config
 from hmmlm.data.corpora import Documents
 from hmmlm.learning import prepare
 from hmmlm.learning.prepare import reopen
+from hmmlm.report import results as results_module
 from hmmlm.teachers.huggingface import INSTALL
 from hmmlm.text.lm import load
 
@@ -100,8 +101,8 @@ def test_training_prints_the_share_of_unknown_words_and_the_report_has_all_figur
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["model"]["test"]["unknown_share"] > 0.3
     perplexities = {name: scores["valid"]["perplexity"] for name, scores in results.items()}
-    assert perplexities["mixture with the 5-gram"] <= 1.001 * min(perplexities["model"], perplexities["5-gram"])
-    assert 0 <= results["mixture with the 5-gram"]["weight of the model"] <= 1
+    assert perplexities["HMM + 5-gram"] <= 1.001 * min(perplexities["model"], perplexities["5-gram"])
+    assert 0 <= results["HMM + 5-gram"]["hmm_weight"] <= 1
     page = (tmp_path / "run" / "report.html").read_text()
     for scores in results.values():
         assert f"{scores['test']['perplexity_without_unknown']:,.1f}" in page
@@ -214,15 +215,38 @@ def test_compare_without_data_uses_the_test_text_of_the_first_run(capsys: pytest
     assert "do not have the vocabulary" in failure(capsys, "compare", "runs/words", "latest", "--data", "runs/words")
 
 
+@pytest.mark.parametrize("data", [[], ["--data", "animals.txt"]])
+def test_compare_reads_a_text_as_eval_does(data: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Through a chain that continues, the context of a line includes the lines before it."""
+    (evaluated,) = json.loads(output(capsys, "eval", "runs/running", *data, "--json"))["results"].values()
+    compared = json.loads(output(capsys, "compare", "runs/running", "runs/running", *data, "--json"))["models"][0]
+    for name, value in evaluated.items():
+        assert compared[name] == pytest.approx(value, rel=1e-5), name
+
+
+def test_reports_and_ngrams_count_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(results_module, "BASELINE_TOKENS", 60)
+    argv = ["ngram", "runs/words", "--order", "5", "--json"]
+    capsys.readouterr()
+    assert main(argv) == 0
+    printed = capsys.readouterr()
+    assert "counted on the first 60 training tokens" in printed.err
+    report = results_module.evaluate_run(Path("runs/words")).baselines["5-gram"]["test"]
+    assert json.loads(printed.out)["results"]["test"]["perplexity"] == pytest.approx(report.perplexity)
+
+
 def test_runs_lists_results_and_latest_is_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = output(capsys, "runs").splitlines()
+    assert rows[0].split() == ["run", "data", "model", "valid", "test", "unknown", "progress"]
     assert [row.split()[0] for row in rows[1:]] == ["runs/words", "runs/running", "runs/subwords"]
     assert max(map(len, rows)) <= 80
     newest = json.loads(output(capsys, "runs", "--json"))[-1]
     test = json.loads(output(capsys, "eval", "latest", "--json"))["results"]["test"]
-    assert newest["test_perplexity"] == pytest.approx(test["perplexity"], rel=1e-6)
+    assert newest["test_perplexity"] == pytest.approx(test["perplexity"], rel=1e-5)
     assert newest["finished"] and newest["states"] == 4 and newest["data"] == "animals.txt"
     for argv in ("sample latest --num 1", "infill latest", "inspect latest"):
         output(capsys, *shlex.split(argv), *(["the ___"] if argv.startswith("infill") else []))

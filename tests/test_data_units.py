@@ -11,7 +11,9 @@ from hmmlm.cli.main import main
 from hmmlm.data.corpora import load_text
 from hmmlm.data.text import MAX_CHARACTERS, split_long
 from hmmlm.learning.prepare import reopen
+from hmmlm.text.lm import load
 
+RUNNING = ["--no-batches.reset-at-eos", "--no-batches.eval-reset-at-eos"]
 WRAPPED = "The first paragraph\nis wrapped.\n\nThe second one\n  too.\n\n\n\nAnother document\nis here.\n"
 
 
@@ -55,6 +57,32 @@ def test_training_on_paragraphs_holds_out_whole_ones(tmp_path: Path, capsys: pyt
     capsys.readouterr()
     assert main(["eval", str(tmp_path / "run"), "--data", str(tmp_path / "other.txt"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["results"]["other.txt"]["tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    ("unit", "batches"), [("line", []), ("line", RUNNING), ("paragraph", []), ("document", RUNNING)]
+)
+def test_python_reads_a_text_as_eval_does(
+    unit: str, batches: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The unit is that of the text which the token files were made from."""
+    gap = "\n\n" if unit == "document" else "\n"
+    (tmp_path / "prose.txt").write_text("".join(f"the cat {i}\nsees the dog\n{gap}" for i in range(60)))
+    tokens, run, other = tmp_path / "tokens", tmp_path / "run", tmp_path / "other.txt"
+    assert main(["data", str(tmp_path / "prose.txt"), "--out", str(tokens), "--text.unit", unit, "--quiet"]) == 0
+    argv = ["train", "--data", str(tokens), *SMALL, *batches, "--train.epochs", "1", "--quiet", "--out", str(run)]
+    assert main(argv) == 0
+    text = "\nthe cat\nsees the dog\n\n\nthe dog\n \n\nthe cat sees\n\n"
+    other.write_text(text)
+    capsys.readouterr()
+    assert main(["eval", str(run), "--data", str(other), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["results"]["other.txt"]
+    lm = load(run)
+    assert lm.config["text"]["unit"] == unit
+    assert len(lm.encode(text)) == result["tokens"] == 10 + (4 if unit == "line" else 3)
+    assert lm.perplexity([text]) == pytest.approx(result["perplexity"], rel=1e-4)
+    continued = lm.score(["sees the dog"], given="the cat\n\n")
+    assert continued == pytest.approx(lm.score(["the cat\n\nsees the dog"]) - lm.score(["the cat"]), rel=1e-4)
 
 
 def test_one_long_line_is_divided_into_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,7 @@ def read_arpa(path: Path, words: Sequence[str]) -> NgramModel:
     for k, (found, gram_log_probs, following) in enumerate(sections[1:], 2):
         tokens = found if eos is None else np.where(found == len(words), eos, found)
         model = NgramModel.from_orders(orders, len(words), eos)
-        contexts = model._gram_ids(tokens[:, :-1])
+        contexts = model.gram_ids(tokens[:, :-1])
         if (contexts < 0).any():
             gram = " ".join(words[i] for i in tokens[np.flatnonzero(contexts < 0)[0]])
             raise InputError(f"{path} has the {k}-gram {gram!r}, but not its context")

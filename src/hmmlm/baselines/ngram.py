@@ -75,10 +75,10 @@ class NgramModel:
         """Compute natural log p(last token | the others) [N] of k-grams [N, k], whose first token may be `eos`."""
         tokens = np.asarray(grams, dtype=np.int64)
         length = tokens.shape[1]
-        contexts = [self._gram_ids(tokens[:, length - k : length - 1]) for k in range(1, length + 1)]
+        contexts = [self.gram_ids(tokens[:, length - k : length - 1]) for k in range(1, length + 1)]
         return self._interpolate(contexts, tokens[:, -1])
 
-    def _gram_ids(self, grams: IntArray) -> IntArray:
+    def gram_ids(self, grams: IntArray) -> IntArray:
         """Return the id of each k-gram [N, k]; −1 if it is not known. The empty one has id 0."""
         ids = np.zeros(len(grams), np.int64) if grams.shape[1] == 0 else grams[:, 0]
         for k in range(1, grams.shape[1]):

@@ -44,7 +44,10 @@ def run(argv: list[str]) -> int:
 
     arguments = parse(BaselineArguments, argv, "baseline", OVERVIEW, defaults=BaselineConfig())
 
+    from hmmlm.cli.models import warn_unknown
     from hmmlm.data.files import read_json
+    from hmmlm.data.tokenfile import unknown_fraction
+    from hmmlm.learning.prepare import reopen
     from hmmlm.learning.train import PERPLEXITY, train_baseline
     from hmmlm.runs.progress import perplexity_text
 
@@ -54,5 +57,8 @@ def run(argv: list[str]) -> int:
     if not result.finished:
         return INTERRUPTED
     scores = {split: perplexity_text(value) for split, value in read_json(result.out / PERPLEXITY).items()}
-    print(f"perplexity: valid {scores['valid']}, test {scores['test']}")
+    data = reopen(result.out)
+    unknown = unknown_fraction(data.tokens["test"], data.tokenizer.unk_id, data.tokenizer.eos_id)
+    print(f"perplexity: valid {scores['valid']}, test {scores['test']} ({unknown:.1%} of the words are unknown)")
+    warn_unknown({"the test text": unknown}, config.data)
     return 0

@@ -124,23 +124,27 @@ def _read(arguments: CompareArguments, first: LanguageModel, second: LanguageMod
     """Read a text, and encode it for either model."""
     import numpy as np
 
+    from hmmlm.data.corpora import document_tokens
+
     documents = read_texts(first, arguments.data, arguments.data_folder, (arguments.split,))
-    texts = ["\n".join(document) for found in documents.values() for document in found]
-    sizes = np.array([len(text.encode()) + 1 for text in texts])
-    encoded = [[lm.encode(text) for text in texts] for lm in (first, second)]
+    texts = [document for found in documents.values() for document in found]
+    sizes = np.array([sum(len(line.encode()) + 1 for line in document) for document in texts])
+    encoded = [[document_tokens(document, lm.tokenizer) for document in texts] for lm in (first, second)]
     return Texts(encoded[0], encoded[1], "byte", sizes, int(sizes.sum()))
 
 
 def _score(lm: LanguageModel, texts: list[list[int]], text_bytes: int | None) -> Scored:
-    """Score every text on its own."""
+    """Score the texts one after the other, as `hmmlm eval` reads them."""
     import numpy as np
-    import torch
 
     from hmmlm.text.scoring import score_of
 
-    log_probs = lm.token_log_probs(texts)
-    total = score_of(lm.tokenizer, [token for text in texts for token in text], torch.cat(log_probs), text_bytes)
-    return Scored(np.array([float(values.sum()) for values in log_probs]), total)
+    tokens = [token for text in texts for token in text]
+    log_probs = lm.token_log_probs([tokens])[0]
+    each = log_probs.split([len(text) for text in texts])
+    return Scored(
+        np.array([float(values.sum()) for values in each]), score_of(lm.tokenizer, tokens, log_probs, text_bytes)
+    )
 
 
 def _print(result: dict[str, Any], unit: str) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hmmlm.text.scoring import TextScore
 
 MANY_UNKNOWN = 0.05
-"""Share of unknown words above which a perplexity says little about a text."""
+"""Share of unknown words above which the perplexity of a text is misleading."""
 
 
 class ModelArguments(Arguments):
@@ -56,8 +56,8 @@ def warn_unknown(shares: Mapping[str, float], data: str) -> None:
     for name, share in shares.items():
         if share > MANY_UNKNOWN and data not in NAMES:
             print(
-                f"hmmlm: warning: {share:.1%} of the words of {name} are unknown and count as <unk>, so its perplexity "
-                "says little: use subwords (hmmlm train --tokenizer.kind bpe) or a larger vocabulary",
+                f"hmmlm: warning: {share:.1%} of the words of {name} are unknown and count as <unk>, which makes its "
+                "perplexity too low: use subwords (hmmlm train --tokenizer.kind bpe) or a larger vocabulary",
                 file=sys.stderr,
             )
 

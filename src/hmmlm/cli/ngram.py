@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -50,12 +51,11 @@ def run(argv: list[str]) -> int:
     import numpy as np
 
     from hmmlm.baselines.arpa import arpa_words, read_arpa, write_arpa
-    from hmmlm.baselines.ngram import NgramModel
     from hmmlm.config.sections import StreamConfig
     from hmmlm.data.files import read_json
     from hmmlm.errors import InputError
     from hmmlm.learning.prepare import is_prepared, reopen, trained_batches
-    from hmmlm.report.results import score_split
+    from hmmlm.report.results import BASELINE_TOKENS, count_ngram, score_split
     from hmmlm.runs.folders import CONFIG
 
     folder = arguments.data
@@ -70,10 +70,9 @@ def run(argv: list[str]) -> int:
         if arguments.order not in (None, model.order):
             raise InputError(f"{arguments.arpa} has n-grams of up to {model.order} tokens: leave out --order")
     else:
-        eos = data.tokenizer.eos_id if restarts else None
-        model = NgramModel(
-            np.asarray(data.tokens["train"].tokens), data.tokenizer.vocab_size, arguments.order or ORDER, eos
-        )
+        model = count_ngram(data, arguments.order or ORDER, restarts)
+        if len(data.tokens["train"]) > BASELINE_TOKENS:
+            print(f"counted on the first {BASELINE_TOKENS:,} training tokens, as in reports", file=sys.stderr)
     if arguments.out is not None:
         write_arpa(arguments.out, model, words)
     splits = {split: np.asarray(data.tokens[split].tokens) for split in ("valid", "test")}

@@ -90,7 +90,7 @@ def _print_table(found: list[dict[str, Any]]) -> None:
         table.add_column(name, overflow="fold")
     for name in ("valid", "test", "unknown"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
+    table.add_column("progress", no_wrap=True)
     for run in found:
         perplexities = (
             "" if p is None else perplexity_text(p) for p in (run["valid_perplexity"], run["test_perplexity"])

@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
     # After parsing: mistakes in options are reported without importing torch.
     from hmmlm.learning.train import train
     from hmmlm.report.page import write_report
-    from hmmlm.report.results import evaluate_run
+    from hmmlm.report.results import MIXTURE, evaluate_run
     from hmmlm.runs.progress import perplexity_text
 
     name = arguments.recipe or Path(arguments.config or arguments.data).stem
@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
     score, baselines = results.scores["test"], results.baselines
     others = ", ".join(f"{name} {perplexity_text(scores['test'].perplexity)}" for name, scores in baselines.items())
     print(
-        f"test perplexity {perplexity_text(score.perplexity)} ({others}; interpolated with the 5-gram "
+        f"test perplexity {perplexity_text(score.perplexity)} ({others}; {MIXTURE} "
         f"{perplexity_text(results.mixture['test'].perplexity)}); {score.unknown_share:.1%} of the words are "
         f"unknown, perplexity without them {perplexity_text(score.known_perplexity)}"
     )

@@ -40,6 +40,7 @@ class Documents:
     source: str  # identifies the content: changes when the content changes
     read: Callable[[], Iterable[Document]]
     note: str = ""  # how the text was divided, if not as usual
+    unit: str = "line"  # what an example is
 
     def __iter__(self) -> Iterator[Document]:
         return iter(self.read())
@@ -80,7 +81,7 @@ def load_text(
 
 def file_documents(path: Path, unit: str = "line") -> Documents:
     """Return a whole text file as one split, with one document per unit."""
-    return Documents(f"{_file_source(path)} {unit}", partial(_units, path, unit))
+    return Documents(f"{_file_source(path)} {unit}", partial(_units, path, unit), unit=unit)
 
 
 def encode_documents(documents: Documents, tokenizer: Tokenizer, path: Path) -> TokenFile:
@@ -98,9 +99,16 @@ def encode_documents(documents: Documents, tokenizer: Tokenizer, path: Path) -> 
         nonlocal text_bytes
         for document in documents:
             text_bytes += sum(len(line.encode()) + 1 for line in document)
-            yield [i for line in document for i in (*tokenizer.encode(line), tokenizer.eos_id)]
+            yield document_tokens(document, tokenizer)
 
-    return write_tokens(path, encoded(), tokenizer.vocab_size, fingerprint, documents.source, lambda: text_bytes)
+    return write_tokens(
+        path, encoded(), tokenizer.vocab_size, fingerprint, documents.source, lambda: text_bytes, documents.unit
+    )
+
+
+def document_tokens(document: Document, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a document, with eos after every line."""
+    return [i for line in document for i in (*tokenizer.encode(line), tokenizer.eos_id)]
 
 
 def _paragraphs(lines: list[str]) -> Documents:
@@ -194,7 +202,7 @@ def _held_out_splits(
     def read(split: str) -> Iterator[Document]:
         return (document for i, document in enumerate(documents()) if assign(i, "\n".join(document)) == split)
 
-    return {split: Documents(f"{source} {unit} {split}", partial(read, split), note) for split in SPLITS}
+    return {split: Documents(f"{source} {unit} {split}", partial(read, split), note, unit) for split in SPLITS}
 
 
 _ADVICE = {

@@ -13,7 +13,7 @@ import select
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -82,10 +82,15 @@ def read_paragraphs(path: Path) -> Iterator[list[str]]:
 
     A blank line ends a paragraph, two or more end a document.
     """
+    return join_paragraphs(read_lines(path))
+
+
+def join_paragraphs(lines: Iterable[str]) -> Iterator[list[str]]:
+    """Yield documents of paragraphs from the stripped lines of a text; see `read_paragraphs`."""
     document: list[str] = []
     paragraph: list[str] = []
     blank = 0
-    for line in read_lines(path):
+    for line in lines:
         blank = 0 if line else blank + 1
         if line:
             paragraph.append(line)
@@ -98,6 +103,17 @@ def read_paragraphs(path: Path) -> Iterator[list[str]]:
     document += [" ".join(paragraph)] if paragraph else []
     if document:
         yield document
+
+
+def split_units(text: str, unit: str) -> list[str]:
+    """Return the examples of a text as those of a file: its lines, or its paragraphs (unit "paragraph" or "document").
+
+    Blank lines are no examples; a text without any other is one empty example.
+    """
+    lines = [line.strip() for line in text.split("\n")]
+    if unit == "line":
+        return [line for line in lines if line] or [""]
+    return [paragraph for document in join_paragraphs(lines) for paragraph in document] or [""]
 
 
 def split_long(text: str) -> list[str]:

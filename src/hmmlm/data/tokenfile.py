@@ -21,6 +21,7 @@ from hmmlm.errors import InputError
 
 FORMAT = "hmmlm tokens"
 VERSION = 1
+UNITS = ("line", "paragraph", "document")
 _OFFSET = np.dtype("<i8")
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _EDGE = 1 << 16  # bytes at each end of a file that the digest of earlier versions reads
@@ -44,6 +45,7 @@ class TokenFile:
     source: str = ""  # identifies the text, so that the file can be reused
     path: Path | None = None
     text_bytes: int | None = None  # of the text in UTF-8, a line break per line included; None: not recorded
+    unit: str = "line"  # what an example of the text is: line, paragraph or document
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
@@ -94,7 +96,8 @@ class TokenFile:
             raise InputError(f"{data} has token {largest}, but {header_path} a vocabulary of {size}: prepare it again")
         _check_offsets(documents, len(tokens), f"{index}: ")
         text_bytes = header.get("text_bytes")
-        return cls(tokens, documents, size, header["fingerprint"], header["source"], data, text_bytes)
+        unit = header.get("unit", "line")
+        return cls(tokens, documents, size, header["fingerprint"], header["source"], data, text_bytes, unit)
 
 
 def write_tokens(
@@ -104,10 +107,11 @@ def write_tokens(
     fingerprint: str,
     source: str = "",
     text_bytes: Callable[[], int] | None = None,
+    unit: str = "line",
 ) -> TokenFile:
     """Stream `documents` into the token file `path`; an existing file is kept until the new one is complete.
 
-    `text_bytes` is called after the last document, for the size of the text.
+    `text_bytes` is called after the last document, for the size of the text; `unit` is what an example of it is.
     """
     data, index, header_path = _paths(path)
     dtype = _dtype(vocab_size)
@@ -135,6 +139,7 @@ def write_tokens(
             "index_bytes": (number + 1) * _OFFSET.itemsize,
             "index_digest": _examine(np.memmap(index_part, dtype=_OFFSET, mode="r"))[0],
             "source": source,
+            "unit": unit,
             **({} if text_bytes is None else {"text_bytes": text_bytes()}),
         }
         header_part.write_text(json.dumps(header, indent=2) + "\n")
@@ -191,8 +196,11 @@ def _read_header(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is not the header of a token file: prepare it first")
     if header.get("version") != VERSION:
         raise InputError(f"{path} has version {header.get('version')}; this hmmlm reads {VERSION}: prepare it again")
-    optional = {"text_bytes": 0} if "text_bytes" in header else {}  # not in files of earlier versions
+    # Files of earlier versions do not have these.
+    optional = {name: like for name, like in {"text_bytes": 0, "unit": ""}.items() if name in header}
     require_like(path, header, _HEADER | optional)
+    if header.get("unit", "line") not in UNITS:
+        raise InputError(f"{path}: unit is {header['unit'][:40]!r}, not {', '.join(UNITS)}: prepare it again")
     size, name = header["vocab_size"], header["dtype"]
     if _dtype(size).name != name:
         raise InputError(f"{path}: dtype is {name[:40]!r}, not that of {size} tokens, {_dtype(size)}: prepare it again")

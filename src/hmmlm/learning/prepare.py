@@ -23,6 +23,7 @@ from hmmlm.config.sections import (
     ChunkConfig,
     FileTokenizerConfig,
     StreamConfig,
+    TextConfig,
     TokenizerConfig,
 )
 from hmmlm.config.training import AnyConfig, TrainingConfig
@@ -74,15 +75,18 @@ def check_data(config: TrainingConfig) -> None:
         find_tokenizer(config.tokenizer.file)
 
 
-def with_actual_tokenizer(config: AnyConfig, saved: AnyConfig | None) -> AnyConfig:
-    """Return the configuration with the tokenizer that is really used: that of existing token files, if there are any.
+def with_actual_text(config: AnyConfig, saved: AnyConfig | None) -> AnyConfig:
+    """Return the configuration with the tokenizer and the unit that are really used: those of existing token files.
 
     `saved`: the configuration of the run that is resumed, whose token files may be gone.
     """
-    file = Path(config.data) / "tokenizer"
-    actual = FileTokenizerConfig(file=file)
-    if is_prepared(Path(config.data)) or (saved is not None and saved.tokenizer == actual):
-        return config.model_copy(update={"tokenizer": actual})
+    folder = Path(config.data)
+    actual = FileTokenizerConfig(file=folder / "tokenizer")
+    if saved is not None and saved.tokenizer == actual:
+        return config.model_copy(update={"tokenizer": actual, "text": saved.text})
+    if is_prepared(folder):
+        text = TextConfig.model_validate({"unit": TokenFile.open(folder / "data" / "train").unit})
+        return config.model_copy(update={"tokenizer": actual, "text": text})
     return config
 
 
@@ -104,7 +108,9 @@ def prepare(
     """Write run/tokenizer and run/data, from a folder of token files or from a text, and the word blocks of a model."""
     shutil.rmtree(run / "tokenizer", ignore_errors=True)  # of an earlier start without a checkpoint
     if isinstance(source, Path):
-        progress.note(f"using the token files and the tokenizer of {source}; [tokenizer] settings have no effect")
+        progress.note(
+            f"using the token files and the tokenizer of {source}; [text] and [tokenizer] settings have no effect"
+        )
         for part in ("tokenizer", "data"):
             link_or_copy(source / part, run / part)
         opened = reopen(run)

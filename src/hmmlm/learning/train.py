@@ -40,7 +40,7 @@ from hmmlm.learning.prepare import (
     prepare,
     reopen,
     text_digests,
-    with_actual_tokenizer,
+    with_actual_text,
 )
 from hmmlm.learning.warm_start import WarmStart, check_start, freeze_embeddings, joint_tokens, open_label_teacher
 from hmmlm.models.base import ModelConfig
@@ -131,7 +131,7 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
         assert isinstance(fit.learner, HmmLearner)
         return _plan_phases(config, fit, fit.learner, opened, request)
 
-    config = with_actual_tokenizer(config, saved_config(RunConfig, out) if resume else None)
+    config = with_actual_text(config, saved_config(RunConfig, out) if resume else None)
     return _train(config, Path(out), resume, progress or Progress(), check, make, plan, config.model.size, config.model)
 
 
@@ -178,7 +178,7 @@ def _train_network(config: TeacherConfig | BaselineConfig, out: Path, resume: bo
     def plan(fit: Fit, request: StopRequest) -> Sequence[Phase]:
         return [Phase("marginal", fit.total_tokens, fit.train)]
 
-    config = with_actual_tokenizer(config, saved_config(type(config), out) if resume else None)
+    config = with_actual_text(config, saved_config(type(config), out) if resume else None)
     return _train(config, out, resume, progress, lambda config: None, make, plan, config.model.size, None)
 
 

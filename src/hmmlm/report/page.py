@@ -23,7 +23,7 @@ from hmmlm.errors import InputError
 from hmmlm.report import plots
 from hmmlm.report.explain import StateSummary, TextExplanation, explain_states, explain_text, similar_order
 from hmmlm.report.labels import state_followers, state_label, state_words, token_label
-from hmmlm.report.results import BASELINE_TOKENS, RunResults, typical_sentence, write_results
+from hmmlm.report.results import BASELINE_TOKENS, MIXTURE, RunResults, typical_sentence, write_results
 from hmmlm.runs.folders import flat_settings
 from hmmlm.runs.progress import perplexity_text
 from hmmlm.section import Section
@@ -205,7 +205,7 @@ def _duration(seconds: float) -> str:
 def _tiles(results: RunResults) -> dict[str, str]:
     """Return test perplexity by label, the model's own first."""
     own = {"test perplexity": results.scores["test"]}
-    others = {name: scores["test"] for name, scores in results.baselines.items()}
+    others = {name: scores["test"] for name, scores in results.baselines.items()} | {MIXTURE: results.mixture["test"]}
     return {name: perplexity_text(score.perplexity) for name, score in (own | others).items()}
 
 
@@ -213,7 +213,7 @@ def _result_rows(results: RunResults) -> Rows:
     scores = {f"HMM, {results.lm.hmm.states:,} states": results.scores}
     scores |= {f"Kneser-Ney {name}": by_split for name, by_split in results.baselines.items()}
     weight = results.mixture_weight
-    scores[f"{weight:.2f} HMM + {1 - weight:.2f} 5-gram (weights chosen on valid)"] = results.mixture
+    scores[f"{MIXTURE} (weights {weight:.2f} and {1 - weight:.2f}, chosen on valid)"] = results.mixture
     return [
         (
             name,

@@ -26,7 +26,8 @@ from hmmlm.text.scoring import TextScore, score_of
 
 BASELINES = {"unigram": 1, "bigram": 2, "5-gram": 5}
 MODEL = "model"
-MIXTURE = "mixture with the 5-gram"
+MIXTURE = "HMM + 5-gram"
+"""The linear interpolation of the model with the last baseline."""
 BASELINE_TOKENS = 20_000_000  # training tokens of the n-grams at most: their counts are held in memory
 PART_TOKENS = 1 << 20
 STREAM_LENGTH = 4096  # tokens of a single stream that are read at once
@@ -57,7 +58,7 @@ def evaluate_run(run: Path) -> RunResults:
     config, data = saved_config(RunConfig, run), reopen(run)
     lm = LanguageModel.load(run, config.train.device)
     splits = ("valid", "test")
-    ngrams = {name: ngram_log_probs(lm, data, order) for name, order in BASELINES.items()}
+    ngrams = {name: _ngram_log_probs(data, order, lm.restarts) for name, order in BASELINES.items()}
     baselines = {
         name: {split: score_split(data, split, by_split[split]) for split in splits}
         for name, by_split in ngrams.items()
@@ -84,7 +85,7 @@ def write_results(results: RunResults) -> Path:
     """Write results.json into the folder of a run: the figures of the model and its baselines, by split."""
     models = {MODEL: results.scores, **results.baselines, MIXTURE: results.mixture}
     figures = {name: {split: score.figures() for split, score in scores.items()} for name, scores in models.items()}
-    figures[MIXTURE]["weight of the model"] = results.mixture_weight  # type: ignore[assignment]
+    figures[MIXTURE]["hmm_weight"] = results.mixture_weight  # type: ignore[assignment]
     path = results.run / RESULTS
     write_bytes(path, (json.dumps(figures, indent=1) + "\n").encode())
     return path
@@ -132,14 +133,16 @@ def _log_probs(lm: LanguageModel, tokens: TokenFile) -> Tensor:
     return torch.cat([x for group in groups for x in lm.token_log_probs([texts[i].tolist() for i in group])])
 
 
-def ngram_log_probs(lm: LanguageModel, data: Prepared, order: int) -> dict[str, FloatArray]:
-    """Compute log p(token | tokens before it) of valid and test by a Kneser-Ney n-gram of the training tokens.
-
-    Its context restarts where the HMM does.
-    """
-    eos = data.tokenizer.eos_id if lm.restarts else None
+def count_ngram(data: Prepared, order: int, restarts: bool) -> NgramModel:
+    """Return the Kneser-Ney n-gram of the training tokens, BASELINE_TOKENS at most; it restarts where the HMM does."""
+    eos = data.tokenizer.eos_id if restarts else None
     train = np.asarray(data.tokens["train"].tokens[:BASELINE_TOKENS])
-    model = NgramModel(train, data.tokenizer.vocab_size, order, eos)
+    return NgramModel(train, data.tokenizer.vocab_size, order, eos)
+
+
+def _ngram_log_probs(data: Prepared, order: int, restarts: bool) -> dict[str, FloatArray]:
+    """Compute log p(token | tokens before it) of valid and test by an n-gram."""
+    model = count_ngram(data, order, restarts)
     return {split: model.log_probs(np.asarray(data.tokens[split].tokens)) for split in ("valid", "test")}
 
 

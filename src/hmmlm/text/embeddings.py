@@ -14,7 +14,7 @@ MAX_STATES = 8_192  # the transition and emission matrices are held dense, in fl
 
 
 class LongRun(NamedTuple):
-    """A chain that runs for ever."""
+    """A chain and its stationary distribution."""
 
     hmm: HMM  # dense, float64, on the CPU
     transition: Tensor  # [Z, Z] p(next state | state); restarts are included

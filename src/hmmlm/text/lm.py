@@ -28,7 +28,7 @@ from hmmlm.data.modelfolder import (
     require_tensors,
     save_model,
 )
-from hmmlm.data.text import UNITS
+from hmmlm.data.text import UNITS, split_units
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.device import pick_device
@@ -56,8 +56,9 @@ _BATCH_CELLS = 1 << 25  # tokens × states of queries that keep all of them
 class LanguageModel:
     """An HMM over the tokens of `tokenizer`; `config` is the training configuration, stored unchanged.
 
-    A text is one line or several: every line ends with `<eos>`, as in training. The chain continues through it, unless
-    the configuration restarts it there in evaluation (batches.eval_reset_at_eos), or after every `length` tokens
+    A text is one example or several, as in training: lines, or paragraphs if the configuration says so (text.unit);
+    blank lines are not counted. Every example ends with `<eos>`. The chain continues through it, unless the
+    configuration restarts it there in evaluation (batches.eval_reset_at_eos), or after every `length` tokens
     (batches.kind = "chunks"). Every method, `hmmlm eval` included, reads a text in this way.
     """
 
@@ -92,6 +93,11 @@ class LanguageModel:
         return batches.get("kind") == "stream" and bool(batches.get("eval_reset_at_eos"))
 
     @property
+    def _unit(self) -> str:
+        """What an example is: "line", "paragraph" or "document"."""
+        return str(self.config.get("text", {}).get("unit", "line"))
+
+    @property
     def chunk(self) -> int | None:
         """The number of tokens after which the chain restarts; None: only `restarts` decides."""
         batches = self.config.get("batches", {})
@@ -101,9 +107,10 @@ class LanguageModel:
     # --- text ---
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text as they are scored: each line's, then `<eos>`; an empty text is one `<eos>`."""
+        """Return the tokens of a text as they are scored: `<eos>` after every example; an empty text is one `<eos>`."""
         _check_text("the text", text)
-        return [token for line in _lines(text) for token in (*self.tokenizer.encode(line), self._eos)]
+        units = split_units(text, self._unit)
+        return [token for unit in units for token in (*self.tokenizer.encode(unit), self._eos)]
 
     def sequences(self, tokens: Sequence[int]) -> list[list[int]]:
         """Split the tokens of a text into the sequences that are scored: one, or one per line or chunk.
@@ -152,8 +159,9 @@ class LanguageModel:
         whole = []
         for first, prefix, text in zip(before, prefixes, texts, strict=True):
             space = "" if not first or first[-1].isspace() else " "
-            end = "\n" if not text and first.endswith("\n") else ""  # an empty line
-            both = self.encode(first + space + text + end)
+            both = self.encode(first + space + text)
+            if not text and prefix[-1:] == [self._eos]:  # an empty example
+                both = [*prefix, self._eos]
             # A tokenizer may join the two: then the text is encoded alone.
             whole.append(both if both[: len(prefix)] == prefix else [*prefix, *self.encode(text)])
         scores = []
@@ -405,7 +413,8 @@ class LanguageModel:
         """
         _check_text("the text", text)
         check_count("top", top, 1)
-        tokens = [token for line in _lines(text) for token in (*self._encode_blanks(line), self._eos)]
+        units = split_units(text, self._unit)
+        tokens = [token for unit in units for token in (*self._encode_blanks(unit), self._eos)]
         if -1 not in tokens:
             raise InputError("the text has no blank: write ___ for a missing word")
         blanks = [i for i, token in enumerate(tokens) if token == -1]
@@ -457,8 +466,11 @@ class LanguageModel:
     def _encode_prompt(self, prompt: str) -> list[int]:
         """Return the tokens of a prompt, with `<eos>` between its lines; warn about words outside the vocabulary."""
         _check_text("the prompt", prompt)
-        first, *others = (self.tokenizer.encode(line.strip()) for line in prompt.split("\n"))
-        tokens = [*first, *(token for line in others for token in (self._eos, *line))]
+        first, *others = (self.tokenizer.encode(unit) for unit in split_units(prompt, self._unit))
+        tokens = [*first, *(token for unit in others for token in (self._eos, *unit))]
+        ending = "\n" if self._unit == "line" else "\n\n"
+        if re.sub(r"[^\S\n]+", "", prompt).endswith(ending):  # a new example starts
+            tokens.append(self._eos)
         unk = self.tokenizer.unk_id
         if unk is not None and unk in tokens:
             own = self.tokenizer.token(unk)
@@ -580,8 +592,3 @@ def _batches(lengths: Sequence[int], tokens: int | None = None) -> Iterator[list
         batch.append(i)
     if batch:
         yield batch
-
-
-def _lines(text: str) -> list[str]:
-    """Return the stripped lines of a text; an empty text is one empty line."""
-    return [line.strip() for line in text.removesuffix("\n").split("\n")]
