@@ -16,12 +16,13 @@ from hmmlm.config.training import read_config
 from hmmlm.data.tokenfile import TokenFile, unknown_fraction
 from hmmlm.errors import InputError
 from hmmlm.learning.prepare import Prepared
-from hmmlm.report.demo import SENTENCE, run_demo
+from hmmlm.report.demo import SENTENCE, _verdict, run_demo
 from hmmlm.report.explain import explain_states
 from hmmlm.report.page import next_commands, training_facts, write_report
 from hmmlm.report.results import RunResults, evaluate_run, typical_sentence
 from hmmlm.runs.folders import flat_settings
 from hmmlm.runs.progress import Progress
+from hmmlm.text.scoring import TextScore
 
 NOUNS = ["function", "list", "<b>tag</b>", "<script>alert(1)</script>", "$x^$", "{{1+1}}"]
 """Words that HTML, mathtext or a template would read as their own."""
@@ -63,8 +64,19 @@ def test_the_demonstration_prints_results_states_and_files(finished: tuple[RunRe
     for file in ("report.html", "best", "last", "history.jsonl"):
         assert str(results.run / file) in out
         assert (results.run / file).exists()
-    for command in next_commands(results):
-        assert command in out
+    for command, purpose in next_commands(results).items():
+        assert command in out and purpose in out
+
+
+def test_the_demonstration_says_whether_counting_wins(finished: tuple[RunResults, str]) -> None:
+    results, out = finished
+    assert "HMM + 5-gram averages their probabilities" in " ".join(out.split())
+    better, worse = (TextScore(10, log_likelihood, 8, 0, 0.0) for log_likelihood in (-9.0, -11.0))
+    for hmm, ngram, text in ((better, worse, "The HMM is ahead"), (worse, better, "Counting wins here")):
+        baselines = results.baselines | {"5-gram": {"test": ngram}}
+        mixture = {"test": TextScore(10, -8.0, 8, 0, 0.0)}
+        verdict = _verdict(replace(results, scores={"test": hmm}, baselines=baselines, mixture=mixture))
+        assert verdict.startswith(text) and verdict.endswith("10% below the better one.")
 
 
 def test_results_compare_like_with_like(finished: tuple[RunResults, str]) -> None:

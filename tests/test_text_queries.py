@@ -50,7 +50,7 @@ def test_perplexity_is_that_of_evaluation(
 ) -> None:
     lm = make_lm(kind, reading)
     text = "\n".join([TEXT] * 300)  # long enough for several streams in validation
-    documents = [lm.encode(line) for line in text.split("\n")]
+    documents = [lm.encode(line) for line in text.split("\n") if line]
     tokens = write_tokens(tmp_path / "text", documents, len(WORDS), lm.tokenizer.fingerprint())
     result = evaluate_tokens(lm, tokens)
     assert result.tokens == len(lm.encode(text))
@@ -109,8 +109,11 @@ def test_conditional_scores_of_all_continuations_sum_to_one(kind: str) -> None:
 def test_conditional_scores_are_differences_of_scores(kind: str, reading: str) -> None:
     lm = make_lm(kind, reading)
     texts, given = ["sat the", "cat\ndog sat", ""], ["the", "dog\nthe cat", "the\n"]
-    joined = ["the sat the", "dog\nthe cat cat\ndog sat", "the\n\n"]  # the last ends with an empty line
-    whole = [lm.encode(text) for text in joined]
+    whole = [
+        lm.encode("the sat the"),
+        lm.encode("dog\nthe cat cat\ndog sat"),
+        [*lm.encode("the"), WORDS.index("<eos>")],
+    ]
     prefixes = [lm.encode(a)[: None if a.endswith("\n") else -1] for a in given]
 
     def log_prob(tokens: list[int]) -> float:

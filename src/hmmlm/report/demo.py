@@ -12,7 +12,7 @@ from hmmlm.config.run import RunConfig
 from hmmlm.learning.train import TrainResult, train
 from hmmlm.report.explain import explain_states
 from hmmlm.report.page import next_commands, write_report
-from hmmlm.report.results import RunResults, evaluate_run
+from hmmlm.report.results import MIXTURE, RunResults, evaluate_run
 from hmmlm.report.tables import path_table, states_table
 from hmmlm.runs.progress import Progress, perplexity_text
 
@@ -37,6 +37,7 @@ def print_summary(results: RunResults, report: Path, console: Console) -> None:
     summary = explain_states(lm, 8)
     console.rule("[bold]Test perplexity", align="left")
     console.print(_comparison(results))
+    console.print(_verdict(results))
     console.rule("[bold]Samples", align="left")
     for seed in range(4):
         console.print(Text("• " + lm.generate(max_new_tokens=40, seed=seed)))
@@ -55,8 +56,28 @@ def print_summary(results: RunResults, report: Path, console: Console) -> None:
     for name, path in files.items():
         console.print(Text(f"{name:18}{path}"), soft_wrap=True)
     console.rule("[bold]Next commands", align="left")
-    for command in (*next_commands(results), "hmmlm train --data my.txt"):
+    commands = next_commands(results) | {"hmmlm train --data my.txt": "train on your own text: one example per line"}
+    for command, purpose in commands.items():
         console.print(Text(command), soft_wrap=True)
+        console.print(Text(f"    {purpose}"), style="dim", soft_wrap=True)
+
+
+def _verdict(results: RunResults) -> str:
+    """Return what the comparison shows."""
+    hmm, ngram, both = (scores["test"] for scores in (results.scores, results.baselines["5-gram"], results.mixture))
+    tokens, better = len(results.data.tokens["train"]), min(hmm.perplexity, ngram.perplexity)
+    if hmm.perplexity > ngram.perplexity:
+        first = (
+            f"Counting wins here: {tokens:,} tokens of documentation repeat whole phrases, which a 5-gram memorizes "
+            f"and {results.lm.hmm.states:,} states cannot. With more text, states generalize and the HMM gets ahead."
+        )
+    else:
+        first = f"The HMM is ahead of the 5-gram on {tokens:,} training tokens."
+    share = 1 - both.perplexity / better
+    second = (
+        f"{MIXTURE} averages their probabilities ({results.mixture_weight:.0%} HMM): {share:.0%} below the better one."
+    )
+    return f"{first} {second}"
 
 
 def _comparison(results: RunResults) -> Table:
@@ -67,7 +88,7 @@ def _comparison(results: RunResults) -> Table:
         table.add_column(name, justify="right")
     rows = {name: (scores["test"], "") for name, scores in results.baselines.items()}
     rows[f"HMM, {results.lm.hmm.states:,} states"] = (results.scores["test"], "bold")
-    rows["HMM and 5-gram, interpolated"] = (results.mixture["test"], "bold")
+    rows[MIXTURE] = (results.mixture["test"], "bold")
     for name, (score, style) in sorted(rows.items(), key=lambda row: -row[1][0].perplexity):
         figures = (score.perplexity, score.known_perplexity)
         table.add_row(name, *map(perplexity_text, figures), f"{score.bits_per_token:.2f}", style=style)
