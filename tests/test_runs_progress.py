@@ -22,12 +22,25 @@ def test_plain_lines_show_amount_speed_and_figures(
         phase.advance(500, loss="5.0")
         now += 28.0
         phase.advance(1000, loss="4.5")
+        now += 4.0
+        phase.advance(0)
         with progress.phase("valid", 10):
             pass
     progress.note("a line")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "train: 2,500 of 4,000 tokens, 50 tokens/s, 0:30 left, loss 4.5"
     assert [line.split(":")[0] for line in lines] == ["train", "train", "a line"]
+
+
+def test_the_time_of_a_long_phase_is_shown_soon(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
+    with LineProgress().phase("train", 4000) as phase:
+        now += 4.0
+        phase.advance(400)
+        assert capsys.readouterr().out == "train: 400 of 4,000 tokens, 100 tokens/s, 0:36 left\n"
 
 
 def test_a_phase_without_any_progress_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:

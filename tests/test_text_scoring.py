@@ -10,6 +10,7 @@ from helpers.report_models import sentence_model
 
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.words import WordTokenizer
+from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, queries
 from hmmlm.report.results import score_tokens
 from hmmlm.text.lm import LanguageModel
@@ -58,6 +59,12 @@ def test_a_state_that_matters_in_a_later_window_is_not_lost(kind: str, monkeypat
     monkeypatch.setattr(queries, "_WINDOW_STEPS", 8)
     assert score_tokens(lm, tokens).log_likelihood == pytest.approx(math.log(0.5) - 8 * 25, rel=1e-6)
     assert float(hmm.log_likelihood([tokens.tokens.tolist()])) == pytest.approx(math.log(0.5) - 8 * 25, rel=1e-6)
+
+
+@pytest.mark.parametrize("device", ["mps", torch.device("mps"), torch.device("mps:0")])
+def test_a_device_without_float64_is_refused(device: str | torch.device) -> None:
+    with pytest.raises(InputError, match="device 'mps' has no float64.*use 'auto' or 'cpu'"):
+        sentence_model().to(device)
 
 
 def test_figures() -> None:

@@ -10,10 +10,10 @@ from hmmlm.section import MAX_THREADS
 
 def pick_device(name: str | torch.device) -> torch.device:
     """Return the device for "auto" (a GPU if there is one), "cpu" or "cuda"; a torch.device is returned unchanged."""
+    if str(name).partition(":")[0] == "mps":
+        raise InputError("device 'mps' has no float64, in which log-likelihoods are summed: use 'auto' or 'cpu'")
     if isinstance(name, torch.device):
         return name
-    if name == "mps":
-        raise InputError("device 'mps' has no float64, in which log-likelihoods are summed: use 'auto' or 'cpu'")
     if name not in ("auto", "cpu", "cuda"):
         raise InputError(f"unknown device {name!r}: use 'auto', 'cpu' or 'cuda'")
     if name == "cuda" and not torch.cuda.is_available():

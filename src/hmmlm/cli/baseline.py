@@ -10,7 +10,8 @@ OVERVIEW = f"""usage: hmmlm baseline [OPTIONS]
 
 Train an LSTM or a feed-forward language model on the text of a hidden Markov model, to
 compare the two. It is scored like the HMM, on every token, <eos> and <unk> included.
-(n-grams need no training: every report of `hmmlm train` has them.)
+(n-grams need no training: every report of `hmmlm train` has them.) 1 MB of text takes about
+five minutes on two CPU cores; progress shows the time left.
 
 Give both the same token files, through --data of the run or of `hmmlm data`.
 

@@ -15,6 +15,8 @@ from rich.text import Text
 
 LINE_EVERY_S = 15.0
 """Seconds between two plain lines of one phase."""
+FIRST_LINE_S = 3.0
+"""Seconds until the first one, which tells how long the phase will take."""
 LARGEST = 1e7
 """Perplexities from here on are written as powers of ten: no vocabulary is as large."""
 
@@ -56,6 +58,7 @@ class LineProgress(Progress):
         self, name: str, total: int | None = None, unit: str = "tokens", done: int = 0
     ) -> Iterator[ProgressPhase]:
         phase = _LinePhase(name, total, unit, done)
+        phase.wait = LINE_EVERY_S if self.depth else FIRST_LINE_S
         self.depth += 1
         try:
             yield phase
@@ -72,16 +75,17 @@ class _LinePhase(ProgressPhase):
     def __init__(self, name: str, total: int | None, unit: str, done: int) -> None:
         self.name, self.total, self.unit, self.done, self.before = name, total, unit, done, done
         self.began = self.shown = time.monotonic()
+        self.wait = LINE_EVERY_S  # seconds until the next line
         self.figures: dict[str, str] = {}
 
     def advance(self, amount: int, **figures: str) -> None:
         self.done += amount
         self.figures |= figures
-        if time.monotonic() - self.shown > LINE_EVERY_S:
+        if time.monotonic() - self.shown > self.wait:
             self.line()
 
     def line(self) -> None:
-        self.shown = time.monotonic()
+        self.shown, self.wait = time.monotonic(), LINE_EVERY_S
         rate = (self.done - self.before) / max(1e-9, self.shown - self.began)
         done = f"{self.done:,}" + (f" of {self.total:,}" if self.total else "")
         parts = [f"{done} {self.unit}", f"{rate:,.0f} {self.unit}/s"]
