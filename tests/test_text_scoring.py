@@ -63,7 +63,7 @@ def test_a_state_that_matters_in_a_later_window_is_not_lost(kind: str, monkeypat
 
 @pytest.mark.parametrize("device", ["mps", torch.device("mps"), torch.device("mps:0")])
 def test_a_device_without_float64_is_refused(device: str | torch.device) -> None:
-    with pytest.raises(InputError, match="device 'mps' has no float64.*use 'auto' or 'cpu'"):
+    with pytest.raises(InputError, match=r"device 'mps' has no float64.*use 'auto' or 'cpu'"):
         sentence_model().to(device)
 
 
