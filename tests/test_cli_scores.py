@@ -250,6 +250,10 @@ def test_runs_lists_results_and_latest_is_the_newest(
     assert newest["finished"] and newest["states"] == 4 and newest["data"] == "animals.txt"
     for argv in ("sample latest --num 1", "infill latest", "inspect latest"):
         output(capsys, *shlex.split(argv), *(["the ___"] if argv.startswith("infill") else []))
+    teacher = ["--model.hidden", "8", "--model.layers", "1", "--model.heads", "1", "--train.epochs", "1", "--quiet"]
+    output(capsys, "teacher", "--data", "animals.txt", "--out", "runs/teacher", *teacher)
+    assert json.loads(output(capsys, "runs", "--json"))[-1]["run"] == "runs/subwords"  # not the teacher
+    output(capsys, "sample", "latest", "--num", "1")
     monkeypatch.chdir(tmp_path)
     assert "no runs in the folder runs" in failure(capsys, "eval", "latest")
     assert "no runs in the folder runs" in failure(capsys, "runs")

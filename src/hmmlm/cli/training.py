@@ -17,13 +17,10 @@ from hmmlm.config.recipe import default_recipe, recipe_source, recipe_values
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import TrainingConfig, drop_other_kinds
 from hmmlm.errors import InputError
-from hmmlm.runs.folders import LATEST, find_run, new_folder, saved_config
+from hmmlm.runs.folders import FOLDERS, LATEST, find_run, new_folder, saved_config
 
 if TYPE_CHECKING:
     from hmmlm.learning.train import TrainResult
-
-FOLDERS = {"train": "runs", "teacher": "teachers", "baseline": "baselines"}
-"""The folder of the runs of each command."""
 
 
 class StartingPoint(PydanticBaseSettingsSource):
@@ -41,7 +38,7 @@ class StartingPoint(PydanticBaseSettingsSource):
             raise InputError("give --recipe or --config, not both")
         kind = _config_kind(self.settings_cls)
         if "resume" in sources:
-            out = find_run(Path(given["resume"]), FOLDERS[kind.command])
+            out = find_run(Path(given["resume"]), kind.command)
             return drop_other_kinds(kind, saved_config(kind, out).dump(), given)
         if "config" in sources and not str(given["config"]).endswith(".toml"):
             raise InputError(f"--config {given['config']}: a recipe is a file that ends in .toml")
@@ -139,7 +136,7 @@ def run_training(
     if config.data == "embedded" and "data" not in arguments.model_fields_set:
         progress.note("no --data: training on the embedded corpus, the documentation that comes with Python")
     if arguments.resume is not None:
-        result = train(config, find_run(arguments.resume, FOLDERS[command]), True, progress)
+        result = train(config, find_run(arguments.resume, command), True, progress)
     else:
         with new_folder(arguments.out, FOLDERS[command], name) as out:
             result = train(config, out, False, progress)

@@ -27,6 +27,8 @@ RESULTS = "results.json"
 """Figures of a finished run and its baselines."""
 LATEST = "latest"
 """The name of the newest run, in every command that takes a run."""
+FOLDERS = {"train": "runs", "teacher": "teachers", "baseline": "baselines"}
+"""The folder of the runs of each command."""
 PREPARED = (CONFIG, "tokenizer", "data", BLOCKS)
 """The files and folders of a run before training starts."""
 CHANGEABLE = frozenset(
@@ -49,17 +51,19 @@ def saved_config(kind: type[AnyConfig], out: Path) -> AnyConfig:
         ) from None
 
 
-def list_runs(parent: Path) -> list[Path]:
-    """Return the runs in a folder, the newest (started or resumed) last."""
-    found = [folder for folder in parent.iterdir() if _is_run(folder)] if parent.is_dir() else []
+def list_runs(parent: Path, command: str = "train") -> list[Path]:
+    """Return the runs of a command in a folder, the newest (started or resumed) last."""
+    folders = parent.iterdir() if parent.is_dir() else ()
+    found = [folder for folder in folders if _is_run(folder) and _command(folder) == command]
     return sorted(found, key=lambda run: (run / CONFIG).stat().st_mtime_ns)
 
 
-def find_run(path: Path, parent: str = "runs") -> Path:
-    """Return a path, or the newest run in the folder `parent` if the path is "latest"."""
+def find_run(path: Path, command: str = "train") -> Path:
+    """Return a path, or the newest run of a command, in the folder of its runs, if the path is "latest"."""
     if str(path) != LATEST or path.exists():
         return path
-    runs = list_runs(Path(parent))
+    parent = FOLDERS[command]
+    runs = list_runs(Path(parent), command)
     if not runs:
         raise InputError(
             f"there are no runs in the folder {parent}, so there is no latest one: give the folder of a run"
@@ -148,6 +152,14 @@ def _is_run(out: Path) -> bool:
         return {"data", "tokenizer", "train"} <= read_json(out / CONFIG).keys()
     except InputError:  # no configuration, or that of another program
         return False
+
+
+def _command(out: Path) -> str:
+    """Return the command that started the run in `out`."""
+    config = read_json(out / CONFIG)
+    if "initialization" in config:
+        return "train"
+    return "baseline" if isinstance(config.get("model"), dict) and "kind" in config["model"] else "teacher"
 
 
 def _is_left_over(name: str) -> bool:
