@@ -65,8 +65,8 @@ def test_the_words_are_those_that_the_teacher_expects(teacher: Path, tmp_path: P
     assert drawn.dtype == np.uint16
     network, _ = load_baseline(teacher)
     with torch.no_grad():  # an order of 2: the previous word alone matters
-        logits, _ = network.predict(torch.from_numpy(tokens[None, :40].astype(np.int64)), None)
-    expected = logits[0].softmax(1).numpy()
+        features, _ = network.read(torch.from_numpy(tokens[None, :40].astype(np.int64)), None)
+        expected = network.logits(features)[0].softmax(1).numpy()
     for t in range(40):
         share = np.bincount(drawn[t], minlength=expected.shape[1]) / 256
         assert np.abs(share - expected[t]).max() < 0.15

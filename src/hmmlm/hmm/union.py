@@ -342,10 +342,17 @@ class UnionHMM(HiddenMarkovModel):
     def pull(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
         moved = []
         for (part, own, inner), to in zip(self._parts(log_probs, source), self._targets(target), strict=True):
-            # A component expects distributions, or nothing at all.
-            mass = logsumexp(own, 1)[:, None].clamp_min(torch.finfo(own.dtype).min)
+            mass = _finite_mass(own)
             moved.append(part.pull(own - mass, inner, to) + mass)
         return torch.cat(moved, 1)
+
+    def predict(self, log_probs: Tensor, source: Support) -> Tensor:
+        """See `HiddenMarkovModel.predict`; a blocked component keeps products of its own."""
+        predicted = []
+        for part, own, inner in self._parts(log_probs, source):
+            mass = _finite_mass(own)
+            predicted.append(part.predict(own - mass, inner) + mass)
+        return torch.stack(predicted).logsumexp(0)
 
     def pull_max(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
         parts = zip(self._parts(log_probs, source), self._targets(target), strict=True)
@@ -358,7 +365,7 @@ class UnionHMM(HiddenMarkovModel):
     def origin_entropy(self, log_probs: Tensor, source: Support, target: Support) -> Tensor:
         results = []
         for (part, own, inner), to in zip(self._parts(log_probs, source), self._targets(target), strict=True):
-            mass = logsumexp(own, 1)[:, None].clamp_min(torch.finfo(own.dtype).min)
+            mass = _finite_mass(own)
             results.append(part.origin_entropy(own - mass, inner, to))
         return torch.cat(results, 1)
 
@@ -438,3 +445,8 @@ def _block_diagonal(matrices: list[Tensor]) -> Tensor:
         first += block.shape[0]
     with torch.sparse.check_sparse_tensor_invariants():
         return torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), (first, first)).coalesce()
+
+
+def _finite_mass(log_probs: Tensor) -> Tensor:
+    """Return the log-mass [n, 1] of rows, finite: a component expects distributions, or nothing at all."""
+    return logsumexp(log_probs, 1)[:, None].clamp_min(torch.finfo(log_probs.dtype).min)
