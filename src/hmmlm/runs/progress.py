@@ -16,7 +16,7 @@ from rich.text import Text
 LINE_EVERY_S = 15.0
 """Seconds between two plain lines of one phase."""
 FIRST_LINE_S = 3.0
-"""Seconds until the first one, which tells how long the phase will take."""
+"""Seconds until the first one, with the time that the phase will take."""
 LARGEST = 1e7
 """Perplexities from here on are written as powers of ten: no vocabulary is as large."""
 

@@ -552,7 +552,7 @@ def _check_text(name: str, text: object) -> None:
 
 
 def _check_training(path: Path, training: Any) -> dict[str, Any]:
-    """Return the training configuration in the model file `path`, of any version; it says how text is read."""
+    """Return the training configuration in the model file `path`, of any version; how text is read depends on it."""
     if training is None:
         return {}
     require_like(path, training, {}, "training")
