@@ -226,7 +226,7 @@ def test_infill_and_samples_without_unknown_words(trained: Path, capsys: pytest.
     assert main(["sample", str(trained), *options]) == 0
     for line in capsys.readouterr().out.splitlines():
         assert "the cat" in line and "bird" in line and "dog" not in line
-    assert "no line of at most 2 tokens, <eos> counted, satisfies must and never" in failure(
+    assert "no line of at most 2 tokens, <eos> counted, satisfies must" in failure(
         capsys, "sample", str(trained), "--must", "the cat", "--max-new-tokens", "2"
     )
 
@@ -268,11 +268,30 @@ def test_bad_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no corpus" in error
 
 
+def test_samples_under_constraints(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--num", "3", "--seed", "1", "--max-new-tokens", "12"]
+    for flags in (
+        ["--regex", "(the|a) .*"],
+        ["--choice", "the", "--choice", "a"],
+        ["--words", "2-4"],
+        ["--tokens", "3"],
+    ):
+        assert main(["sample", str(trained), *options, *flags]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 3
+        if "--regex" in flags:
+            assert all(line.startswith(("the ", "a ")) for line in lines)
+        if "--choice" in flags:
+            assert set(lines) <= {"the", "a"}
+    assert "give a range of numbers such as 5-12" in failure(capsys, "sample", str(trained), "--words", "two")
+    assert "lookahead" in failure(capsys, "sample", str(trained), "--regex", "(?=a)b")
+
+
 def test_bad_models(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("eval", "sample", "inspect"):
         assert "the folder does not exist" in failure(capsys, command, str(tmp_path / "nothing"))
     save_control(load(trained).hmm, tmp_path / "foreign", 1)
-    assert "does not belong to a model of `hmmlm train`" in failure(capsys, "sample", str(tmp_path / "foreign"))
+    assert "no tokenizer in" in failure(capsys, "sample", str(tmp_path / "foreign"))
     load(trained).save(tmp_path / "cut")
     whole = (tmp_path / "cut" / "model.safetensors").read_bytes()
     (tmp_path / "cut" / "model.safetensors").write_bytes(whole[:100])

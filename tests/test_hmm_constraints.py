@@ -15,9 +15,11 @@ from torch import Tensor
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, HiddenMarkovModel, constraints
-from hmmlm.hmm.automaton import Automaton, anything, containing, spelling
+from hmmlm.hmm.automaton import Automaton, anything, containing
 from hmmlm.hmm.constraints import Guide
 from hmmlm.hmm.logmatrix import LogMatrix
+from hmmlm.hmm.spelling import Spelling, containing_text
+from hmmlm.text.constraint import Constraint
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.phrases import Phrases
 
@@ -178,8 +180,8 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(InputError, match=r"needs integers next \[states, words\]"):
         Automaton(torch.zeros(2, 3), torch.ones(2))
     many = anything(30)
-    with pytest.raises(InputError, match="more than 4096 automaton states: use fewer phrases"):
-        for token in range(14):
+    with pytest.raises(InputError, match=r"more than 16,384 automaton states: simplify it"):
+        for token in range(15):
             many &= containing([token], 30)
 
 
@@ -189,8 +191,13 @@ def lm() -> LanguageModel:
     return LanguageModel(HMM(*(p.log() for p in random_hmm(4, len(words), 2))), WordTokenizer(words))
 
 
+def lines(lm: LanguageModel, must: list[str], never: list[str], unknown: bool = True) -> Automaton:
+    line = Phrases(lm.tokenizer).line(Constraint(tuple(must), tuple(never)))
+    return (line if unknown else line.without(0)).until(1)
+
+
 def test_constrained_lines_have_their_conditional_probabilities(lm: LanguageModel) -> None:
-    automaton = Phrases(lm.tokenizer).lines(["the cat"], ["dog"]).without(0)
+    automaton = lines(lm, ["the cat"], ["dog"], unknown=False)
     length = 4  # with <eos>
     every = [tokens for tokens in itertools.product(range(6), repeat=length) if automaton.accepts(tokens)]
     weights = lm.hmm.log_likelihood(every).exp()
@@ -211,7 +218,7 @@ def test_a_guide_steers_a_uniform_model(lm: LanguageModel) -> None:
     for _ in range(6):
         generated.append(int(guide.chances(position).argmax()))
         position = guide.advance(position, generated[-1])
-    assert Phrases(lm.tokenizer).lines(["cat sat"], []).accepts(generated) and guide.chance(position) == 0.0
+    assert lines(lm, ["cat sat"], []).accepts(generated) and guide.chance(position) == 0.0
 
 
 def test_the_prompt_is_part_of_the_line(lm: LanguageModel) -> None:
@@ -255,11 +262,11 @@ def test_unknown_words_are_not_generated_but_allowed_in_the_prompt(lm: LanguageM
         text = lm.generate("the unicorn", max_new_tokens=6, seed=seed, **options)
         assert text.startswith("the unicorn") and "cat" in text.split() and "<unk>" not in text
     # Unknown words in `never` add no automaton states, nor do several words.
-    assert Phrases(lm.tokenizer).lines([], ["the", "cat", "dog", "sat", "gnu"]).states == 4
+    assert lines(lm, [], ["the", "cat", "dog", "sat", "gnu"]).states == 4
 
 
 def test_tokens_after_the_end_are_ignored(lm: LanguageModel) -> None:
-    automaton = Phrases(lm.tokenizer).lines(["cat"], []).without(0)
+    automaton = lines(lm, ["cat"], [], unknown=False)
     assert automaton.accepts([3, 1, 0, 0]) and not automaton.accepts([3, 0, 1]) and not automaton.accepts([3, 3])
 
 
@@ -268,7 +275,7 @@ PIECES = ["", " list", "list", "li", "st", " l", "ist", "s", "(", ")", " ", "a",
 
 @pytest.mark.parametrize("phrase", ["list", "a list", "(a", "a)", "s"])
 def test_phrases_are_found_in_every_tokenization(phrase: str) -> None:
-    automaton = spelling(phrase, PIECES)
+    automaton = containing_text(phrase, Spelling(PIECES))
     left = r"(?<![\w\ufffd])" if phrase[0].isalnum() else ""
     right = r"(?![\w\ufffd])" if phrase[-1].isalnum() else ""
     pattern = re.compile(left + re.escape(phrase) + right)
@@ -308,7 +315,7 @@ def test_sums_over_many_rare_words_are_exact() -> None:
         (
             "",
             {"must": ["the cat sat"], "max_new_tokens": 3},
-            "no line of at most 3 tokens, <eos> counted, satisfies must and never",
+            "no line of at most 3 tokens, <eos> counted, satisfies must",
         ),
         ("", {"must": ["the cat"], "never": ["cat"]}, "contradict each other"),
         ("the dog", {"never": ["dog"]}, "the prompt contains a phrase of never"),

@@ -465,6 +465,18 @@ def test_control_layout_round_trip(tmp_path: Path) -> None:
         torch.testing.assert_close(before, after)
 
 
+def test_folders_of_control_libraries_are_models(lm: LanguageModel, tmp_path: Path) -> None:
+    hmmlm.save_control(lm.hmm, tmp_path, lm.tokenizer.eos_id)
+    with pytest.raises(InputError, match=r"no tokenizer in .*: it should contain tokenizer.json or tokenizer.model"):
+        hmmlm.load(tmp_path)
+    hmmlm.save_control(lm.hmm, tmp_path, lm.tokenizer.eos_id, lm.tokenizer)
+    again = hmmlm.load(tmp_path)
+    torch.testing.assert_close(again.score(["the cat"]), lm.score(["the cat"]))
+    rewrite_json(tmp_path / "config.json", eos_token_id=0)
+    with pytest.raises(InputError, match="eos_token_id is 0, but 1 in the tokenizer there"):
+        hmmlm.load(tmp_path)
+
+
 def test_control_layout_errors(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="hidden_states is None, not an integer of at least 1"):
         load_control(saved)

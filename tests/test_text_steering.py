@@ -1,13 +1,17 @@
 """Steering another model: exact if it is the HMM itself, accepted text for every model, for beams and samples."""
 
+import itertools
+import re
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from helpers.llama import tiny_llama
 from helpers.oracle import random_hmm
 from torch import Tensor
 
-from hmmlm import HMM, Guide, InputError, Steering
+from hmmlm import HMM, Guide, InputError, InputWarning, Steering
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.hmm.automaton import containing
 from hmmlm.text.lm import LanguageModel
@@ -38,6 +42,7 @@ def test_an_hmm_steered_by_itself_is_conditioned_on_the_constraint() -> None:
     assert torch.equal(steered[[3]], torch.tensor([-torch.inf], dtype=steered.dtype))
 
 
+@pytest.mark.filterwarnings("ignore:.*before the constraint was satisfied")
 def test_rows_may_be_copied_and_reordered() -> None:
     guide = make_guide(1)
     scores = torch.randn(3, WORDS + 2, generator=torch.Generator().manual_seed(0))
@@ -47,7 +52,8 @@ def test_rows_may_be_copied_and_reordered() -> None:
     after = kept(rows([2, 1], [1, 2], [2, 2]), scores)
     for row, text in enumerate(([2, 1], [1, 2], [2, 2])):
         alone = Steering(guide, guide.begin())
-        alone(rows([]), scores[:1])
+        for before in ([], text[:1]):
+            alone(rows(before), scores[:1])
         torch.testing.assert_close(alone(rows(text), scores[row : row + 1])[0], after[row])
     assert bool((after[:, WORDS:] == -torch.inf).all())  # tokens outside the HMM's vocabulary
 
@@ -84,32 +90,16 @@ def test_texts_and_scores_that_do_not_fit_are_named() -> None:
     steering = Steering(guide, guide.begin())
     with pytest.raises(InputError, match="scores are for 3 tokens, but the guide is for 4: both models need the same"):
         steering(rows([]), torch.zeros(1, 3))
-    steering(rows([1, 1]), torch.zeros(1, WORDS))
-    steering(rows([1, 1, 2]), torch.zeros(1, WORDS))
-    for text in ([], [1, 1], [1, 2]):
-        with pytest.raises(InputError, match="does not continue the previous one: create a new Steering for every"):
-            steering(rows(text), torch.zeros(1, WORDS))
+
+
+def make_lm() -> LanguageModel:
+    words = ["<unk>", "<eos>", *"abcdef"]
+    return LanguageModel(HMM(*(p.log() for p in random_hmm(4, 8, 0))), WordTokenizer(words))
 
 
 @pytest.mark.parametrize("how", [{"do_sample": True, "num_return_sequences": 8}, {"num_beams": 4}])
 def test_generate_method_of_transformers(how: dict[str, Any]) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-    words = ["<unk>", "<eos>", *"abcdef"]
-    lm = LanguageModel(HMM(*(p.log() for p in random_hmm(4, 8, 0))), WordTokenizer(words))
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=10,
-            hidden_size=8,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            eos_token_id=1,
-            pad_token_id=9,
-            bos_token_id=None,
-        )
-    )
+    lm, model = make_lm(), tiny_llama(10, eos=1, pad=9)
     prompt, unfinished = torch.tensor([lm.tokenizer.encode("d")]), 0
     for ended in (True, False):
         guide = lm.guide(must=["a b", "f"], never=["c"], prompt="d", max_new_tokens=6, ended=ended)
@@ -120,4 +110,161 @@ def test_generate_method_of_transformers(how: dict[str, Any]) -> None:
             unfinished += 1 not in row
             text = lm.tokenizer.decode(row[: row.index(1)] if 1 in row else row)
             assert "a b" in text and "f" in text and "c" not in text, text
-    assert unfinished
+    assert unfinished or "num_beams" in how
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_exhaustive_beams_find_the_most_likely_accepted_text(seed: int) -> None:
+    """Sums of steered scores are conditional log-probabilities if the model is the HMM itself."""
+    guide = make_guide(seed)
+    length, automaton = 4, guide.automaton
+    guide = Guide(guide.hmm, automaton, length)
+    texts = [text for text in itertools.product(range(WORDS), repeat=length) if automaton.accepts(text)]
+    log_probs = guide.hmm.log_likelihood(texts)
+    total = torch.zeros(1, dtype=torch.float64)
+    beams, steering = [()], Steering(guide, guide.begin())
+    for _ in range(length):
+        states = []
+        for beam in beams:
+            position = guide.begin()
+            for token in beam:
+                position = guide.advance(position, token)
+            states.append(position.log_state)
+        open_beams = [automaton.read(beam) != automaton.read([1, 2, END]) for beam in beams]
+        own = guide.hmm.emit(torch.stack(states))
+        steered = steering(rows(*map(list, beams)), own)
+        torch.testing.assert_close(steered[open_beams].exp().sum(1), torch.ones(sum(open_beams), dtype=own.dtype))
+        scores = total[:, None] + steered
+        total, beams = scores.flatten(), [(*beam, token) for beam in beams for token in range(WORDS)]
+        possible = (total > -torch.inf).nonzero().flatten().tolist()
+        total, beams = total[possible], [beams[i] for i in possible]
+    assert set(beams) == set(texts)
+    by_text = dict(zip(beams, total.tolist(), strict=True))
+    expected = (log_probs - log_probs.logsumexp(0)).tolist()
+    # Once a line has ended, the model's own scores are kept: its tokens are conditioned on acceptance all the same.
+    for text, log_prob in zip(texts, expected, strict=True):
+        assert abs(by_text[text] - log_prob) < 1e-6
+    assert max(by_text, key=by_text.__getitem__) == texts[int(log_probs.argmax())]
+
+
+def test_each_prompt_of_a_padded_batch_has_its_own_position() -> None:
+    lm, model = make_lm(), tiny_llama(10, eos=1, pad=9)
+    options: dict[str, Any] = {"never": ["a b"], "max_new_tokens": 8, "ended": False}
+    prompts = ["d e", "a"]
+    ids = torch.tensor([lm.tokenizer.encode("d e"), [9, *lm.tokenizer.encode("a")]])
+    mask = torch.tensor([[1, 1], [0, 1]])
+    how = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": True, "num_return_sequences": 64, "top_k": 0}
+    guided = [lm.guide(prompt=prompt, **options) for prompt in prompts]
+    assert guided[0][0] is guided[1][0]  # one guide, two positions
+    steering = Steering.batch(guided)
+    for _ in range(2):  # a second call starts from the prompts again
+        texts = [
+            lm.tokenizer.decode([t for t in row if t < 8])
+            for row in model.generate(ids, logits_processor=[steering], **how).tolist()
+        ]
+        assert not any(re.search(r"\ba b\b", text) for text in texts)
+        assert any(text.startswith("a ") for text in texts)
+    with pytest.raises(InputError, match="row 64 does not end with the tokens of the prompt of its guide"):
+        model.generate(ids, logits_processor=[Steering(*guided[0])], **how)
+    with pytest.raises(InputError, match="3 rows for 2 guides"):
+        Steering.batch(guided)(torch.tensor([[2], [3], [4]]), torch.zeros(3, 8))
+
+
+def test_prompts_with_different_constraints_share_a_batch() -> None:
+    lm, model = make_lm(), tiny_llama(10, eos=1, pad=9)
+    wanted = [{"must": ["a b"]}, {"never": ["d", "e"]}, {"regex": "(c )?f d"}]
+    guided = [lm.guide(prompt="f", max_new_tokens=6, **each) for each in wanted]  # type: ignore[arg-type]
+    ids = torch.tensor([lm.tokenizer.encode("f")] * 3)
+    for how in ({"num_beams": 3}, {"do_sample": True}):
+        result = model.generate(ids, logits_processor=[Steering.batch(guided)], max_new_tokens=6, **how)
+        lines = [lm.tokenizer.decode(row[: row.index(1)]) for row in result.tolist()]
+        assert "a b" in lines[0] and not {"d", "e"} & set(lines[1].split()), lines
+        assert lines[2] in ("f f d", "f c f d")
+
+
+def test_text_continues_after_the_tokens_of_the_guide() -> None:
+    lm, model = make_lm(), tiny_llama(10, eos=1, pad=9)
+    prompt = torch.tensor([lm.tokenizer.encode("d")])
+    for options in ({"must": ["a"]}, {"must": ["a"], "never": ["b c"]}):
+        guide = lm.guide(prompt="d", max_new_tokens=5, ended=False, **options)  # type: ignore[arg-type]
+        how = {"max_new_tokens": 16, "do_sample": True, "num_return_sequences": 32, "top_k": 0}
+        result = model.generate(prompt, logits_processor=[Steering(*guide)], **how)
+        assert result.shape[1] > 6
+        for row in result.tolist():
+            line = lm.tokenizer.decode([t for t in (row[: row.index(1)] if 1 in row else row) if t < 8])
+            assert "a" in line.split()[1:6] and ("never" not in options or "b c" not in line), line
+
+
+def test_a_satisfied_constraint_costs_nothing() -> None:
+    lm = make_lm()
+    guide, position = lm.guide(must=["a"], max_new_tokens=5, ended=False)
+    settled = guide.automaton.settled()
+    assert not settled[position.automaton] and settled[guide.automaton.read([2])]  # though <eos> leads elsewhere
+    assert settled[guide.automaton.read([2, 1])]
+
+
+@pytest.mark.filterwarnings("error::hmmlm.InputWarning")
+def test_draft_models_and_prompt_lookup_may_go_back() -> None:
+    lm, model = make_lm(), tiny_llama(10, eos=1, pad=9)
+    prompt = torch.tensor([lm.tokenizer.encode("d e d e d")])
+    guide = lm.guide(must=["a b", "f"], never=["c"], prompt="d e d e d", max_new_tokens=12)
+    plain = model.generate(prompt, logits_processor=[Steering(*guide)], max_new_tokens=12, do_sample=False)
+    steering = Steering(*guide)
+    for how in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_llama(10, eos=1, pad=9, seed=1)}, {}):
+        result = model.generate(prompt, logits_processor=[steering], max_new_tokens=12, do_sample=False, **how)
+        assert torch.equal(result, plain), how
+
+
+def test_stopping_before_the_constraint_is_satisfied_warns() -> None:
+    lm, model = make_lm(), tiny_llama(10, eos=1, pad=9)
+    prompt = torch.tensor([lm.tokenizer.encode("d")])
+    steering = Steering(*lm.guide(must=["a b c d e f"], prompt="d", max_new_tokens=12))
+    model.generate(prompt, logits_processor=[steering], max_new_tokens=4, do_sample=False)
+    message = "1 text stopped after 4 tokens, before the constraint was satisfied: the guide is for 12 tokens"
+    with pytest.warns(InputWarning, match=message):  # at the next prompt
+        model.generate(torch.tensor([[6, 5]]), logits_processor=[steering], max_new_tokens=4, do_sample=False)
+    with pytest.warns(InputWarning, match=message):
+        del steering
+    steering = Steering(*lm.guide(must=["a b c d e f"], prompt="d", max_new_tokens=12))
+    model.generate(prompt, logits_processor=[steering], max_new_tokens=12, do_sample=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del steering
+
+
+def test_the_weight_trades_naturalness_for_certainty() -> None:
+    guide = make_guide()
+    scores = torch.randn(1, WORDS, generator=torch.Generator().manual_seed(1)).double()
+    chances = guide.chances(guide.begin())
+    for weight in (0.0, 0.5, 1.0, 3.0):
+        steering = Steering(guide, guide.begin(), weight=weight)
+        allowed = torch.where(
+            chances > -torch.inf, weight * torch.where(chances > -torch.inf, chances, 0.0), -torch.inf
+        )
+        torch.testing.assert_close(steering(rows([]), scores)[0], (scores[0] + allowed).log_softmax(0))
+        assert steering.report.tokens == 1 and steering.report.changed in (0, 1)
+    with pytest.raises(InputError, match="weight must be a number of at least 0, not -1"):
+        Steering(guide, guide.begin(), weight=-1)
+    own = torch.tensor([[0.0, 5.0, 0.0, 9.0]])  # token 3 is forbidden
+    steering = Steering(guide, guide.begin())
+    steering(rows([]), own)
+    assert steering.report == (1, 1)
+
+
+def test_text_is_streamed() -> None:
+    lm, model = make_lm(), tiny_llama(10, eos=1, pad=9)
+
+    class Streamer:
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def put(self, value: Tensor) -> None:
+            self.tokens = [*self.tokens, *value.flatten().tolist()]
+
+        def end(self) -> None:
+            pass
+
+    prompt, streamer = torch.tensor([lm.tokenizer.encode("d")]), Streamer()
+    processor = Steering(*lm.guide(must=["a b"], prompt="d", max_new_tokens=6))
+    result = model.generate(prompt, logits_processor=[processor], max_new_tokens=6, do_sample=True, streamer=streamer)
+    assert streamer.tokens == result[0].tolist() and "a b" in lm.tokenizer.decode(streamer.tokens)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hmmlm.hmm.checks import padded
     from hmmlm.hmm.constraints import Guide
     from hmmlm.learning.run import distill, train
+    from hmmlm.text.control import save_control
     from hmmlm.text.lm import LanguageModel, load
     from hmmlm.text.steering import Steering
 
@@ -31,6 +32,7 @@ _MODULES = {
     "distill": "hmmlm.learning.run",
     "load": "hmmlm.text.lm",
     "padded": "hmmlm.hmm.checks",
+    "save_control": "hmmlm.text.control",
     "set_threads": "hmmlm.device",
     "train": "hmmlm.learning.run",
 }
@@ -50,6 +52,7 @@ __all__ = [
     "distill",
     "load",
     "padded",
+    "save_control",
     "set_threads",
     "train",
 ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from hmmlm.cli.models import ModelArguments, open_model
 from hmmlm.cli.parse import parse
+from hmmlm.errors import InputError
 from hmmlm.section import Seed
 
 DESCRIPTION = """Print exact samples from a model, each until <eos>. The same seed gives the same text.
@@ -16,7 +19,9 @@ examples:
   hmmlm sample runs/mine
   hmmlm sample runs/mine --num 3 --prompt "The function" --temperature 0.7
   hmmlm sample runs/mine --no-unknown
-  hmmlm sample runs/mine --must function --must "a list|a tuple" --never None"""
+  hmmlm sample runs/mine --must function --must "a list|a tuple" --never None
+  hmmlm sample runs/mine --regex "[A-Z][a-z]+ (is|was) .*" --words 5-12
+  hmmlm sample runs/mine --prompt "The function" --suffix "a list" --num 3"""
 
 
 class SampleArguments(ModelArguments):
@@ -39,13 +44,37 @@ class SampleArguments(ModelArguments):
     several times. Samples then end within --max-new-tokens, <eos> counted."""
     never: tuple[str, ...] = ()
     """A word or phrase that no sample contains; may be given several times."""
+    match: Literal["word", "prefix", "substring"] = "word"
+    """How --must and --never match: whole words, beginnings of words, or anywhere."""
+    choice: tuple[str, ...] = ()
+    """A text that may follow the prompt; may be given several times."""
+    regex: str | None = None
+    """A regular expression that what follows the prompt matches as a whole."""
+    json_schema: Path | None = None
+    """A file with a JSON schema of what follows the prompt (needs the package outlines-core)."""
+    words: str | None = None
+    """Number of words after the prompt: 5-12, 5- or -12."""
+    tokens: str | None = None
+    """Number of tokens after the prompt, <eos> not counted: 5-12, 5- or -12."""
+    suffix: str | None = None
+    """The text that samples end with."""
 
 
 def run(argv: list[str]) -> int:
     arguments = parse(SampleArguments, argv, "sample", DESCRIPTION)
 
+    from hmmlm.data.files import parse_json
     from hmmlm.report.labels import without_controls
 
+    constraints: Any = {}
+    for name in ("regex", "suffix"):
+        if (value := getattr(arguments, name)) is not None:
+            constraints[name] = value
+    for name in ("words", "tokens"):
+        if (value := getattr(arguments, name)) is not None:
+            constraints[name] = read_bounds(name, value)
+    if arguments.json_schema is not None:
+        constraints["json"] = parse_json(arguments.json_schema)
     lm = open_model(arguments.model, arguments.device)
     texts = lm.generate(
         arguments.prompt,
@@ -57,7 +86,19 @@ def run(argv: list[str]) -> int:
         must=[texts.split("|") for texts in arguments.must],
         never=arguments.never,
         num=arguments.num,
+        match=arguments.match,
+        choice=arguments.choice,
+        **constraints,
     )
     for text in texts:
         print(without_controls(text))
     return 0
+
+
+def read_bounds(name: str, text: str) -> tuple[int | None, int | None]:
+    """Return the bounds in "5-12", "5-", "-12" or "5"."""
+    found = re.fullmatch(r"(\d*)-(\d*)|(\d+)", text)
+    if found is None:
+        raise InputError(f"--{name}: give a range of numbers such as 5-12, 5- or -12, not {text!r}")
+    low, high, only = found.groups()
+    return (int(only), int(only)) if only else (int(low) if low else None, int(high) if high else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -29,7 +30,21 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # "gpt2" or "owner/name
 _HUB_TIMEOUT_S = 10.0
 EOS_FILE = "eos.json"
 """File beside a tokenizer.json that names its end-of-text token, where that is not one of the usual names."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _EOS_NAMES = ("</s>", EOS, "<|endoftext|>", "<|end_of_text|>")
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """Return the byte that each character of a byte-level token stands for.
+
+    Printable characters of Latin-1 stand for themselves, the characters from 256 on for the other bytes, in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _bytes_of_characters()
 
 
 class Tokenizer(Protocol):
@@ -48,6 +63,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
     def token(self, id: int) -> str:
         """Return one token for display, with a leading space as ▁."""
+
+    def spell(self, id: int) -> bytes | None:
+        """Return the bytes that a token adds to a line that has begun; None for a special token, `<unk>` included."""
 
     def fingerprint(self) -> str:
         """Return the first 16 hex digits of the vocabulary's sha256, which token files and checkpoints store."""
@@ -117,6 +135,41 @@ class HuggingFaceTokenizer:
                 return "▁" + text[1:] if text.startswith(" ") else text
         return piece
 
+    def spell(self, id: int) -> bytes | None:
+        added = self._added.get(check_id(id, self.vocab_size))
+        piece = self._tokenizer.id_to_token(id)
+        if piece is None or id in (self.eos_id, self.unk_id) or (added is not None and added.special):
+            return None
+        if added is not None:
+            return added.content.encode()
+        if self._byte_level:
+            return bytes(_BYTE_OF_CHARACTER[character] for character in piece)
+        if self._byte_fallback and (byte := _BYTE_TOKEN.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        anchor = self._anchor  # a token may decode to less at the start of a text
+        before = len(self._tokenizer.decode(anchor))
+        return self._tokenizer.decode([*anchor, id], skip_special_tokens=False)[before:].encode()
+
+    @cached_property
+    def _added(self) -> dict[int, tokenizers.AddedToken]:
+        return self._tokenizer.get_added_tokens_decoder()
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        return self.encode("a")
+
+    @cached_property
+    def _decoder(self) -> str:
+        return str(json.loads(self._tokenizer.to_str()).get("decoder"))
+
+    @property
+    def _byte_level(self) -> bool:
+        return "'ByteLevel'" in self._decoder
+
+    @property
+    def _byte_fallback(self) -> bool:
+        return "'ByteFallback'" in self._decoder
+
     def fingerprint(self) -> str:
         vocabulary = sorted((i, token) for token, i in self._vocabulary.items())
         return fingerprint_of(self.kind, vocabulary, self.eos_id)
@@ -158,6 +211,13 @@ class SentencePieceTokenizer:
 
     def token(self, id: int) -> str:
         return self._processor.id_to_piece(check_id(id, self.vocab_size))
+
+    def spell(self, id: int) -> bytes | None:
+        processor = self._processor
+        if processor.is_control(check_id(id, self.vocab_size)) or processor.is_unknown(id) or processor.is_unused(id):
+            return None
+        piece = processor.id_to_piece(id)
+        return bytes([int(piece[3:5], 16)]) if processor.is_byte(id) else piece.replace("▁", " ").encode()
 
     def fingerprint(self) -> str:
         return fingerprint_of(self.kind, [self.token(i) for i in range(self.vocab_size)], self.eos_id)

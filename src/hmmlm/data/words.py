@@ -98,6 +98,10 @@ class WordTokenizer:
     def token(self, id: int) -> str:
         return self.words[check_id(id, self.vocab_size)]
 
+    def spell(self, id: int) -> bytes | None:
+        """Return a word after a space, whatever `decode` joins; None for `<eos>` and `<unk>`."""
+        return None if check_id(id, self.vocab_size) in (self.eos_id, self.unk_id) else f" {self.words[id]}".encode()
+
     def fingerprint(self) -> str:
         return fingerprint_of(self.kind, self.words, self.split, self.lowercase)
 

@@ -1,23 +1,44 @@
-"""Deterministic finite automata over tokens: the sequences that a constraint accepts."""
+"""Deterministic finite automata over tokens: the sequences that a constraint accepts.
+
+Tokens with the same transitions from every automaton state form one class, so an automaton is a small table over
+classes and the class of each token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
 
-LARGEST = 4096  # automaton states of a product: the rows of its table, which has a column per word
+LARGEST = 2**14  # automaton states of a product
+LARGEST_TABLE = 2**28  # automaton states × classes of a product
+_CELLS = 2**22  # pairs that are expanded together
+
+
+class Edges(NamedTuple):
+    """The pairs of automaton states with a transition, by source, then target."""
+
+    source: Tensor  # [E]
+    target: Tensor  # [E]
+    of_cell: Tensor  # [S, C] the edge of each transition
 
 
 class Automaton:
     """A finite automaton with S automaton states, which starts in 0.
 
-    `next` [S, V] is the automaton state after each token; `accepting` [S] is True where a sequence may end. Both stay
-    on the CPU; `Guide` copies what it needs to the device of its model.
+    `next` [S, V] is the automaton state after each token; `accepting` [S] is True where a sequence may end. Automata
+    over the same tokens are combined with & (both), | (either) and ~ (not). All tensors stay on the CPU; `Guide` copies
+    what it needs to the device of its model.
     """
+
+    by_class: Tensor  # [S, C] the automaton state after a token of each class
+    class_of: Tensor  # [V]
+    accepting: Tensor  # [S]
 
     def __init__(self, next: Tensor, accepting: Tensor) -> None:
         whole = not (next.dtype.is_floating_point or next.dtype.is_complex or next.dtype == torch.bool)
@@ -26,47 +47,75 @@ class Automaton:
                 f"an automaton needs integers next [states, words] and accepting [states], not {list(next.shape)} of "
                 f"{str(next.dtype).removeprefix('torch.')} and {list(accepting.shape)}"
             )
-        self.next, self.accepting = next.cpu().long(), accepting.cpu().bool()
-        if not self.next.numel() or bool((self.next < 0).any()) or bool((self.next >= next.shape[0]).any()):
+        if not next.numel() or bool((next < 0).any()) or bool((next >= next.shape[0]).any()):
             raise InputError(f"next must contain automaton states from 0 to {next.shape[0] - 1}")
+        self._set(next.cpu().int(), torch.arange(next.shape[1]), accepting.cpu().bool())
+
+    @classmethod
+    def of_classes(cls, by_class: Tensor, class_of: Tensor, accepting: Tensor) -> Automaton:
+        """Return the automaton of a table over classes of tokens [S, C], which may repeat, and class_of [V]."""
+        automaton = cls.__new__(cls)
+        automaton._set(by_class.int(), class_of, accepting)
+        return automaton
+
+    def _set(self, by_class: Tensor, class_of: Tensor, accepting: Tensor) -> None:
+        self.by_class, merged = _merge_columns(by_class)
+        self.class_of, self.accepting = merged[class_of], accepting
 
     def __repr__(self) -> str:
         return f"Automaton(states={self.states}, vocab_size={self.vocab_size})"
 
     @property
+    def next(self) -> Tensor:
+        return self.by_class[:, self.class_of].long()
+
+    @property
     def states(self) -> int:
-        return self.next.shape[0]
+        return self.by_class.shape[0]
+
+    @property
+    def classes(self) -> int:
+        return self.by_class.shape[1]
 
     @property
     def vocab_size(self) -> int:
-        return self.next.shape[1]
+        return len(self.class_of)
 
     def read(self, tokens: Sequence[int], state: int = 0) -> int:
         """Return the automaton state after `tokens`."""
         _check(tokens, self.vocab_size)
         for token in tokens:
-            state = int(self.next[state, token])
+            state = int(self.by_class[state, self.class_of[token]])
         return state
 
     def accepts(self, tokens: Sequence[int]) -> bool:
         return bool(self.accepting[self.read(tokens)])
 
+    @cached_property
+    def edges(self) -> Edges:
+        """Return the pairs of automaton states with a transition."""
+        codes = torch.arange(self.states)[:, None] * self.states + self.by_class
+        distinct, of_cell = codes.unique(return_inverse=True)
+        return Edges(distinct // self.states, distinct % self.states, of_cell)
+
     def hopeful(self) -> Tensor:
         """Return a mask [S], True where some continuation is accepted."""
-        hopeful = self.accepting
+        hopeful = self.accepting.clone()
         while True:
-            more = hopeful | hopeful[self.next].any(1)
-            if bool((more == hopeful).all()):
+            before = int(hopeful.sum())
+            hopeful[self.edges.source[hopeful[self.edges.target]]] = True
+            if int(hopeful.sum()) == before:
                 return hopeful
-            hopeful = more
 
     def settled(self) -> Tensor:
-        """Return a mask [S], True where every continuation is accepted, because the automaton state never changes."""
-        return self.accepting & (self.next == torch.arange(self.states)[:, None]).all(1)
+        """Return a mask [S], True where every continuation is accepted."""
+        return ~(~self).hopeful()
 
     def complement(self) -> Automaton:
-        """Return the automaton that accepts all other sequences."""
-        return Automaton(self.next, ~self.accepting)
+        """Return the automaton that accepts all other sequences; also written ~automaton."""
+        return Automaton.of_classes(self.by_class, self.class_of, ~self.accepting)
+
+    __invert__ = complement
 
     def __and__(self, other: Automaton) -> Automaton:
         """Return the intersection; its automaton states are the reachable pairs, with all hopeless pairs merged."""
@@ -74,52 +123,84 @@ class Automaton:
             raise InputError(
                 f"automata over {self.vocab_size} and {other.vocab_size} words cannot be combined: use one vocabulary"
             )
+        codes, class_of = (self.class_of * other.classes + other.class_of).unique(return_inverse=True)
+        left, right = self.by_class[:, codes // other.classes], other.by_class[:, codes % other.classes]
         ours, theirs = self.hopeful(), other.hopeful()
         lost = -1
         start = 0 if bool(ours[0] & theirs[0]) else lost
         numbers = {start: 0}  # by pair, coded as one integer
         rows: list[Tensor] = []
-        for pair in (todo := [start]):  # grows during the iteration
-            if pair == lost:
-                rows.append(torch.full((self.vocab_size,), numbers[lost]))
-                continue
-            here, there = self.next[pair // other.states], other.next[pair % other.states]
-            following = torch.where(ours[here] & theirs[there], here * other.states + there, lost)
+        todo, done = [start], 0
+        while done < len(todo):
+            pairs = torch.tensor(todo[done : done + max(1, _CELLS // len(codes))])
+            done += len(pairs)
+            here, there = left[pairs // other.states], right[pairs % other.states]
+            following = torch.where(ours[here] & theirs[there], here.long() * other.states + there, lost)
+            following[pairs == lost] = lost
             distinct, which = following.unique(return_inverse=True)
             for code in distinct.tolist():
                 if code not in numbers:
                     numbers[code] = len(numbers)
                     todo.append(code)
-            if len(numbers) > LARGEST:
-                raise InputError(f"the constraint needs more than {LARGEST} automaton states: use fewer phrases")
-            rows.append(torch.tensor([numbers[code] for code in distinct.tolist()])[which])
-        accepting = [
-            pair != lost and bool(self.accepting[pair // other.states] & other.accepting[pair % other.states])
-            for pair in todo
-        ]
-        return Automaton(torch.stack(rows), torch.tensor(accepting))
+            if len(numbers) > LARGEST or len(numbers) * len(codes) > LARGEST_TABLE:
+                most = min(LARGEST, len(numbers) - 1)
+                raise InputError(f"the constraint needs more than {most:,} automaton states: simplify it")
+            rows.append(torch.tensor([numbers[code] for code in distinct.tolist()], dtype=torch.int32)[which])
+        reached = torch.tensor(todo)
+        accepting = self.accepting[reached // other.states] & other.accepting[reached % other.states]
+        return Automaton.of_classes(torch.cat(rows), class_of, accepting & (reached != lost))
 
     def __or__(self, other: Automaton) -> Automaton:
         """Return the union."""
-        return (self.complement() & other.complement()).complement()
+        return ~(~self & ~other)
 
     def until(self, end: int, ended: bool = True) -> Automaton:
         """Return the automaton of a sequence that this one accepts and that has no `end`, then `end`, then anything.
 
-        With ended=False, the sequence is also accepted without `end`.
+        With ended=False, the sequence is also accepted without `end`. Keeps the numbers of automaton states.
         """
         done, lost = self.states, self.states + 1
-        rows = torch.cat([self.next, torch.tensor([[done], [lost]]).expand(-1, self.vocab_size)])
-        rows[: self.states, end] = torch.where(self.accepting, done, lost)
+        rows = torch.cat([self.by_class, torch.tensor([[done], [lost]]).expand(-1, self.classes)])
+        after = torch.cat([torch.where(self.accepting, done, lost), torch.tensor([done, lost])])
         before = self.accepting & (not ended)
-        return Automaton(rows, torch.cat([before, torch.tensor([True, False])]))
+        return self._with_column(end, rows, after, torch.cat([before, torch.tensor([True, False])]))
 
     def without(self, token: int) -> Automaton:
-        """Forbid `token` until every continuation is accepted; keeps automaton states and adds a hopeless one."""
-        lost = torch.full((1, self.vocab_size), self.states)
-        rows = torch.cat([self.next, lost])
-        rows[: self.states, token] = torch.where(self.settled(), rows[: self.states, token], self.states)
-        return Automaton(rows, torch.cat([self.accepting, torch.tensor([False])]))
+        """Forbid `token`; keeps the numbers of automaton states and adds a hopeless one."""
+        lost = torch.full((self.states + 1,), self.states)
+        rows = torch.cat([self.by_class, lost[:1].expand(1, self.classes)])
+        return self._with_column(token, rows, lost, torch.cat([self.accepting, torch.tensor([False])]))
+
+    def _with_column(self, token: int, rows: Tensor, after: Tensor, accepting: Tensor) -> Automaton:
+        """Return the automaton with the table `rows` over classes and the automaton states `after` one token."""
+        class_of = self.class_of.clone()
+        class_of[token] = self.classes
+        return Automaton.of_classes(torch.cat([rows, after[:, None]], 1), class_of, accepting)
+
+    def starting_at(self, state: int) -> Automaton:
+        """Return the automaton that starts in `state`: the automaton states 0 and `state` are exchanged."""
+        order = torch.arange(self.states)
+        order[0], order[state] = state, 0  # its own inverse
+        return Automaton.of_classes(order[self.by_class[order].long()], self.class_of, self.accepting[order])
+
+    def minimized(self) -> Automaton:
+        """Return the automaton with the fewest automaton states that accepts the same sequences."""
+        reached = torch.zeros(self.states, dtype=torch.bool)
+        reached[0], count = True, 0
+        while int(reached.sum()) > count:
+            count = int(reached.sum())
+            reached[self.edges.target[reached[self.edges.source]]] = True
+        block = self.accepting.long()
+        blocks = 0
+        while True:  # refine the blocks until automaton states of a block lead to the same blocks (Moore)
+            table = torch.cat([block[None], block[self.by_class.long()].t()])[:, reached]
+            signatures, which = _merge_columns(table)
+            block[reached] = which
+            if signatures.shape[1] == blocks:
+                break
+            blocks = signatures.shape[1]
+        first = torch.zeros(blocks, dtype=torch.long).scatter_(0, block[reached], reached.nonzero()[:, 0])
+        return Automaton.of_classes(block[self.by_class[first].long()], self.class_of, self.accepting[first])
 
 
 def anything(vocab_size: int) -> Automaton:
@@ -132,63 +213,48 @@ def containing(phrase: Sequence[int], vocab_size: int) -> Automaton:
     if not len(phrase):
         raise InputError("a phrase needs at least one token")
     _check(phrase, vocab_size)
+    own = sorted(set(phrase))
+    class_of = torch.full((vocab_size,), len(own))
+    class_of[own] = torch.arange(len(own))
     length = len(phrase)
-    rows = torch.zeros(length + 1, vocab_size, dtype=torch.long)
+    rows = torch.zeros(length + 1, len(own) + 1, dtype=torch.long)
     border = 0  # the automaton state after the phrase without its first token
-    for place, token in enumerate(phrase):
+    for place, token in enumerate(class_of[list(phrase)].tolist()):
         rows[place] = rows[border]
         rows[place, token] = place + 1
         if place:
             border = int(rows[border, token])
     rows[length] = length
-    return Automaton(rows, torch.arange(length + 1) == length)
+    return Automaton.of_classes(rows, class_of, torch.arange(length + 1) == length)
 
 
-def spelling(phrase: str, pieces: Sequence[str]) -> Automaton:
-    """Return the automaton of texts that contain `phrase` as whole words, however it is tokenized.
-
-    It reads characters: pieces[v] is the text of token v. If the phrase starts (ends) with a letter, digit or
-    underscore, no such character may precede (follow) it.
-    """
-    if not phrase:
-        raise InputError("a phrase needs at least one character")
-    own = sorted(set(phrase))
-    other_word, other, nothing = len(own), len(own) + 1, len(own) + 2  # kinds of the other characters
-    kind_of = {character: number for number, character in enumerate(own)}
-    in_words = [*map(_in_words, own), True, False]
-    length, found = len(phrase), frozenset([-1])
-
-    def step(begun: frozenset[int], kind: int) -> frozenset[int]:
-        """Return how many characters of the phrase match after one more, for every place where it may have started."""
-        if begun == found or (length in begun and not (in_words[kind] and _in_words(phrase[-1]))):
-            return found
-        further = {n + 1 for n in begun if n < length and kind == kind_of[phrase[n]]}
-        return frozenset(further | ({0} if not in_words[kind] or not _in_words(phrase[0]) else set()))
-
-    start = frozenset([0])
-    numbers, table = {start: 0}, []
-    for state in (todo := [start]):
-        row = []
-        for kind in range(nothing):
-            reached = step(state, kind)
-            if reached not in numbers:
-                numbers[reached] = len(numbers)
-                todo.append(reached)
-            row.append(numbers[reached])
-        table.append([*row, numbers[state]])
-    kinds = [[kind_of.get(c, other_word if _in_words(c) else other) for c in piece] for piece in pieces]
-    longest = max(map(len, kinds))
-    written = torch.tensor([row + [nothing] * (longest - len(row)) for row in kinds])  # [V, longest]
-    by_kind = torch.tensor(table)
-    states = torch.arange(len(todo))[:, None].expand(-1, len(pieces))
-    for place in range(longest):
-        states = by_kind[states, written[:, place]]
-    return Automaton(states, torch.tensor([state == found or length in state for state in todo]))
+def at_least(count: int, vocab_size: int) -> Automaton:
+    """Return the automaton of sequences of at least `count` tokens."""
+    following = (torch.arange(count + 1) + 1).clamp(max=count)
+    return Automaton.of_classes(
+        following[:, None], torch.zeros(vocab_size, dtype=torch.long), torch.arange(count + 1) == count
+    )
 
 
-def _in_words(character: str) -> bool:
-    """Return whether a character is part of words. � is a part of a character, nearly always of a letter."""
-    return character.isalnum() or character in "_\ufffd"
+def _merge_columns(table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct columns of a table [S, n], in the order of their first place, and the number of each [n]."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.zeros(table.shape[1], dtype=torch.long)
+    for rows in table.split(max(1, _CELLS // max(1, table.shape[1]))):
+        factors = torch.randint(-(2**62), 2**62, (len(rows), 1), generator=generator)
+        keys += (rows * (2 * factors + 1)).sum(0)  # modulo 2⁶⁴
+    merged, which = _first_places(table, keys.unique(return_inverse=True)[1])
+    if not all(torch.equal(m[:, which], t) for m, t in zip(merged.split(64), table.split(64), strict=True)):
+        return _first_places(table, table.unique(dim=1, return_inverse=True)[1])  # two columns had one key
+    return merged, which
+
+
+def _first_places(table: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first column of each number in `which` [n], and `which` renumbered by the order of these columns."""
+    columns = torch.arange(len(which))
+    first = torch.full((int(which.max()) + 1,), len(which)).scatter_reduce(0, which, columns, "amin")
+    first, order = first.sort()
+    return table[:, first], order.argsort()[which]
 
 
 def _check(tokens: Sequence[int], vocab_size: int) -> None:

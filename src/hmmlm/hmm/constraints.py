@@ -5,26 +5,31 @@ accepting automaton state is a recursion over (s, z), as the backward recursion 
 
     ahead_0(s, z) = [s accepts],   ahead_r(s, z) = Σ_z' A(z, z') Σ_x B(z', x) ahead_r−1(next(s, x), z').
 
-Tokens with the same transitions from every automaton state form one class, so the cost depends on the classes only.
+The inner sum is one term for each edge (s, s') of the automaton, with the probability of its tokens. Automaton states
+from which r tokens cannot be accepted have no row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.errors import InputError
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.checks import check_count
+from hmmlm.hmm.dense import log_group_sums
+from hmmlm.hmm.logmatrix import least_sum
 from hmmlm.hmm.queries import HiddenMarkovModel
-from hmmlm.ops.common import NEG_INF, logsumexp
+from hmmlm.ops.common import FLOOR, NEG_INF, exp, logsumexp
 
 CELLS = 2**24  # largest intermediate
-LARGEST_GB = 16  # memory of the recursion
-FEW = 256  # more tokens than this are scored with the whole vocabulary
+LARGEST_GB = 16.0  # memory of the recursion
+KNOWN_MOVES = 1024  # automaton states of which the tokens are kept
+FEW = 256  # tokens that lead to an automaton state; more are scored with the whole vocabulary
 
 
 class Position(NamedTuple):
@@ -35,9 +40,27 @@ class Position(NamedTuple):
     """The automaton state."""
     remaining: int
     """Number of tokens that follow."""
+    prompt: tuple[int, ...] = ()
+    """The tokens before the first of them."""
 
     def __repr__(self) -> str:
         return f"Position(automaton={self.automaton}, remaining={self.remaining}, states={len(self.log_state)})"
+
+
+class Moves(NamedTuple):
+    """The tokens that may follow an automaton state."""
+
+    many: Tensor  # [m] the automaton states that more than FEW tokens lead to
+    group_of: Tensor  # [V] the index in `many` of each token; m for the others
+    few_tokens: Tensor  # [n] the other tokens
+    few_states: Tensor  # [n] the automaton states that they lead to
+
+
+class Ahead(NamedTuple):
+    """The recursion after one number of tokens."""
+
+    row_of: Tensor  # [S] the row of each automaton state; −1 without one
+    log_probs: Tensor  # [rows, Z]
 
 
 class Guide:
@@ -55,24 +78,30 @@ class Guide:
                 "vocabulary"
             )
         check_count("length", length, 1)
-        size = length * automaton.states * hmm.states * hmm.dtype.itemsize / 1e9
+        self.hmm, self.automaton, self.length = hmm.detach(), automaton, length
+        self._known_moves: dict[int, Moves] = {}
+        live = _live(automaton, length)
+        rows = sum(int(mask.sum()) for mask in live) + int(live[-1].sum()) * (length - len(live))
+        size = rows * hmm.states * hmm.dtype.itemsize / 1e9
         if size > LARGEST_GB:
             raise InputError(
                 f"{length} tokens, {automaton.states} automaton states and {hmm.states} HMM states need "
-                f"{size:.0f} GB: use fewer tokens or fewer phrases"
+                f"{size:.0f} GB: use fewer tokens or a simpler constraint"
             )
-        self.hmm, self.automaton, self.length = hmm.detach(), automaton, length
-        self._known_moves: dict[int, list[tuple[int, Tensor]]] = {}
-        by_class, class_of = automaton.next.unique(dim=1, return_inverse=True)  # [S, C], [V]
-        log_classes = self.hmm.group_emission(class_of.to(hmm.device), by_class.shape[1])
-        by_class = by_class.to(hmm.device)
-        ahead = torch.where(automaton.accepting.to(hmm.device), 0.0, NEG_INF).to(hmm.dtype)[:, None]
-        # [S, Z] for 0, 1, … more tokens. The recursion is linear, with coefficients of at least 0, so the relative
-        # change never grows from one step to the next: once it is a rounding error, more tokens change nothing.
-        self._ahead = [ahead.expand(-1, hmm.states)]
-        for _ in range(length - 1):
-            self._ahead.append(self.hmm.push(_read(log_classes, by_class, self._ahead[-1])))
-            if _converged(*self._ahead[-2:]):
+        accepting = automaton.accepting.nonzero()[:, 0]
+        zeros = torch.zeros(len(accepting), hmm.states, dtype=hmm.dtype, device=hmm.device)
+        # For 0, 1, … more tokens. The recursion is linear, with coefficients of at least 0, so the relative change
+        # never grows from one step to the next: once it is a rounding error, more tokens change nothing.
+        self._ahead = [Ahead(_rows_of(automaton.accepting), zeros)]
+        if length == 1:
+            return
+        edges = _Edges(self.hmm, automaton)
+        for r in range(1, length):
+            mask = live[min(r, len(live) - 1)]
+            before = self._ahead[-1]
+            step = Ahead(_rows_of(mask), self.hmm.push(edges.read(before, mask)))
+            self._ahead.append(step)
+            if torch.equal(before.row_of, step.row_of) and _converged(before.log_probs, step.log_probs):
                 break
 
     def __repr__(self) -> str:
@@ -83,54 +112,45 @@ class Guide:
         position = Position(self.hmm.begin(), 0, self.length)
         for token in tokens:
             position = self.advance(position, token)._replace(remaining=self.length)
-        return position
+        return position._replace(prompt=tuple(tokens))
 
-    @torch.no_grad()
     def advance(self, position: Position, token: int) -> Position:
         """Return the position after one more token."""
-        state = self.automaton.read([token], position.automaton)
-        log_state = self.hmm.advance(position.log_state, token)
-        if not bool((log_state > NEG_INF).any()):
-            raise InputError(f"token {token} has probability zero under the model here, so nothing can follow it")
-        return Position(log_state, state, position.remaining - 1)
+        return self.advance_all([position], [token])[0]
+
+    @torch.no_grad()
+    def advance_all(self, positions: Sequence[Position], tokens: Sequence[int]) -> list[Position]:
+        """Return each position after one more token, in little more time than for one."""
+        log_states = advance_states(self.hmm, positions, tokens)
+        automaton = self.automaton
+        return [
+            Position(log_state, automaton.read([token], before.automaton), before.remaining - 1, before.prompt)
+            for log_state, before, token in zip(log_states, positions, tokens, strict=True)
+        ]
 
     def joint(self, position: Position) -> Tensor:
         """Compute log p(next token = v, all accepted | tokens so far) [V]."""
-        return self._joint([position])[0][0]
+        return score_positions([(self, position)])[0][0]
 
-    @torch.no_grad()
-    def _joint(self, positions: Sequence[Position], plain: bool = False) -> tuple[Tensor, Tensor]:
-        """Compute `joint` of each position [B, V] and, with `plain`, log p(next token = v | tokens so far) [B, V].
+    def ahead(self, position: Position) -> Ahead:
+        """Return the recursion for the tokens that follow the next one."""
+        if position.remaining < 1:
+            raise InputError(f"all {self.length} tokens of the guide have been generated")
+        return self._ahead[min(position.remaining, len(self._ahead)) - 1]
 
-        Whole vocabularies are scored together, at about the cost of one.
-        """
-        hmm, shape = self.hmm, (len(positions), self.hmm.vocab_size)
-        result = torch.full(shape, NEG_INF, dtype=hmm.dtype, device=hmm.device)
-        many: list[tuple[int, Tensor, Tensor]] = []  # row, tokens, log-weights of the states
-        for row, position in enumerate(positions):
-            if position.remaining < 1:
-                raise InputError(f"all {self.length} tokens of the guide have been generated")
-            for state, tokens in self._moves(position.automaton):
-                ahead = self._ahead[min(position.remaining, len(self._ahead)) - 1]
-                log_states = position.log_state + ahead[state]
-                if not bool(log_states.amax() > NEG_INF):
-                    continue
-                if len(tokens) > FEW:
-                    many.append((row, tokens, log_states))
-                else:
-                    result[row, tokens] = hmm.emit(log_states, tokens)
-        rows = [log_states for _, _, log_states in many] + [position.log_state for position in positions if plain]
-        emitted = hmm.emit(torch.stack(rows)) if rows else result[:0]
-        for (row, tokens, _), log_probs in zip(many, emitted, strict=False):
-            result[row, tokens] = log_probs[tokens]
-        return result, emitted[len(many) :]
-
-    def _moves(self, state: int) -> list[tuple[int, Tensor]]:
-        """Return the automaton states that follow one, and the tokens that lead to each."""
+    def moves(self, state: int) -> Moves:
+        """Return the tokens that may follow an automaton state."""
         if state not in self._known_moves:
-            following = self.automaton.next[state].to(self.hmm.device)
-            reached = following.unique().tolist()
-            self._known_moves[state] = [(after, (following == after).nonzero().squeeze(1)) for after in reached]
+            if len(self._known_moves) == KNOWN_MOVES:
+                self._known_moves.clear()
+            following = self.automaton.by_class[state][self.automaton.class_of].long()
+            reached, group_of, counts = following.unique(return_inverse=True, return_counts=True)
+            many = (counts > FEW).nonzero()[:, 0]
+            few = (counts <= FEW)[group_of].nonzero()[:, 0]
+            number = torch.full_like(reached, len(many), dtype=torch.int16)
+            number[many] = torch.arange(len(many), dtype=torch.int16)
+            device = self.hmm.device
+            self._known_moves[state] = Moves(reached[many], number[group_of].to(device), few.to(device), following[few])
         return self._known_moves[state]
 
     def next_token(self, position: Position) -> Tensor:
@@ -139,7 +159,7 @@ class Guide:
 
     def next_tokens(self, positions: Sequence[Position]) -> Tensor:
         """Compute `next_token` of each position [B, V], in little more time than for one."""
-        joint, _ = self._joint(positions)
+        joint, _ = score_positions([(self, position) for position in positions])
         impossible = (joint.amax(1) == NEG_INF).nonzero().flatten().tolist()
         if impossible:
             remaining = positions[impossible[0]].remaining
@@ -154,14 +174,166 @@ class Guide:
 
     def chances(self, position: Position) -> Tensor:
         """Compute log p(all accepted | tokens so far, next token = v) [V]; −inf for tokens of probability zero."""
-        return self.chances_of([position])[0]
+        return chances_of([(self, position)])[0]
 
     def chances_of(self, positions: Sequence[Position]) -> Tensor:
         """Compute `chances` of each position [B, V], in little more time than for one."""
-        joint, plain = self._joint(positions, plain=True)
-        possible = plain > NEG_INF
-        # Clamped to probability one: the two terms are rounded differently.
-        return torch.where(possible, joint - torch.where(possible, plain, 0.0), NEG_INF).clamp(max=0)
+        return chances_of([(self, position) for position in positions])
+
+
+def advance_states(hmm: HiddenMarkovModel, positions: Sequence[Position], tokens: Sequence[int]) -> Tensor:
+    """Compute log p(z of the next token | tokens so far) [B, Z] after one more token of each position."""
+    log_states = hmm.advance(torch.stack([position.log_state for position in positions]), torch.tensor(tokens))
+    impossible = (log_states.amax(1) == NEG_INF).nonzero().flatten().tolist()
+    if impossible:
+        token = tokens[impossible[0]]
+        raise InputError(f"token {token} has probability zero under the model here, so nothing can follow it")
+    return log_states
+
+
+def chances_of(guided: Sequence[tuple[Guide, Position]]) -> Tensor:
+    """Compute log p(all accepted | tokens so far, next token = v) [B, V]; −inf for tokens of probability zero."""
+    joint, plain = score_positions(guided, plain=True)
+    possible = plain > NEG_INF
+    # Clamped to probability one: the two terms are rounded differently.
+    return torch.where(possible, joint - torch.where(possible, plain, 0.0), NEG_INF).clamp(max=0)
+
+
+@torch.no_grad()
+def score_positions(guided: Sequence[tuple[Guide, Position]], plain: bool = False) -> tuple[Tensor, Tensor]:
+    """Compute `Guide.joint` of each position [B, V] and, with `plain`, log p(next token = v | tokens so far) [B, V].
+
+    The guides, which may be different ones, share an HMM. All whole vocabularies are scored in one product.
+    """
+    hmm = guided[0][0].hmm
+    log_states = torch.stack([position.log_state for _, position in guided])
+    tables = [guide.ahead(position) for guide, position in guided]
+    moves = [guide.moves(position.automaton) for guide, position in guided]
+    # One row of the product for each automaton state that many tokens lead to; `lost` for those without a table's row.
+    places = [(row, int(place)) for row, ahead in enumerate(tables) for place in ahead.row_of[moves[row].many]]
+    kept = [(row, place) for row, place in places if place >= 0]
+    first = len(guided) if plain else 0
+    numbers, lost = iter(range(first, first + len(kept))), first + len(kept)
+    used = [next(numbers) if place >= 0 else lost for _, place in places]
+    weights = _weigh(log_states, tables, [row for row, _ in kept], [place for _, place in kept])
+    weights = torch.cat([log_states, weights]) if plain else weights
+    emitted = torch.full((lost + 1, hmm.vocab_size), NEG_INF, dtype=hmm.dtype, device=hmm.device)
+    if lost:
+        emitted[:lost] = hmm.emit(weights)
+    sizes = [len(each.many) for each in moves]
+    numbered = pad_sequence([torch.tensor([*part, lost]) for part in _split(used, sizes)], batch_first=True)
+    group_of = torch.stack([each.group_of for each in moves]).long()
+    result = emitted.gather(0, numbered.to(hmm.device).gather(1, group_of))
+    few = [(ahead.row_of[each.few_states] >= 0).nonzero()[:, 0] for ahead, each in zip(tables, moves, strict=True)]
+    row_of = torch.arange(len(guided)).repeat_interleave(torch.tensor([len(each) for each in few]))
+    if len(row_of):
+        chosen = list(zip(tables, moves, few, strict=True))
+        tokens = torch.cat([each.few_tokens[index.to(hmm.device)] for _, each, index in chosen])
+        at = torch.cat([ahead.row_of[each.few_states[index]] for ahead, each, index in chosen])
+        for piece in torch.arange(len(row_of)).split(max(1, CELLS // hmm.states)):
+            rows, here = row_of[piece], tokens[piece.to(hmm.device)]
+            weights = _weigh(log_states, tables, rows.tolist(), at[piece].tolist())
+            support, scores = hmm.observe(here, missing=False)
+            result[rows.to(hmm.device), here] = logsumexp(hmm.restrict(weights, support) + scores, 1)
+    return result, emitted[:first]
+
+
+def _weigh(log_states: Tensor, tables: Sequence[Ahead], rows: list[int], places: list[int]) -> Tensor:
+    """Return log_states[row] + tables[row].log_probs[place] [n, Z] for rows [n] and places [n]."""
+    if not rows or all(table is tables[0] for table in tables):
+        return log_states[rows] + tables[0].log_probs[places]
+    pairs = zip(rows, places, strict=True)
+    return torch.stack([log_states[row] + tables[row].log_probs[place] for row, place in pairs])
+
+
+def _split(items: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
+    first = 0
+    for size in sizes:
+        yield items[first : first + size]
+        first += size
+
+
+class _Edges:
+    """The edges of an automaton and log p(a token of the edge | z), for one step of the recursion."""
+
+    def __init__(self, hmm: HiddenMarkovModel, automaton: Automaton) -> None:
+        source, target, of_cell = automaton.edges
+        hopeful = automaton.hopeful()
+        useful = hopeful[target] & hopeful[source]
+        number = torch.full_like(source, -1)
+        number[useful] = torch.arange(int(useful.sum()))
+        cells = number[of_cell]  # [S, C]; −1: leads nowhere
+        self._device = hmm.device
+        self._source, self._target = source[useful].to(hmm.device), target[useful].to(hmm.device)
+        log_classes = hmm.group_emission(automaton.class_of.to(hmm.device), automaton.classes)  # [C, Z]
+        edge, of_class = cells[cells >= 0], torch.arange(automaton.classes).expand_as(cells)[cells >= 0]
+        order = edge.argsort(stable=True)
+        self.log_weights = _log_sums(log_classes, of_class[order], edge[order], len(self._source))  # [E, Z]
+        self._weights = exp(self.log_weights)
+
+    def read(self, before: Ahead, live: Tensor) -> Tensor:
+        """Compute log Σ_edges p(edge | z) ahead(target, z) [rows, Z], for the automaton states in `live` [S]."""
+        row_of = _rows_of(live).to(self._device)
+        from_row = before.row_of.to(self._device)[self._target]
+        kept = (from_row >= 0).nonzero()[:, 0]
+        source, from_row = row_of[self._source[kept]], from_row[kept]
+        rows, states = int(live.sum()), before.log_probs.shape[1]
+        dtype = before.log_probs.dtype
+        # Relative to the largest value of each row, and each source's rows to the largest of these.
+        peak = before.log_probs.amax(1).clamp_min(torch.finfo(dtype).min)
+        relative = torch.nn.functional.threshold((before.log_probs - peak[:, None]).exp_(), FLOOR[dtype], 0.0)
+        top = torch.full((rows,), NEG_INF, dtype=dtype, device=self._device)
+        top = top.scatter_reduce(0, source, peak[from_row], "amax")
+        factor = (peak[from_row] - top[source]).exp()
+        total = torch.zeros(rows, states, dtype=dtype, device=self._device)
+        for piece in torch.arange(len(kept), device=self._device).split(max(1, CELLS // states)):
+            terms = relative[from_row[piece]].mul_(self._weights[kept[piece]]).mul_(factor[piece, None])
+            total.index_add_(0, source[piece], terms)
+        most = int(torch.bincount(source, minlength=1).max()) if len(source) else 1
+        faint = (total.amin(1) < least_sum(most, dtype)).nonzero()[:, 0]
+        result = total.log_().add_(top[:, None])
+        if len(faint):  # some sums may have underflowed: in log space
+            chosen = torch.isin(source, faint).nonzero()[:, 0]
+            number = torch.full((rows,), -1, device=self._device)
+            number[faint] = torch.arange(len(faint), device=self._device)
+            log_terms = self.log_weights[kept[chosen]] + before.log_probs[from_row[chosen]]
+            result[faint] = log_group_sums(log_terms, number[source[chosen]], len(faint))
+        return result
+
+
+def _log_sums(log_classes: Tensor, of_class: Tensor, edge: Tensor, edges: int) -> Tensor:
+    """Compute log Σ p(class | z) over the classes of each edge [edges, Z], for pairs of both, sorted by edge."""
+    result = torch.full((edges, log_classes.shape[1]), NEG_INF, dtype=log_classes.dtype, device=log_classes.device)
+    size = max(1, CELLS // log_classes.shape[1])
+    first = 0
+    while first < len(edge):
+        last = min(first + size, len(edge))
+        if last < len(edge) and int(edge[last]) > int(edge[first]):  # whole edges
+            last = int(torch.searchsorted(edge, edge[last]))
+        low, high = int(edge[first]), int(edge[last - 1]) + 1
+        chosen = log_classes[of_class[first:last].to(log_classes.device)]
+        sums = log_group_sums(chosen, (edge[first:last] - low).to(log_classes.device), high - low)
+        result[low:high] = torch.logaddexp(result[low:high], sums)
+        first = last
+    return result
+
+
+def _live(automaton: Automaton, length: int) -> list[Tensor]:
+    """Return masks [S] of the automaton states from which 0, 1, … tokens may be accepted, until they repeat."""
+    source, target, _ = automaton.edges
+    live = [automaton.accepting]
+    while len(live) < length:
+        mask = torch.zeros_like(automaton.accepting)
+        mask[source[live[-1][target]]] = True
+        live.append(mask)
+        if torch.equal(mask, live[-2]):
+            break
+    return live
+
+
+def _rows_of(live: Tensor) -> Tensor:
+    """Return the row of each automaton state in `live` [S]; −1 of the others."""
+    return torch.where(live, live.cumsum(0) - 1, -1)
 
 
 def _converged(before: Tensor, after: Tensor) -> bool:
@@ -169,10 +341,3 @@ def _converged(before: Tensor, after: Tensor) -> bool:
     change = torch.where(before == after, 0.0, after - before).abs()  # −inf equals −inf
     size = 1 + torch.minimum(before.abs(), after.abs())
     return bool((change <= 4 * torch.finfo(after.dtype).eps * size).all())
-
-
-def _read(log_classes: Tensor, by_class: Tensor, log_ahead: Tensor) -> Tensor:
-    """Compute log Σ_c p(class c | z) ahead(next(s, c), z) [S, Z]."""
-    classes, states = log_classes.shape
-    pieces = by_class.split(max(1, CELLS // (classes * states)))
-    return torch.cat([logsumexp(log_classes + log_ahead[piece], 1) for piece in pieces])

@@ -31,6 +31,7 @@ _CELLS = 2**24  # largest intermediate
 _RANDOM_CELLS = 2**30  # probabilities of a random model: 8 GB while they are drawn
 _BULK_CELLS = 2**25  # largest [T, B, Z] tensor of a recursion over all steps at once
 _CACHE_CELLS = 2**17  # largest intermediate of `pull_max` on a CPU: fits in its cache
+_LARGE_GROUP = 64  # rows that are summed on their own
 _FAINT = 1e-20  # scaled predictions below this make the entropy of origins inexact in products
 
 
@@ -372,12 +373,21 @@ def log_group_sums(log_values: Tensor, group: Tensor, groups: int) -> Tensor:
 
     The sum is in float64: thousands of rare words are lost when they are added to a sum of frequent ones.
     """
-    peak = torch.full((groups, log_values.shape[1]), NEG_INF, dtype=log_values.dtype, device=log_values.device)
-    peak = peak.scatter_reduce(0, group[:, None].expand_as(log_values), log_values, "amax")
+    result = torch.full((groups, log_values.shape[1]), NEG_INF, dtype=log_values.dtype, device=log_values.device)
+    counts = group.bincount(minlength=groups)
+    for large in (counts > _LARGE_GROUP).nonzero().flatten().tolist():
+        values = log_values[group == large]
+        peak = values.amax(0)
+        peak = torch.where(peak > NEG_INF, peak, 0.0)
+        result[large] = (values.sub_(peak).exp_().sum(0, dtype=torch.float64).log() + peak).to(log_values)
+    rest = (counts <= _LARGE_GROUP)[group]
+    log_values, group = log_values[rest], group[rest]
+    peak = result.scatter_reduce(0, group[:, None].expand_as(log_values), log_values, "amax")
     peak = torch.where(peak > NEG_INF, peak, 0.0)
-    relative = (log_values - peak[group]).double().exp()
+    relative = (log_values - peak[group]).exp_().double()
     total = torch.zeros_like(peak, dtype=torch.float64).index_add(0, group, relative)
-    return (total.log() + peak).to(log_values)
+    small = (total.log() + peak).to(log_values)
+    return torch.where((counts > _LARGE_GROUP)[:, None], result, small)
 
 
 def active_rows(values: Tensor, batch: SortedBatch) -> list[Tensor]:

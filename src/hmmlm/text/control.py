@@ -10,16 +10,30 @@ import torch
 from hmmlm.data.files import read_json
 from hmmlm.data.modelfolder import CONFIG, MODEL, require_dtype, require_size, require_tensors, write_folder
 from hmmlm.data.tensorfiles import read_tensors
+from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.hmm import HMM, HiddenMarkovModel
 from hmmlm.hmm.checks import check_distributions
 
 
-def save_control(hmm: HiddenMarkovModel, path: str | Path, eos_token_id: int) -> None:
-    """Write `alpha_exp` [Z, Z] transition probabilities, `beta` [Z, V] log-emissions and `gamma` [Z] log-start."""
+def save_control(
+    hmm: HiddenMarkovModel, path: str | Path, eos_token_id: int, tokenizer: Tokenizer | None = None
+) -> None:
+    """Write `alpha_exp` [Z, Z] transition probabilities, `beta` [Z, V] log-emissions and `gamma` [Z] log-start.
+
+    With the tokenizer's file, which those libraries ignore, `hmmlm.load` reads the folder.
+    """
     dense: HMM = hmm.dense()
     tensors = {"alpha_exp": dense.log_transition.exp(), "beta": dense.log_emission, "gamma": dense.log_start}
     header = {"hidden_states": hmm.states, "vocab_size": hmm.vocab_size, "eos_token_id": eos_token_id}
-    write_folder(Path(path), tensors, header, {"format": "pt"})
+    write_folder(Path(path), tensors, header, {"format": "pt"}, tokenizer)
+
+
+def is_control(path: Path) -> bool:
+    """Return whether a folder has this layout."""
+    if not (path / CONFIG).is_file() or not (path / MODEL).is_file():
+        return False
+    header = read_json(path / CONFIG)
+    return "format" not in header and "hidden_states" in header and "eos_token_id" in header
 
 
 def load_control(path: str | Path) -> tuple[HMM, dict[str, Any]]:

@@ -266,6 +266,7 @@ def sample_accepted(guide: Guide, position: Position, end: int, options: Samplin
             break
         tokens = options.choose(guide.next_tokens(positions), rows.draw()[:, 2])
         going = rows.add(tokens).tolist()
-        pairs = zip(positions, tokens.tolist(), going, strict=True)
-        positions = [guide.advance(before, token) for before, token, on in pairs if on]
+        pairs = [pair for pair, on in zip(zip(positions, tokens.tolist(), strict=True), going, strict=True) if on]
+        if pairs:
+            positions = guide.advance_all([before for before, _ in pairs], [token for _, token in pairs])
     return rows.tokens

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from hmmlm.data.modelfolder import (
     save_model,
 )
 from hmmlm.data.text import UNITS, split_units
-from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.data.tokenizers import Tokenizer, load_tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.device import pick_device
 from hmmlm.errors import InputError, warn
@@ -37,9 +37,11 @@ from hmmlm.hmm import KINDS, HiddenMarkovModel
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.checks import check_count, padded
 from hmmlm.hmm.constraints import Guide, Position
+from hmmlm.text.constraint import Constraint, ConstraintOptions, Wanted
+from hmmlm.text.control import is_control, load_control
 from hmmlm.text.embeddings import long_run, states_of_words
 from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuations
-from hmmlm.text.phrases import Phrases, Wanted, check_phrases
+from hmmlm.text.phrases import Phrases
 from hmmlm.text.scoring import perplexity
 
 FORMAT = "hmmlm language model"
@@ -69,7 +71,8 @@ class LanguageModel:
                 "they do not belong together"
             )
         self.hmm, self.tokenizer, self.config = hmm, tokenizer, dict(config or {})
-        self._guide: tuple[tuple[Any, ...], Automaton, Guide] | None = None  # the cached guide and its arguments
+        self._line: tuple[Constraint, Automaton] | None = None  # the cached automaton of whole lines
+        self._guide: tuple[tuple[Any, ...], Guide] | None = None  # the cached guide and its arguments
         self._phrases = Phrases(tokenizer)
 
     def __repr__(self) -> str:
@@ -290,6 +293,7 @@ class LanguageModel:
         must: Sequence[Wanted] = ...,
         never: Sequence[str] = ...,
         num: None = ...,
+        **constraint: Unpack[ConstraintOptions],
     ) -> str: ...
     @overload
     def generate(
@@ -304,6 +308,7 @@ class LanguageModel:
         never: Sequence[str] = ...,
         *,
         num: int,
+        **constraint: Unpack[ConstraintOptions],
     ) -> list[str]: ...
     def generate(
         self,
@@ -316,6 +321,7 @@ class LanguageModel:
         must: Sequence[Wanted] = (),
         never: Sequence[str] = (),
         num: int | None = None,
+        **constraint: Unpack[ConstraintOptions],
     ) -> str | list[str]:
         """Return `prompt` and an exact sample of its continuation, until `<eos>` or `max_new_tokens`.
 
@@ -325,14 +331,14 @@ class LanguageModel:
         gives the same text; with unknown=False every token is drawn given that it is not `<unk>`. A prompt that ends
         with a line break starts a new line; spaces at its end are ignored.
 
-        With `must` or `never` the line, including the prompt's part, is drawn given that it contains every word or
-        phrase in `must` (one of each tuple: must=["runs", ("dog", "dogs")]) and none in `never`, and ends within
-        `max_new_tokens`, `<eos>` counted. With unknown=False the new part is also given to have no `<unk>`.
+        With a constraint the line is drawn given that it satisfies the constraint and ends within `max_new_tokens`,
+        `<eos>` counted: `must`, `never` (with `match`), `choice`, `regex`, `json`, `words`, `tokens`, `suffix`,
+        `automaton`; see `hmmlm.text.constraint.Constraint`. With unknown=False the new part also has no `<unk>`.
         """
         options = SamplingOptions(max_new_tokens, temperature, top_k, seed, 1 if num is None else num)
-        given = self._encode_prompt(prompt)
-        if must or never:
-            guide, position = self._guide_after(given, must, never, max_new_tokens, unknown, ended=True)
+        given, asked = self._encode_prompt(prompt), Constraint(must, never, **constraint)
+        if asked:
+            guide, position = self._guide_after(given, asked, max_new_tokens, unknown, ended=True)
             added = sample_accepted(guide, position, self._eos, options)
         else:
             excluded = None if unknown else self.tokenizer.unk_id
@@ -351,46 +357,60 @@ class LanguageModel:
         prompt: str = "",
         unknown: bool = True,
         ended: bool = True,
+        **constraint: Unpack[ConstraintOptions],
     ) -> tuple[Guide, Position]:
         """Return the guide of a constraint on lines, and the position after the prompt.
 
-        To steer another model with this tokenizer, see `Steering`. With `ended`, lines end within `max_new_tokens`;
-        otherwise they may continue once they satisfy the constraint. The guide is cached until another one is
-        requested.
+        The constraint is that of `generate`. To steer another model with this tokenizer, see `Steering`. With `ended`,
+        lines end within `max_new_tokens`; otherwise they may continue once they satisfy the constraint. The guide is
+        cached until another one is requested.
         """
-        return self._guide_after(self._encode_prompt(prompt), must, never, max_new_tokens, unknown, ended)
+        given = self._encode_prompt(prompt)
+        return self._guide_after(given, Constraint(must, never, **constraint), max_new_tokens, unknown, ended)
+
+    def automaton(
+        self, must: Sequence[Wanted] = (), never: Sequence[str] = (), **constraint: Unpack[ConstraintOptions]
+    ) -> Automaton:
+        """Return the automaton of a constraint over the tokens of a line without `<eos>`.
+
+        Automata are combined with &, | and ~, and given to `generate` and `guide` as `automaton`.
+        """
+        asked = Constraint(must, never, **constraint)
+        line, new = self._phrases.line(asked), self._phrases.new_text(asked, begun=False)
+        return line if new is None else line & new
 
     def _guide_after(
-        self,
-        given: list[int],
-        must: Sequence[Wanted],
-        never: Sequence[str],
-        max_new_tokens: int,
-        unknown: bool,
-        ended: bool,
+        self, given: list[int], constraint: Constraint, max_new_tokens: int, unknown: bool, ended: bool
     ) -> tuple[Guide, Position]:
         """Return the guide of a constraint on lines, and the position after the tokens of a prompt."""
-        check_phrases(must, never)
-        context, line = self._context(given), split_at(given, self._eos)[-1]
-        wanted = tuple(text if isinstance(text, str) else tuple(text) for text in must)
+        context, begun = self._context(given), split_at(given, self._eos)[-1]
         check_count("max_new_tokens", max_new_tokens, 1)
-        asked = (wanted, tuple(never), max_new_tokens, unknown, ended)
-        cached = self._guide  # read once: another thread may replace it
-        if cached is None or cached[0] != asked:
-            automaton = self._phrases.lines(must, never, ended)
-            banned = automaton if unknown or self.tokenizer.unk_id is None else automaton.without(self.tokenizer.unk_id)
-            cached = self._guide = asked, automaton, Guide(self.hmm, banned, max_new_tokens)
-        _, automaton, guide = cached
-        position = guide.begin(context)._replace(automaton=automaton.read(line))
-        hopeful = automaton.hopeful()
-        if not bool(hopeful[0]):
-            raise InputError("must and never contradict each other")
-        if not bool(hopeful[position.automaton]):
+        most = constraint.tokens[1]
+        if most is not None:
+            if not ended:
+                raise InputError("tokens: a largest number needs a text that ends: leave out ended=False")
+            max_new_tokens = min(max_new_tokens, most + 1)  # with <eos>
+        cached_line = self._line  # read once: another thread may replace it
+        if cached_line is None or cached_line[0] != constraint:
+            cached_line = self._line = constraint, self._phrases.line(constraint)
+        line = cached_line[1]
+        state = line.read(begun)
+        if not bool(line.hopeful()[state]):
             raise InputError("the prompt contains a phrase of never: remove it from the prompt, or allow it")
+        new = self._phrases.new_text(constraint, bool(begun))
+        asked = (constraint, max_new_tokens, unknown, ended, None if new is None else (state, bool(begun)))
+        cached = self._guide
+        if cached is None or cached[0] != asked:
+            automaton = line if new is None else (line.starting_at(state) & new).minimized()
+            if not unknown and self.tokenizer.unk_id is not None:
+                automaton = automaton.without(self.tokenizer.unk_id)
+            cached = self._guide = asked, Guide(self.hmm, automaton.until(self._eos, ended), max_new_tokens)
+        guide = cached[1]
+        position = guide.begin(context)._replace(automaton=state if new is None else 0, prompt=tuple(begun))
         if guide.chance(position) == -math.inf:
             raise InputError(
-                f"no line of at most {max_new_tokens} tokens{', <eos> counted,' if ended else ''} satisfies must and "
-                "never under this model: allow more tokens, or fewer phrases"
+                f"no line of at most {max_new_tokens} tokens{', <eos> counted,' if ended else ''} satisfies "
+                f"{' and '.join(constraint.names)} under this model: allow more tokens, or relax the constraint"
             )
         return guide, position
 
@@ -498,10 +518,15 @@ class LanguageModel:
     def load(path: str | Path, device: str | torch.device = "auto") -> LanguageModel:
         """Return the model in the folder `path`, or the best one of a training run there.
 
+        A folder of Ctrl-G is read too, if the file of its tokenizer is in it.
+
         Args:
             device: "auto" (a GPU if there is one), "cpu", "cuda", or a torch.device.
         """
         chosen = pick_device(device)
+        if is_control(_as_path(path)):
+            hmm, header = load_control(path)
+            return LanguageModel(hmm.to(chosen), _control_tokenizer(Path(path), header["eos_token_id"]))
         folder, header, tensors, tokenizer = load_model(_as_path(path), FORMAT)
         config, file, kind = folder / CONFIG, folder / MODEL, str(header.get("model"))[:40]
         if kind not in KINDS:
@@ -522,16 +547,27 @@ class LanguageModel:
         require_dtype(file, tensors, indices, torch.int64)
         require_dtype(file, tensors, [n for n in needed if n not in indices], torch.float32, torch.float64)
         try:
-            hmm = KINDS[kind].from_tensors(tensors)
-            if hmm.states != states:
-                raise InputError(f"{hmm.states} states, {CONFIG} has {states}: files of two models are mixed")
-            hmm.validate()
+            model = KINDS[kind].from_tensors(tensors)
+            if model.states != states:
+                raise InputError(f"{model.states} states, {CONFIG} has {states}: files of two models are mixed")
+            model.validate()
         except InputError as error:
             raise InputError(f"{file}: {error}") from None
-        return LanguageModel(hmm.to(chosen), tokenizer, training)
+        return LanguageModel(model.to(chosen), tokenizer, training)
 
 
 load = LanguageModel.load
+
+
+def _control_tokenizer(folder: Path, eos_token_id: object) -> Tokenizer:
+    """Return the tokenizer in a folder of Ctrl-G; raise an InputError if its end of text is another token."""
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.eos_id != eos_token_id:
+        raise InputError(
+            f"{folder}: eos_token_id is {eos_token_id!r:.40}, but {tokenizer.eos_id} in the tokenizer there: copy the "
+            "tokenizer's file of the model that was distilled"
+        )
+    return tokenizer
 
 
 def _as_path(path: object) -> Path:

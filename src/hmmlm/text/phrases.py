@@ -1,66 +1,116 @@
-"""Words and phrases that a line must or must not contain, as automata over the tokens of a tokenizer."""
+"""Constraints as automata over the tokens of a tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
+from functools import cached_property, reduce
 from operator import or_
 
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm.automaton import Automaton, anything, containing, spelling
+from hmmlm.hmm.automaton import Automaton, anything, at_least, containing
+from hmmlm.hmm.spelling import Spelling, containing_text
+from hmmlm.text.constraint import Constraint
 
-Wanted = str | Sequence[str]
-"""A word or phrase, or alternatives: ("dog", "dogs")."""
+_KEPT = 64  # compiled constraints
 
 
 class Phrases:
-    """The automata of phrases, for one tokenizer.
+    """The automata of constraints, for one tokenizer.
 
     With a word tokenizer, a phrase is its tokens in a row. With others it is whole words, however they are tokenized.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._pieces: list[str] | None = None  # the text of each token
+        self._texts: dict[tuple[Constraint, bool], Automaton | None] = {}
 
-    def lines(self, must: Sequence[Wanted], never: Sequence[str], ended: bool = True) -> Automaton:
-        """Return the automaton of lines that contain each of `must` (one of alternatives) and none of `never`.
+    @cached_property
+    def _bytes(self) -> Spelling:
+        """The tokens as bytes."""
+        return Spelling([self.tokenizer.spell(token) for token in range(self.tokenizer.vocab_size)])
 
-        With ended=False, lines that may continue are accepted too.
-        """
-        check_phrases(must, never)
+    @cached_property
+    def _characters(self) -> Spelling:
+        """The tokens as characters; bytes that are no whole character, and `<unk>`, are parts of words."""
+        unknown = self.tokenizer.unk_id
+        spelled = [self.tokenizer.spell(token) for token in range(self.tokenizer.vocab_size)]
+        texts = ["" if spelling is None else spelling.decode(errors="replace") for spelling in spelled]
+        if unknown is not None:
+            texts[unknown] = "\ufffd"
+        return Spelling(texts)
+
+    @cached_property
+    def _strips(self) -> bool:
+        """Whether the space of the first word of a line is not part of its text."""
+        first = self.tokenizer.encode("a")
+        return self.tokenizer.kind == "word" or (self.tokenizer.spell(first[0]) or b"").startswith(b" ")
+
+    def line(self, constraint: Constraint) -> Automaton:
+        """Return the automaton of lines that contain each of `must` (one of alternatives) and none of `never`."""
         automaton = anything(self.tokenizer.vocab_size)
-        for text in never:
-            if (found := self._finds(text)) is not None:
-                automaton &= found.complement()
-        for wanted in must:
+        for text in constraint.never:
+            if (found := self._finds(text, constraint)) is not None:
+                automaton &= ~found
+        for wanted in constraint.must:
             texts = [wanted] if isinstance(wanted, str) else wanted
-            each = [found for text in texts if (found := self._finds(text, said=True)) is not None]
+            each = [found for text in texts if (found := self._finds(text, constraint, said=True)) is not None]
             if not each:
                 what = " or ".join(map(repr, texts))
                 raise InputError(
                     f"{what} has a word outside the vocabulary, so the model cannot generate it: remove it from must"
                 )
             automaton &= reduce(or_, each)
-        return automaton.until(self.tokenizer.eos_id, ended)
+        if not bool(automaton.hopeful()[0]):
+            raise InputError("must and never contradict each other")
+        return automaton.minimized()
 
-    def _finds(self, text: str, said: bool = False) -> Automaton | None:
+    def new_text(self, constraint: Constraint, begun: bool) -> Automaton | None:
+        """Return the automaton of the tokens that follow a prompt; None if they are free.
+
+        `begun`: the line has begun in the prompt, so that a space may separate the two.
+        """
+        key = constraint, begun
+        if key not in self._texts:
+            if len(self._texts) == _KEPT:
+                self._texts.clear()
+            self._texts[key] = self._compile(constraint, begun or self._strips)
+        return self._texts[key]
+
+    def _compile(self, constraint: Constraint, optional_space: bool) -> Automaton | None:
+        parts = []
+        spelled = constraint.byte_automaton(optional_space)
+        names = [name for name in constraint.names if name in ("choice", "regex", "json", "words", "suffix")]
+        if spelled is not None:
+            if not bool(spelled.hopeful()[0]):
+                raise InputError(f"no text satisfies {_listed(names)}: {_remedy(names)}")
+            tokens = self._bytes.automaton(spelled, rejects=True).minimized()
+            if not bool(tokens.hopeful()[0]):
+                raise InputError(f"the tokens of this model cannot spell a text that satisfies {_listed(names)}")
+            parts.append(tokens)
+        if constraint.tokens[0]:
+            parts.append(at_least(constraint.tokens[0], self.tokenizer.vocab_size))
+        if constraint.automaton is not None:
+            parts.append(constraint.automaton)
+        if not parts:
+            return None
+        joined = reduce(lambda one, other: one & other, parts)
+        if not bool(joined.hopeful()[0]):
+            raise InputError(f"no text satisfies {_listed(constraint.names)}: {_remedy(constraint.names)}")
+        return joined
+
+    def _finds(self, text: str, constraint: Constraint, said: bool = False) -> Automaton | None:
         """Return the automaton of texts with the phrase; None if it has unknown words and is not matched by characters.
 
         A phrase to be `said` may not have unknown words even if it is matched by characters.
         """
-        tokenizer = self.tokenizer
+        tokenizer, whole = self.tokenizer, constraint.match == "word"
         tokens = self._encode(text)
-        if tokenizer.unk_id in tokens and (said or tokenizer.kind == "word"):
+        if tokenizer.unk_id in tokens and whole and (said or tokenizer.kind == "word"):
             return None
-        if tokenizer.kind == "word":
+        if tokenizer.kind == "word" and whole:
             return containing(tokens, tokenizer.vocab_size)
-        if self._pieces is None:
-            anchor = tokenizer.encode("a")  # a token may decode to less at the start of a text
-            before = len(tokenizer.decode(anchor))
-            self._pieces = [tokenizer.decode([*anchor, token])[before:] for token in range(tokenizer.vocab_size)]
-        return spelling(text.strip(), self._pieces)
+        found = containing_text(text.strip(), self._characters, left=constraint.match != "substring", right=whole)
+        return found if bool(found.hopeful()[0]) else None
 
     def _encode(self, text: str) -> list[int]:
         """Return the tokens of a phrase; raise an InputError unless it is within one line."""
@@ -72,20 +122,9 @@ class Phrases:
         return tokens
 
 
-def check_phrases(must: Sequence[Wanted], never: Sequence[str]) -> None:
-    """Raise an InputError unless `must` and `never` are lists of words and phrases."""
-    _check("must", must, several=True)
-    _check("never", never)
+def _listed(names: list[str]) -> str:
+    return " and ".join(names)
 
 
-def _check(name: str, texts: object, several: bool = False) -> None:
-    """Raise an InputError unless `texts` is a list of strings; with `several`, its items may be lists of strings."""
-    if not isinstance(texts, (list, tuple)):
-        raise InputError(f"{name}: give a list of words or phrases, not {texts!r}")
-    for text in texts:
-        if several and isinstance(text, (list, tuple)):
-            _check(f"an item of {name}", text)
-            if not text:
-                raise InputError(f"{name} has an empty list: remove it")
-        elif not isinstance(text, str):
-            raise InputError(f"{name}: give a list of words or phrases, not {texts!r}")
+def _remedy(names: list[str]) -> str:
+    return "they contradict each other" if len(names) > 1 else "change it"

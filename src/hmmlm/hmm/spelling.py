@@ -1,0 +1,111 @@
+"""Automata over tokens from automata over the symbols (bytes or characters) that spell them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hmmlm.errors import InputError
+from hmmlm.hmm.automaton import Automaton
+
+
+class Spelling:
+    """The spelling of every token of a vocabulary: a bytes or str object each, None for a token without text."""
+
+    def __init__(self, spellings: Sequence[bytes | str | None]) -> None:
+        coded = [
+            np.array([*map(ord, s)] if isinstance(s, str) else [*s], dtype=np.int64) for s in map(_text, spellings)
+        ]
+        lengths = torch.tensor([len(symbols) for symbols in coded])
+        self._order = lengths.argsort(descending=True, stable=True)
+        joined = torch.from_numpy(np.concatenate([coded[i] for i in self._order.tolist()]))
+        self.symbols, flat = joined.unique(return_inverse=True)
+        """The distinct symbols, as integers."""
+        self._lengths = lengths[self._order]
+        starts = self._lengths.cumsum(0) - self._lengths
+        # The symbols at each place of the tokens that have one, longest token first.
+        sizes = [int((self._lengths > place).sum()) for place in range(int(lengths.max()))]
+        self._places = [flat[starts[:size] + place] for place, size in enumerate(sizes)]
+        self._without_text = torch.tensor([s is None for s in spellings])
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def automaton(self, reader: Automaton, rejects: bool = False) -> Automaton:
+        """Return the automaton over tokens that reads their symbols with `reader`, an automaton over symbols.
+
+        Tokens with the same classes of symbols are read once, place by place. A token without text changes nothing, or,
+        with `rejects`, is not accepted.
+        """
+        table, kinds, kind_of = reader.by_class.long(), reader.classes, reader.class_of[self.symbols]
+        node = torch.zeros(len(self), dtype=torch.long)  # of each token: its classes of symbols so far
+        states = torch.arange(len(table))[:, None]  # [S, nodes]
+        columns: list[Tensor] = []
+        class_of = torch.zeros(len(self), dtype=torch.long)
+        found, n = 0, len(self)
+        for symbols in (*self._places, torch.zeros(0, dtype=torch.long)):
+            going = len(symbols)
+            ended, which = node[going:n].unique(return_inverse=True)
+            columns.append(states[:, ended])
+            class_of[self._order[going:n]] = which + found
+            found, n = found + len(ended), going
+            distinct, node = (node[:going] * kinds + kind_of[symbols]).unique(return_inverse=True)
+            states = table[states[:, distinct // kinds], distinct % kinds]
+        by_class, accepting = torch.cat(columns, 1), reader.accepting
+        if rejects:
+            lost = len(table)
+            class_of[self._without_text] = found
+            by_class = torch.cat([by_class, torch.full((lost, 1), lost)], 1)
+            by_class = torch.cat([by_class, torch.full((1, found + 1), lost)])
+            accepting = torch.cat([accepting, torch.tensor([False])])
+        return Automaton.of_classes(by_class, class_of, accepting)
+
+
+def containing_text(phrase: str, spelling: Spelling, left: bool = True, right: bool = True) -> Automaton:
+    """Return the automaton of texts that contain `phrase`, however it is tokenized.
+
+    With `left` (`right`), if the phrase starts (ends) with a letter, digit or underscore, no such character may precede
+    (follow) it: both match whole words, `left` alone the beginnings of words.
+    """
+    if not phrase:
+        raise InputError("a phrase needs at least one character")
+    left, right = left and _in_words(phrase[0]), right and _in_words(phrase[-1])
+    own = {character: number for number, character in enumerate(sorted(set(phrase)))}
+    in_words = [*map(_in_words, own), True, False]  # other characters are parts of words or not
+    length, found = len(phrase), frozenset([-1])
+
+    def step(begun: frozenset[int], kind: int) -> frozenset[int]:
+        """Return how many characters of the phrase match after one more, for every place where it may have started."""
+        if begun == found or (length in begun and not (in_words[kind] and right)):
+            return found
+        further = {n + 1 for n in begun if n < length and kind == own[phrase[n]]}
+        return frozenset(further | ({0} if not (in_words[kind] and left) else set()))
+
+    start = frozenset([0])
+    numbers, table = {start: 0}, []
+    for state in (todo := [start]):
+        row = []
+        for kind in range(len(in_words)):
+            reached = step(state, kind)
+            if reached not in numbers:
+                numbers[reached] = len(numbers)
+                todo.append(reached)
+            row.append(numbers[reached])
+        table.append(row)
+    accepting = torch.tensor([state == found or length in state for state in todo])
+    kinds = {code: own.get(chr(code), len(own) + (not _in_words(chr(code)))) for code in spelling.symbols.tolist()}
+    class_of = torch.zeros(max(kinds, default=0) + 1, dtype=torch.long)
+    class_of[list(kinds)] = torch.tensor(list(kinds.values()))
+    return spelling.automaton(Automaton.of_classes(torch.tensor(table), class_of, accepting)).minimized()
+
+
+def _in_words(character: str) -> bool:
+    """Return whether a character is part of words. � is a part of a character, nearly always of a letter."""
+    return character.isalnum() or character in "_\ufffd"
+
+
+def _text(spelling: bytes | str | None) -> bytes | str:
+    return b"" if spelling is None else spelling

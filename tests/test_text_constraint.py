@@ -1,0 +1,171 @@
+"""Constraints by name: every text satisfies them, with its conditional probability; bad input is named beforehand."""
+
+import itertools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.oracle import random_hmm
+
+from hmmlm import HMM, Automaton, InputError
+from hmmlm.data.tokenizers import HuggingFaceTokenizer, WordTokenizer
+from hmmlm.hmm.automaton import at_least, containing
+from hmmlm.text.constraint import Constraint, counted_words
+from hmmlm.text.lm import LanguageModel
+
+WORDS = ["<unk>", "<eos>", "the", "cat", "cats", "sat"]
+
+
+@pytest.fixture
+def lm() -> LanguageModel:
+    return LanguageModel(HMM(*(p.log() for p in random_hmm(4, len(WORDS), 2))), WordTokenizer(WORDS))
+
+
+@pytest.fixture(scope="module")
+def subwords() -> LanguageModel:
+    lines = ["the list of functions", "a function (of the list) is listed", "functional lists, a list"] * 3
+    tokenizer = HuggingFaceTokenizer.train(lines, 290)
+    return LanguageModel(HMM(*(p.log() for p in random_hmm(3, tokenizer.vocab_size, 4))), tokenizer)
+
+
+CASES: list[tuple[str, dict[str, Any], Callable[[str, str], bool]]] = [
+    ("", {"choice": ["the cat", "sat"]}, lambda line, new: new in ("the cat", "sat")),
+    ("the", {"choice": ["cat", "cats sat"]}, lambda line, new: new in ("cat", "cats sat")),
+    ("", {"regex": "(the )?cats? .*"}, lambda line, new: bool(re.fullmatch("(the )?cats? .*", new))),
+    ("", {"words": (2, 3)}, lambda line, new: 2 <= len(new.split()) <= 3),
+    ("the", {"words": (None, 1)}, lambda line, new: len(new.split()) <= 1),
+    ("", {"words": (3, None)}, lambda line, new: len(new.split()) >= 3),
+    ("", {"tokens": (2, 3)}, lambda line, new: 2 <= len(new.split()) <= 3),
+    ("the", {"suffix": "cat sat"}, lambda line, new: new == "cat sat" or new.endswith(" cat sat")),
+    ("", {"never": ["cat"], "match": "prefix"}, lambda line, new: "cat" not in line),
+    ("", {"must": ["at"], "match": "substring"}, lambda line, new: "at" in line),
+    ("the cat", {"must": ["cat"], "regex": "sat.*"}, lambda line, new: new.startswith("sat")),
+    (
+        "the",
+        {"never": ["the cat"], "words": (1, 2)},
+        lambda line, new: not re.search(r"the cat\b", line) and 1 <= len(new.split()) <= 2,
+    ),
+]
+
+
+@pytest.mark.parametrize(("prompt", "options", "satisfies"), CASES)
+def test_texts_have_their_conditional_probabilities(
+    lm: LanguageModel, prompt: str, options: dict[str, Any], satisfies: Callable[[str, str], bool]
+) -> None:
+    length, given = 4, lm.tokenizer.encode(prompt)
+    guide, position = lm.guide(prompt=prompt, max_new_tokens=length, unknown=False, **options)
+    expected: dict[tuple[int, ...], float] = {}
+    for size in range(length):
+        for new in itertools.product(range(2, 6), repeat=size):
+            line = " ".join(WORDS[t] for t in (*given, *new))
+            if satisfies(line, " ".join(WORDS[t] for t in new)):
+                expected[new] = float(lm.hmm.log_likelihood([[*given, *new, 1]]).exp())
+    assert expected
+    total = sum(expected.values())
+    found: dict[tuple[int, ...], float] = {}
+
+    def walk(position: Any, text: tuple[int, ...], log_prob: float) -> None:
+        for token, p in enumerate(guide.next_token(position).tolist()):
+            if token == 1 and p > -math.inf:
+                found[text] = log_prob + p
+            elif p > -math.inf:
+                walk(guide.advance(position, token), (*text, token), log_prob + p)
+
+    walk(position, (), 0.0)
+    assert set(found) == set(expected)
+    for text, p in expected.items():
+        assert math.isclose(math.exp(found[text]), p / total, rel_tol=1e-5), text
+
+
+def test_subwords_spell_what_is_asked(subwords: LanguageModel) -> None:
+    for seed in range(6):
+        text = subwords.generate("a list", max_new_tokens=30, regex=r" ?of [a-z]{3,8}(, (is|was))?\.", seed=seed)
+        assert re.fullmatch(r"a list ?of [a-z]{3,8}(, (is|was))?\.", text), text
+        assert subwords.generate("", max_new_tokens=12, choice=["a list", "the é"], seed=seed) in ("a list", "the é")
+        ending = subwords.generate("the", max_new_tokens=20, suffix="of the list.", seed=seed)
+        assert re.fullmatch(r"the(.*[^0-9A-Za-z_])?of the list\.", ending, re.DOTALL), ending
+        never = subwords.generate("", max_new_tokens=20, never=["l"], match="substring", seed=seed)
+        assert "l" not in never
+
+
+def test_automata_are_combined(lm: LanguageModel) -> None:
+    one, other = lm.automaton(must=["the cat"]), lm.automaton(regex="sat.*")
+    for seed in range(10):
+        text = lm.generate(max_new_tokens=6, automaton=one & ~other, seed=seed, unknown=False)
+        assert "the cat" in text and not text.startswith("sat")
+        text = lm.generate(max_new_tokens=6, automaton=one | other, seed=seed, unknown=False)
+        assert "the cat" in text or text.startswith("sat")
+
+
+def test_minimized_automata_accept_the_same() -> None:
+    automaton = (containing([1, 2], 4) | containing([2, 1], 4)) & ~containing([3, 3], 4) & at_least(2, 4)
+    smaller = automaton.minimized()
+    assert smaller.states < automaton.states
+    for tokens in itertools.product(range(4), repeat=5):
+        assert smaller.accepts(tokens) == automaton.accepts(tokens)
+        moved = automaton.starting_at(automaton.read([1]))
+        assert moved.accepts(tokens[1:]) == automaton.accepts((1, *tokens[1:]))
+
+
+@pytest.mark.parametrize(("least", "most"), [(None, 2), (2, 3), (1, None), (0, 0)])
+def test_words_are_counted(least: int | None, most: int | None) -> None:
+    automaton = counted_words(least, most)
+    for symbols in itertools.product(b" \nab", repeat=6):
+        count = len(bytes(symbols).split())
+        assert automaton.accepts(symbols) == ((least or 0) <= count <= (99 if most is None else most))
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+def test_json_texts_follow_their_schema(subwords: LanguageModel) -> None:
+    pytest.importorskip("outlines_core", reason="outlines-core is not installed")
+    import json
+
+    for seed in range(4):
+        value = json.loads(subwords.generate("", max_new_tokens=24, json=SCHEMA, seed=seed))
+        assert set(value) == {"a"} and isinstance(value["a"], int)
+    with pytest.raises(InputError, match="json: the schema cannot be used"):
+        subwords.generate("", json={"type": "nothing"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"regex": "cat", "choice": ["sat"]}, "no text satisfies choice and regex: they contradict each other"),
+        ({"regex": "zebra"}, "the tokens of this model cannot spell a text that satisfies regex"),
+        ({"regex": "(the ){9}cat", "max_new_tokens": 5}, "no line of at most 5 tokens, <eos> counted, satisfies regex"),
+        ({"regex": ""}, "regex: give a string that is not empty"),
+        ({"regex": 3}, "regex: give a string that is not empty, not 3"),
+        ({"regex": "(?=a)"}, "lookahead and lookbehind look at text outside the match"),
+        ({"words": (3, 2)}, "words: 3 to 2 is empty: give the smaller number first"),
+        ({"words": 3}, r"words: give \(min, max\), integers from 0 to 10,000 or None, not 3"),
+        ({"words": (True, 2)}, r"words: give \(min, max\)"),
+        ({"tokens": (9, None), "max_new_tokens": 5}, "no line of at most 5 tokens"),
+        ({"match": "stem", "must": ["cat"]}, "match must be one of word, prefix, substring, not 'stem'"),
+        ({"choice": "cat"}, "choice: give a list"),
+        ({"json": "{"}, "json: give a schema as a dictionary or its text"),
+        ({"automaton": "x"}, "automaton: give an Automaton, not a str"),
+        ({"automaton": at_least(1, 9)}, "automata over 6 and 9 words cannot be combined"),
+        ({"suffix": "sat", "never": ["sat"]}, "no line of at most 100 tokens"),
+    ],
+)
+def test_bad_constraints_are_named(lm: LanguageModel, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        lm.generate(**options)
+
+
+def test_constraints_are_compared_by_value() -> None:
+    assert Constraint(must=["a", ["b", "c"]]) == Constraint(must=("a", ("b", "c")))
+    assert not Constraint() and Constraint(words=(1, 2)).names == ["words"]
+    assert Constraint(json={"type": "null"}) == Constraint(json='{"type": "null"}')
+
+
+def test_lengths_need_an_end(lm: LanguageModel) -> None:
+    with pytest.raises(InputError, match="tokens: a largest number needs a text that ends"):
+        lm.guide(tokens=(1, 2), ended=False)
+    every = Automaton(torch.zeros(1, 6, dtype=torch.long), torch.ones(1))
+    assert lm.generate(automaton=every, tokens=(0, 0), seed=0) == ""

@@ -1,0 +1,122 @@
+"""Regular expressions over bytes against Python's `re`, and over tokens of every spelling."""
+
+import random
+import re
+
+import pytest
+
+from hmmlm.errors import InputError
+from hmmlm.hmm.spelling import Spelling
+from hmmlm.text.regex import regex_automaton
+
+PATTERNS = [
+    r"[A-Z][a-z]+ (is|was) .*",
+    r"(a|b)*abb",
+    r"a{2,4}b?",
+    r"\w+é?",
+    r"[^a-c]x",
+    r"[^\w ]+",
+    r"(?i)straße|ab",
+    r"\d{1,3}(\.\d+)?",
+    r"(?s).*\n.",
+    r"x*?y",
+    r"",
+    r"[\s\S]",
+    r"\S\D",
+    r"a|",
+    r"(?:ab){0}c",
+    r"[é-☃😀]+",
+    r"(?i:a)b",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_automata_of_regular_expressions_agree_with_re(pattern: str) -> None:
+    automaton = regex_automaton(pattern)
+    spaced = regex_automaton(pattern, optional_space=True)
+    own = pattern if "^" in pattern else pattern.replace(r"\w", "[0-9A-Za-z_]").replace(r"\d", "[0-9]")
+    wanted, generator = re.compile(own), random.Random(0)
+    whole = [
+        "abb",
+        "aab",
+        "Xa is b",
+        "12.5",
+        "straße",
+        "STRASSE",
+        "ab",
+        "Ab",
+        "xxy",
+        "Za was ☃",
+        "c",
+        "\n\n",
+        "é😀",
+        "",
+        "zx",
+        "x",
+    ]
+    found = 0
+    for _ in range(1500):
+        text = "".join(generator.choice("abcxyAZ1.9 \n_é☃ß😀iswa") for _ in range(generator.randrange(6)))
+        text = generator.choice([*whole, text, text])
+        match = bool(wanted.fullmatch(text))
+        assert automaton.accepts(text.encode()) == match, text
+        assert spaced.accepts(text.encode()) == (match or (text[:1] == " " and bool(wanted.fullmatch(text[1:])))), text
+        found += match
+    assert found
+    assert not automaton.accepts(b"\xff") and not automaton.accepts("é".encode()[:1])
+
+
+def test_bounds_are_redundant_at_the_ends() -> None:
+    assert regex_automaton("^ab$").accepts(b"ab") and not regex_automaton("^ab$").accepts(b"xab")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        (r"(?=a)b", "lookahead and lookbehind"),
+        (r"(?<!a)b", "lookahead and lookbehind"),
+        (r"(a)\1", "a backreference is not regular"),
+        (r"(a)?(?(1)b|c)", "a conditional group is not regular"),
+        (r"a++b", "a possessive repeat"),
+        (r"(?>a*)b", "an atomic group"),
+        (r"\bword", r"\\b and \\B"),
+        (r"a^b", "inside the expression"),
+        (r"(a", "is not a regular expression: missing \\)"),
+        (r"(ab{500}){999}", "too large"),
+        (r"(a|b)*a(a|b){20}", "needs more than 16,384 automaton states"),
+    ],
+)
+def test_what_is_not_regular_is_refused_with_the_reason(pattern: str, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        regex_automaton(pattern)
+
+
+def test_every_tokenization_of_a_match_is_accepted() -> None:
+    pieces = [
+        None,
+        b"",
+        b"a",
+        b"ab",
+        b"b",
+        b" is",
+        b"is",
+        b" ",
+        "é".encode(),
+        "é".encode()[:1],
+        "é".encode()[1:],
+        b"aaa",
+    ]
+    spelling, pattern = Spelling(pieces), r"a+b* (is|é)"
+    automaton, generator = spelling.automaton(regex_automaton(pattern), rejects=True), random.Random(0)
+    found = 0
+    for _ in range(5000):
+        tokens = [generator.choice([2, 3, 4, 5, 6, 7, 8, 9, 10, 11]) for _ in range(generator.randrange(6))]
+        text = b"".join(pieces[token] or b"" for token in tokens)
+        try:
+            wanted = bool(re.fullmatch(pattern, text.decode()))
+        except UnicodeDecodeError:
+            wanted = False
+        assert automaton.accepts(tokens) == automaton.accepts([1, *tokens]) == wanted, text
+        assert not automaton.accepts([*tokens, 0])  # a token without text
+        found += wanted
+    assert found > 20
