@@ -194,9 +194,8 @@ def advance_states(hmm: HiddenMarkovModel, positions: Sequence[Position], tokens
 def chances_of(guided: Sequence[tuple[Guide, Position]]) -> Tensor:
     """Compute log p(all accepted | tokens so far, next token = v) [B, V]; −inf for tokens of probability zero."""
     joint, plain = score_positions(guided, plain=True)
-    possible = plain > NEG_INF
-    # Clamped to probability one: the two terms are rounded differently.
-    return torch.where(possible, joint - torch.where(possible, plain, 0.0), NEG_INF).clamp(max=0)
+    # −inf minus −inf is NaN. Clamped to probability one: the two terms are rounded differently.
+    return (joint - plain).nan_to_num_(nan=NEG_INF, neginf=NEG_INF).clamp_(max=0)
 
 
 @torch.no_grad()
@@ -217,14 +216,18 @@ def score_positions(guided: Sequence[tuple[Guide, Position]], plain: bool = Fals
     used = [next(numbers) if place >= 0 else lost for _, place in places]
     weights = _weigh(log_states, tables, [row for row, _ in kept], [place for _, place in kept])
     weights = torch.cat([log_states, weights]) if plain else weights
-    emitted = torch.full((lost + 1, hmm.vocab_size), NEG_INF, dtype=hmm.dtype, device=hmm.device)
-    if lost:
-        emitted[:lost] = hmm.emit(weights)
-    sizes = [len(each.many) for each in moves]
-    numbered = pad_sequence([torch.tensor([*part, lost]) for part in _split(used, sizes)], batch_first=True)
-    group_of = torch.stack([each.group_of for each in moves]).long()
-    result = emitted.gather(0, numbered.to(hmm.device).gather(1, group_of))
+    emitted = hmm.emit(weights) if lost else log_states.new_empty(0, hmm.vocab_size)
     few = [(ahead.row_of[each.few_states] >= 0).nonzero()[:, 0] for ahead, each in zip(tables, moves, strict=True)]
+    if len(kept) == len(guided) and all(len(each.many) == 1 for each in moves):
+        result = emitted[first:]  # one group of tokens each, but for the others
+        for row, each in enumerate(moves):
+            result[row, each.few_tokens] = NEG_INF
+    else:
+        sizes = [len(each.many) for each in moves]
+        numbered = pad_sequence([torch.tensor([*part, lost]) for part in _split(used, sizes)], batch_first=True)
+        group_of = torch.stack([each.group_of for each in moves]).long()
+        nothing = torch.full_like(log_states[:1, :1], NEG_INF).expand(1, hmm.vocab_size)
+        result = torch.cat([emitted, nothing]).gather(0, numbered.to(hmm.device).gather(1, group_of))
     row_of = torch.arange(len(guided)).repeat_interleave(torch.tensor([len(each) for each in few]))
     if len(row_of):
         chosen = list(zip(tables, moves, few, strict=True))

@@ -132,7 +132,8 @@ class Steering:
         before = scores if whole else scores[open_rows]
         after = self._combine(before, chances)
         self._tokens += len(open_rows)
-        self._changed = self._changed.to(scores.device) + (before.argmax(1) != after.argmax(1)).sum()
+        chosen = before.gather(1, after.argmax(1, keepdim=True))
+        self._changed = self._changed.to(scores.device) + (chosen < before.amax(1, keepdim=True)).sum()
         return after if whole else scores.index_copy(0, torch.tensor(open_rows, device=scores.device), after)
 
     def _combine(self, scores: Tensor, chances: Tensor) -> Tensor:
@@ -140,8 +141,10 @@ class Steering:
         if self.weight != 1:
             # A weight of 0 would make NaN of impossible tokens.
             chances = torch.where(chances == NEG_INF, NEG_INF, self.weight * chances)
-        steered = torch.full_like(scores, NEG_INF)
-        torch.add(scores[:, : chances.shape[1]], chances, out=steered[:, : chances.shape[1]])
+        words = chances.shape[1]
+        steered = scores[:, :words] + chances
+        if words < scores.shape[1]:
+            steered = torch.nn.functional.pad(steered, (0, scores.shape[1] - words), value=NEG_INF)
         # Normalized, so that the scores of beams, which are sums over tokens, are log-probabilities.
         return steered.log_softmax(1)
 
