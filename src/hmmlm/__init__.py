@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hmmlm.learning.run import distill, train
     from hmmlm.text.control import save_control
     from hmmlm.text.lm import LanguageModel, load
+    from hmmlm.text.particles import sample_particles
     from hmmlm.text.steering import Steering
 
 __version__ = "0.2.0"
@@ -32,6 +33,7 @@ _MODULES = {
     "distill": "hmmlm.learning.run",
     "load": "hmmlm.text.lm",
     "padded": "hmmlm.hmm.checks",
+    "sample_particles": "hmmlm.text.particles",
     "save_control": "hmmlm.text.control",
     "set_threads": "hmmlm.device",
     "train": "hmmlm.learning.run",
@@ -52,6 +54,7 @@ __all__ = [
     "distill",
     "load",
     "padded",
+    "sample_particles",
     "save_control",
     "set_threads",
     "train",

@@ -1,0 +1,109 @@
+"""Sequential Monte Carlo: samples of another model under a constraint, weighted by how wrong the HMM was.
+
+Steering draws token t from p_model(x_t | …) ψ_t / N_t, with ψ_t the HMM's probability that the constraint will be
+satisfied and N_t the sum over tokens. Texts are then weighted by Π N_t / ψ_t−1, which makes them samples of the model
+given the constraint as their number grows; resampling follows the promising ones.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hmmlm.errors import InputError
+from hmmlm.hmm.checks import check_count
+from hmmlm.hmm.constraints import Guide, Position
+from hmmlm.ops.common import NEG_INF
+
+
+class Particles(NamedTuple):
+    """Weighted texts."""
+
+    tokens: Tensor  # [P, T] the new tokens; after the end of a text, its last token is repeated
+    log_weights: Tensor  # [P] normalized
+    log_evidence: float
+    """Estimate of the model's log-probability that the constraint is satisfied."""
+
+    def draw(self, seed: int | None = None) -> list[int]:
+        """Return the tokens of one text, drawn by its weight."""
+        generator = torch.Generator()
+        generator.seed() if seed is None else generator.manual_seed(seed)
+        chosen = int(torch.multinomial(self.log_weights.exp().cpu(), 1, generator=generator))
+        row: list[int] = self.tokens[chosen].tolist()
+        return row
+
+
+@torch.no_grad()
+def sample_particles(
+    model: Any,
+    input_ids: Tensor,
+    guide: Guide,
+    position: Position,
+    num: int = 16,
+    seed: int | None = None,
+    resample_below: float = 0.5,
+) -> Particles:
+    """Sample texts of a causal model of transformers given a constraint, with `num` particles.
+
+    Args:
+        input_ids: [1, T] the prompt.
+        guide, position: of `lm.guide` for the same prompt.
+        resample_below: particles are resampled when their effective number is below this share of `num`.
+    """
+    check_count("num", num, 1)
+    if input_ids.dim() != 2 or len(input_ids) != 1:
+        raise InputError(f"input_ids must have shape [1, tokens], one prompt, not {list(input_ids.shape)}")
+    if position.prompt and tuple(input_ids[0, -len(position.prompt) :].tolist()) != position.prompt:
+        raise InputError("input_ids does not end with the tokens of the prompt of the guide: make a guide for this one")
+    device, words = input_ids.device, guide.automaton.vocab_size
+    generator = torch.Generator(device=device)
+    generator.seed() if seed is None else generator.manual_seed(seed)
+    settled = guide.automaton.settled()
+    positions, given, cache = [position] * num, input_ids.expand(num, -1), None
+    tokens = torch.empty(num, 0, dtype=torch.long, device=device)
+    log_weights = torch.zeros(num, dtype=torch.float64, device=device)
+    log_ahead = torch.full((num,), guide.chance(position), dtype=torch.float64, device=device)  # log ψ
+    log_evidence = float(log_ahead[0])
+    for _ in range(position.remaining):
+        going = [row for row, at in enumerate(positions) if not settled[at.automaton]]
+        if not going:
+            break
+        output = model(input_ids=given, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        log_probs = output.logits[going, -1].double().log_softmax(1)[:, :words]
+        chances = guide.chances_of([positions[row] for row in going]).to(log_probs)
+        steered = log_probs + chances
+        total = steered.logsumexp(1)
+        if bool((total == NEG_INF).any()):
+            raise InputError("the model gives probability zero to every text that satisfies the constraint")
+        drawn = torch.multinomial((steered - total[:, None]).exp(), 1, generator=generator)
+        log_weights[going] += total - log_ahead[going]
+        log_ahead[going] = chances.gather(1, drawn)[:, 0]
+        following = given[:, -1:].clone()  # texts that ended repeat their last token
+        following[going] = drawn
+        advanced = guide.advance_all([positions[row] for row in going], drawn[:, 0].tolist())
+        positions = [*positions]
+        for row, after in zip(going, advanced, strict=True):
+            positions[row] = after
+        tokens, given = torch.cat([tokens, following], 1), following
+        share = log_weights.log_softmax(0)
+        if float((2 * share).logsumexp(0).neg().exp()) < resample_below * num:
+            log_evidence += float(log_weights.logsumexp(0)) - math.log(num)
+            chosen = _resample(share.exp(), generator)
+            tokens, given, log_ahead = tokens[chosen], given[chosen], log_ahead[chosen]
+            positions = [positions[row] for row in chosen.tolist()]
+            cache.reorder_cache(chosen)
+            log_weights = torch.zeros_like(log_weights)
+    log_evidence += float(log_weights.logsumexp(0)) - math.log(num)
+    return Particles(tokens, log_weights.log_softmax(0), log_evidence)
+
+
+def _resample(weights: Tensor, generator: torch.Generator) -> Tensor:
+    """Return the indices of as many draws as there are weights [P], by one uniform number (systematic resampling)."""
+    count = len(weights)
+    start = torch.rand((), generator=generator, device=weights.device, dtype=weights.dtype)
+    points = (torch.arange(count, device=weights.device) + start) / count
+    return torch.searchsorted(weights.cumsum(0), points).clamp(max=count - 1)

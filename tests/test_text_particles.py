@@ -1,0 +1,62 @@
+"""Sequential Monte Carlo against the list of all texts."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from helpers.llama import tiny_llama
+from helpers.oracle import random_hmm
+
+from hmmlm import HMM, InputError, sample_particles
+from hmmlm.data.tokenizers import WordTokenizer
+from hmmlm.text.lm import LanguageModel
+
+WORDS = ["<unk>", "<eos>", *"abc"]
+LENGTH = 5
+
+
+def test_weighted_texts_follow_the_model_given_the_constraint() -> None:
+    model = tiny_llama(6, eos=1, pad=5)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4)  # a model that differs much from the HMM
+    lm = LanguageModel(HMM(*(p.log() for p in random_hmm(3, 5, 1))), WordTokenizer(WORDS))
+    guide, position = lm.guide(must=["a b"], max_new_tokens=LENGTH, prompt="c")
+    prompt = torch.tensor([[4]])
+    exact: dict[tuple[int, ...], float] = {}
+    for size in range(1, LENGTH):
+        for text in itertools.product((0, 2, 3, 4), repeat=size):
+            if guide.automaton.accepting[guide.automaton.read([*text, 1], position.automaton)]:
+                row = torch.tensor([[4, *text, 1]])
+                with torch.no_grad():
+                    log_probs = model(row[:, :-1]).logits[0].double().log_softmax(1)
+                exact[*text, 1] = float(log_probs.gather(1, row[0, 1:, None]).sum().exp())
+    evidence = sum(exact.values())
+    found = dict.fromkeys(exact, 0.0)
+    particles = sample_particles(model, prompt, guide, position, num=4000, seed=0)
+    for row, log_weight in zip(particles.tokens.tolist(), particles.log_weights.tolist(), strict=True):
+        text = tuple(row[: row.index(1) + 1])
+        found[text] += math.exp(log_weight)
+    distance = sum(abs(found[text] - p / evidence) for text, p in exact.items()) / 2
+    assert distance < 0.06
+    steered = sample_particles(model, prompt, guide, position, num=4000, seed=0, resample_below=0.0)
+    biased = dict.fromkeys(exact, 0.0)
+    for row in steered.tokens.tolist():
+        biased[tuple(row[: row.index(1) + 1])] += 1 / 4000
+    assert sum(abs(biased[text] - p / evidence) for text, p in exact.items()) / 2 > 2 * distance
+    for estimate in (particles.log_evidence, steered.log_evidence):
+        assert abs(estimate - math.log(evidence)) < 0.15
+    assert tuple(particles.draw(seed=1)[: particles.draw(seed=1).index(1) + 1]) in exact
+
+
+def test_bad_arguments_are_named() -> None:
+    lm = LanguageModel(HMM(*(p.log() for p in random_hmm(3, 5, 1))), WordTokenizer(WORDS))
+    model = tiny_llama(6, eos=1, pad=5)
+    guide, position = lm.guide(must=["a b"], max_new_tokens=LENGTH, prompt="c")
+    with pytest.raises(InputError, match="does not end with the tokens of the prompt of the guide"):
+        sample_particles(model, torch.tensor([[2]]), guide, position)
+    with pytest.raises(InputError, match=r"input_ids must have shape \[1, tokens\], one prompt, not \[2, 1\]"):
+        sample_particles(model, torch.tensor([[4], [4]]), guide, position)
+    with pytest.raises(InputError, match="num must be at least 1"):
+        sample_particles(model, torch.tensor([[4]]), guide, position, num=0)
