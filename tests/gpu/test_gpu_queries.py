@@ -10,6 +10,7 @@ from hmmlm.hmm import HMM, HiddenMarkovModel
 from hmmlm.hmm.automaton import containing
 from hmmlm.hmm.constraints import Guide
 from hmmlm.text.lm import LanguageModel
+from hmmlm.text.steering import Steering
 
 WORDS = 30
 CLOSE = {torch.float32: {"rtol": 1e-3, "atol": 3e-4}, torch.float64: {"rtol": 1e-8, "atol": 1e-9}}
@@ -139,6 +140,18 @@ def test_guides_and_texts_agree_with_the_cpu(kind: str, device: torch.device) ->
     for context in ((), (3,), (7, 3, 4)):
         want, got = (guide.next_token(guide.begin(context)).cpu() for guide in guides)
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
+    for positions in ([()], [(3,), (7,), (7, 3, 4), ()]):
+        want, got = (guide.chances_of([guide.begin(tokens) for tokens in positions]).cpu() for guide in guides)
+        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
+        ids, scores = torch.tensor([[1]] * len(positions)), torch.randn(len(positions), WORDS, dtype=torch.float64)
+        steered = [
+            Steering.batch([(guide, guide.begin(tokens)._replace(prompt=())) for tokens in positions])
+            for guide in guides
+        ]
+        for text in ((), (3,), (3, 4)):
+            rows = torch.cat([ids, torch.tensor([text] * len(ids), dtype=torch.long).view(len(ids), -1)], 1)
+            want, got = steered[0](rows, scores), steered[1](rows.to(device), scores.to(device)).cpu()
+            torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
     words = ["<unk>", "<eos>", *(f"w{i}" for i in range(WORDS - 2))]
     lm = LanguageModel(hmm, WordTokenizer(words))
     there = lm.to(device)

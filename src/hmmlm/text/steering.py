@@ -187,8 +187,8 @@ class Steering:
             prompt = self._roots[number].position.prompt
             if prompt and row[-len(prompt) :] != prompt:
                 raise InputError(
-                    f"row {place} does not end with the tokens of the prompt of its guide ({len(prompt)} tokens): make "
-                    "a guide for each prompt, lm.guide(prompt=…), and give them to Steering.batch"
+                    f"row {place} does not end with the tokens of the prompt of its guide ({len(prompt)} tokens): "
+                    "encode prompts with lm.tokenizer, and give Steering.batch a guide for each, lm.guide(prompt=…)"
                 )
         self._prompts, self._length = rows, len(rows[0])
         self._progress.rows = {(number, ()): root for number, root in enumerate(self._roots)}
