@@ -19,6 +19,7 @@ from hmmlm.hmm.automaton import Automaton, anything, containing
 from hmmlm.hmm.constraints import Guide
 from hmmlm.hmm.logmatrix import LogMatrix
 from hmmlm.hmm.spelling import Spelling, containing_text
+from hmmlm.hmm.union import UnionHMM
 from hmmlm.text.constraint import Constraint
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.phrases import Phrases
@@ -67,9 +68,10 @@ def test_unions_of_automata() -> None:
 
 
 def hmms() -> list[HiddenMarkovModel]:
-    """Return a dense model, a dense one with zeros, and a blocked one."""
+    """Return a dense model, a dense one with zeros, a blocked one, and the union of the first two."""
     given = (random_hmm(3, WORDS, seed, 2.0, zeros) for seed, zeros in ((0, 0.0), (1, 0.4)))
-    return [*(HMM(*(p.log() for p in parameters)) for parameters in given), random_blocked_hmm(3, 4, 9, seed=0)]
+    dense = [HMM(*(p.log() for p in parameters)) for parameters in given]
+    return [*dense, random_blocked_hmm(3, 4, 9, seed=0), UnionHMM.join(dense, [0.3, 0.7])]
 
 
 def sequences(hmm: HiddenMarkovModel, length: int) -> tuple[list[tuple[int, ...]], Tensor]:
@@ -78,7 +80,7 @@ def sequences(hmm: HiddenMarkovModel, length: int) -> tuple[list[tuple[int, ...]
 
 
 @pytest.mark.parametrize("few", [0, constraints.FEW])
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_chances_and_next_tokens_agree_with_a_list_of_all_sequences(
     number: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,7 +110,7 @@ def test_chances_and_next_tokens_agree_with_a_list_of_all_sequences(
         guide.joint(position)
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_chances_of_several_positions_agree_with_each_alone(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraints, "FEW", 1)
     hmm = hmms()[number]
@@ -149,6 +151,39 @@ def test_tiny_probabilities_do_not_underflow() -> None:
     matrix = torch.tensor([[-math.inf, 0.0], [-1.0, -400.0]])
     product = LogMatrix(matrix).product(weights)
     torch.testing.assert_close(product, torch.tensor([[-601.0, -500.0], [-math.inf, -math.inf]]))
+
+
+def test_emissions_are_exponentiated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    original = LogMatrix.__init__
+    monkeypatch.setattr(LogMatrix, "__init__", lambda self, values: made.append(values.shape) or original(self, values))
+    hmm = HMM(*(p.log().requires_grad_() for p in random_hmm(5, 40, 0)))
+    guide = Guide(hmm, containing([1, 2], 40).until(0), 8)
+    position = guide.begin()
+    for token in (3, 4, 1, 2):
+        guide.chances(position)
+        position = guide.advance(position, token)
+    assert made.count((5, 40)) == 1
+
+
+def test_guides_of_one_batch_may_differ() -> None:
+    hmm = hmms()[0]
+    guides = [Guide(hmm, containing([1, 2], WORDS).until(0), 5), Guide(hmm, avoiding([3], WORDS).until(0), 3)]
+    guided = [(guides[0], guides[0].begin([1])), (guides[1], guides[1].begin()), (guides[0], guides[0].begin())]
+    alone = torch.stack([guide.chances(position) for guide, position in guided])
+    torch.testing.assert_close(constraints.chances_of(guided), alone)
+
+
+def test_steps_that_cannot_be_accepted_have_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A chain of 50 automaton states that must be read to its end: after r tokens only the last r can be accepted.
+    following = torch.full((52, WORDS), 51)
+    following[:50, 1] = torch.arange(1, 51)
+    guide = Guide(hmms()[0], Automaton(following, torch.arange(52) == 50), 50)
+    assert [len(step.log_probs) for step in guide._ahead] == [1] * 50
+    assert guide.chance(guide.begin()) == pytest.approx(float(hmms()[0].log_likelihood([[1] * 50])))
+    monkeypatch.setattr(constraints, "LARGEST_GB", 1e-6)
+    with pytest.raises(InputError, match=r"50 tokens, 52 automaton states and 3 HMM states need .* simpler constraint"):
+        Guide(hmms()[0], Automaton(following, torch.arange(52) == 50), 50)
 
 
 def test_bad_arguments_are_named() -> None:

@@ -86,7 +86,7 @@ class Guide:
         if size > LARGEST_GB:
             raise InputError(
                 f"{length} tokens, {automaton.states} automaton states and {hmm.states} HMM states need "
-                f"{size:.0f} GB: use fewer tokens or a simpler constraint"
+                f"{size:.3g} GB: use fewer tokens or a simpler constraint"
             )
         accepting = automaton.accepting.nonzero()[:, 0]
         zeros = torch.zeros(len(accepting), hmm.states, dtype=hmm.dtype, device=hmm.device)
