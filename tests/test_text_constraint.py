@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from helpers.oracle import random_hmm
 from hmmlm import HMM, Automaton, InputError
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, WordTokenizer
 from hmmlm.hmm.automaton import at_least, containing
+from hmmlm.hmm.spelling import Spelling, containing_text
 from hmmlm.text.constraint import Constraint, counted_words
 from hmmlm.text.lm import LanguageModel
 
@@ -89,6 +91,20 @@ def test_subwords_spell_what_is_asked(subwords: LanguageModel) -> None:
         assert re.fullmatch(r"the(.*[^0-9A-Za-z_])?of the list\.", ending, re.DOTALL), ending
         never = subwords.generate("", max_new_tokens=20, never=["l"], match="substring", seed=seed)
         assert "l" not in never
+
+
+def test_characters_that_tokens_spell_in_parts_are_matched() -> None:
+    pieces = ["é", " ", "a", *(bytes([b]).decode(errors="surrogateescape") for b in "é☃".encode()), " é"]
+    spelled = [piece.encode(errors="surrogateescape") for piece in pieces]
+    automaton = containing_text("é☃", Spelling(pieces))
+    units, generator, found = [[0], [1], [2], [3, 4], [5, 6, 7], [8]], random.Random(0), 0
+    for _ in range(3000):
+        tokens = [token for _ in range(generator.randrange(1, 5)) for token in generator.choice(units)]
+        text = b"".join(spelled[token] for token in tokens).decode(errors="replace")
+        wanted = bool(re.search(r"(?<![\w☃])é☃", text))  # bytes count as letters
+        assert automaton.accepts(tokens) == wanted, text
+        found += wanted
+    assert found > 20 and not automaton.accepts([3, 4, 5, 6])
 
 
 def test_automata_are_combined(lm: LanguageModel) -> None:

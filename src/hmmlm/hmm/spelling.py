@@ -68,23 +68,30 @@ def containing_text(phrase: str, spelling: Spelling, left: bool = True, right: b
     """Return the automaton of texts that contain `phrase`, however it is tokenized.
 
     With `left` (`right`), if the phrase starts (ends) with a letter, digit or underscore, no such character may precede
-    (follow) it: both match whole words, `left` alone the beginnings of words.
+    (follow) it: both match whole words, `left` alone the beginnings of words. Bytes of a character that tokens spell
+    in parts are lone surrogates (the error handler "surrogateescape").
     """
     if not phrase:
         raise InputError("a phrase needs at least one character")
     left, right = left and _in_words(phrase[0]), right and _in_words(phrase[-1])
-    own = {character: number for number, character in enumerate(sorted(set(phrase)))}
+    in_bytes = ["" if c.isascii() else c.encode().decode("ascii", "surrogateescape") for c in phrase]
+    own = {character: number for number, character in enumerate(sorted({*phrase, *"".join(in_bytes)}))}
     in_words = [*map(_in_words, own), True, False]  # other characters are parts of words or not
-    length, found = len(phrase), frozenset([-1])
+    length, found = len(phrase), frozenset([(-1, 0)])
 
-    def step(begun: frozenset[int], kind: int) -> frozenset[int]:
-        """Return how many characters of the phrase match after one more, for every place where it may have started."""
-        if begun == found or (length in begun and not (in_words[kind] and right)):
+    def step(begun: frozenset[tuple[int, int]], kind: int) -> frozenset[tuple[int, int]]:
+        """Return the matched characters, and bytes of the next, for every place where the phrase may have started."""
+        if begun == found or ((length, 0) in begun and not (in_words[kind] and right)):
             return found
-        further = {n + 1 for n in begun if n < length and kind == own[phrase[n]]}
-        return frozenset(further | ({0} if not (in_words[kind] and left) else set()))
+        further = set() if in_words[kind] and left else {(0, 0)}
+        for n, matched in begun:
+            if n < length and not matched and kind == own[phrase[n]]:
+                further.add((n + 1, 0))
+            if n < length and in_bytes[n] and kind == own[in_bytes[n][matched]]:
+                further.add((n, matched + 1) if matched + 1 < len(in_bytes[n]) else (n + 1, 0))
+        return frozenset(further)
 
-    start = frozenset([0])
+    start = frozenset([(0, 0)])
     numbers, table = {start: 0}, []
     for state in (todo := [start]):
         row = []
@@ -95,7 +102,7 @@ def containing_text(phrase: str, spelling: Spelling, left: bool = True, right: b
                 todo.append(reached)
             row.append(numbers[reached])
         table.append(row)
-    accepting = torch.tensor([state == found or length in state for state in todo])
+    accepting = torch.tensor([state == found or (length, 0) in state for state in todo])
     kinds = {code: own.get(chr(code), len(own) + (not _in_words(chr(code)))) for code in spelling.symbols.tolist()}
     class_of = torch.zeros(max(kinds, default=0) + 1, dtype=torch.long)
     class_of[list(kinds)] = torch.tensor(list(kinds.values()))
@@ -103,8 +110,8 @@ def containing_text(phrase: str, spelling: Spelling, left: bool = True, right: b
 
 
 def _in_words(character: str) -> bool:
-    """Return whether a character is part of words. � is a part of a character, nearly always of a letter."""
-    return character.isalnum() or character in "_\ufffd"
+    """Return whether a character is part of words. A byte is part of a character, nearly always of a letter."""
+    return character.isalnum() or character in "_\ufffd" or "\udc80" <= character <= "\udcff"
 
 
 def _text(spelling: bytes | str | None) -> bytes | str:

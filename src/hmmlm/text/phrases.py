@@ -31,10 +31,10 @@ class Phrases:
 
     @cached_property
     def _characters(self) -> Spelling:
-        """The tokens as characters; bytes that are no whole character, and `<unk>`, are parts of words."""
+        """The tokens as characters, and bytes that are no whole character; these and `<unk>` are parts of words."""
         unknown = self.tokenizer.unk_id
         spelled = [self.tokenizer.spell(token) for token in range(self.tokenizer.vocab_size)]
-        texts = ["" if spelling is None else spelling.decode(errors="replace") for spelling in spelled]
+        texts = ["" if spelling is None else spelling.decode(errors="surrogateescape") for spelling in spelled]
         if unknown is not None:
             texts[unknown] = "\ufffd"
         return Spelling(texts)
