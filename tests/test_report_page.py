@@ -4,6 +4,7 @@ import random
 import re
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,6 +172,19 @@ def test_commands_quote_the_folder_of_the_run(finished: tuple[RunResults, str]) 
     results, _ = finished
     commands = next_commands(replace(results, run=results.run / "my run"))
     assert all(f"'{results.run / 'my run'}'" in command for command in commands)
+
+
+def test_commands_can_be_typed_where_the_program_is_not_on_the_path(
+    finished: tuple[RunResults, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "hmmlm").touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(folder / "hmmlm"), "demo"])
+    for path, name in (("/nowhere", ".venv/bin/hmmlm"), (str(folder), "hmmlm")):
+        monkeypatch.setenv("PATH", path)
+        assert all(command.startswith(f"{name} ") for command in next_commands(finished[0]))
 
 
 def test_a_model_too_large_to_explain_still_has_a_report(

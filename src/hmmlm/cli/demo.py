@@ -28,12 +28,13 @@ def run(argv: list[str]) -> int:
     from hmmlm.cli.main import INTERRUPTED
     from hmmlm.config.recipe import load_recipe
     from hmmlm.report.demo import run_demo
+    from hmmlm.runs.commands import program
     from hmmlm.runs.folders import new_folder
     from hmmlm.runs.progress import terminal_progress
 
     with new_folder(arguments.out, "runs", "demo") as out:
         result = run_demo(load_recipe("demo"), out, terminal_progress(), Console())
     if not result.finished:
-        print(f"stopped at step {result.steps:,}, saved; continue with: hmmlm train --resume {result.out}")
+        print(f"stopped at step {result.steps:,}, saved; continue with: {program()} train --resume {result.out}")
         return INTERRUPTED
     return 0

@@ -130,6 +130,7 @@ def run_training(
     from hmmlm.data.tokenfile import unknown_fraction
     from hmmlm.device import peak_memory, pick_device
     from hmmlm.learning.prepare import reopen
+    from hmmlm.runs.commands import program
     from hmmlm.runs.progress import Progress, terminal_progress
 
     progress = Progress() if arguments.quiet else terminal_progress()
@@ -149,7 +150,7 @@ def run_training(
             f"{result.out / 'best'}"
         )
     else:
-        print(f"stopped at step {result.steps:,}, saved; continue with: hmmlm {command} --resume {result.out}")
+        print(f"stopped at step {result.steps:,}, saved; continue with: {program()} {command} --resume {result.out}")
     return result
 
 

@@ -14,6 +14,7 @@ from hmmlm.report.explain import explain_states
 from hmmlm.report.page import next_commands, write_report
 from hmmlm.report.results import MIXTURE, RunResults, evaluate_run
 from hmmlm.report.tables import path_table, states_table
+from hmmlm.runs.commands import program
 from hmmlm.runs.progress import Progress, perplexity_text
 
 SENTENCE = "The function returns a list of the names in the module."
@@ -56,7 +57,9 @@ def print_summary(results: RunResults, report: Path, console: Console) -> None:
     for name, path in files.items():
         console.print(Text(f"{name:18}{path}"), soft_wrap=True)
     console.rule("[bold]Next commands", align="left")
-    commands = next_commands(results) | {"hmmlm train --data my.txt": "train on your own text: one example per line"}
+    commands = next_commands(results) | {
+        f"{program()} train --data my.txt": "train on your own text: one example per line"
+    }
     for command, purpose in commands.items():
         console.print(Text(command), soft_wrap=True)
         console.print(Text(f"    {purpose}"), style="dim", soft_wrap=True)
@@ -69,7 +72,7 @@ def _verdict(results: RunResults) -> str:
     if hmm.perplexity > ngram.perplexity:
         first = (
             f"Counting wins here: {tokens:,} tokens of documentation repeat whole phrases, which a 5-gram memorizes "
-            f"and {results.lm.hmm.states:,} states cannot. With more text, states generalize and the HMM gets ahead."
+            f"and {results.lm.hmm.states:,} states cannot. On 1 MB of English the HMM of `hmmlm train` is ahead."
         )
     else:
         first = f"The HMM is ahead of the 5-gram on {tokens:,} training tokens."

@@ -24,6 +24,7 @@ from hmmlm.report import plots
 from hmmlm.report.explain import StateSummary, TextExplanation, explain_states, explain_text, similar_order
 from hmmlm.report.labels import state_followers, state_label, state_words, token_label
 from hmmlm.report.results import BASELINE_TOKENS, MIXTURE, RunResults, typical_sentence, write_results
+from hmmlm.runs.commands import program
 from hmmlm.runs.folders import flat_settings
 from hmmlm.runs.progress import perplexity_text
 from hmmlm.section import Section
@@ -80,19 +81,19 @@ def write_report(results: RunResults, sentence: str | None = None) -> Path:
 
 def next_commands(results: RunResults) -> dict[str, str]:
     """Return commands to try on a run, each with what it does."""
-    run = shlex.quote(str(results.run))
+    hmmlm, run = program(), shlex.quote(str(results.run))
     commands = {
-        f"hmmlm eval {run}": "compute perplexity on the test split, or on another text with --data",
-        f"hmmlm sample {run}": "generate text; --prompt sets how it starts",
+        f"{hmmlm} eval {run}": "compute perplexity on the test split, or on another text with --data",
+        f"{hmmlm} sample {run}": "generate text; --prompt sets how it starts",
     }
     commands |= {
-        f'hmmlm infill {run} "the ___ of"': "list the most likely words for a blank",
-        f"hmmlm score {run} -": "compute the probability of lines that you type, or of a file instead of -",
+        f'{hmmlm} infill {run} "the ___ of"': "list the most likely words for a blank",
+        f"{hmmlm} score {run} -": "compute the probability of lines that you type, or of a file instead of -",
     }
     if results.config.train.epochs is not None:
-        commands[f"hmmlm train --resume {run} --train.epochs {2 * results.config.train.epochs}"] = "train longer"
+        commands[f"{hmmlm} train --resume {run} --train.epochs {2 * results.config.train.epochs}"] = "train longer"
     if results.lm.hmm.states <= MAX_STATES:
-        commands[f"hmmlm inspect {run} --contexts"] = "list the states with occurrences in the validation text"
+        commands[f"{hmmlm} inspect {run} --contexts"] = "list the states with occurrences in the validation text"
     return commands
 
 
