@@ -262,7 +262,7 @@ def sample_accepted(guide: Guide, position: Position, end: int, options: Samplin
     """Sample tokens until `end`, which is not returned, given that the guide's automaton accepts them."""
     rows, positions = _Rows(options, range(options.num), end, guide.hmm.device), [position] * options.num
     for _ in range(options.max_new_tokens):
-        if not positions:
+        if not len(rows.index):
             break
         tokens = options.choose(guide.next_tokens(positions), rows.draw()[:, 2])
         going = rows.add(tokens).tolist()
