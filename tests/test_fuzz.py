@@ -6,6 +6,8 @@
 import pytest
 from helpers.fuzz import Fuzz, UnionFuzz, campaign
 
+from hmmlm.ops.common import installed
+
 COUNT = 300
 
 
@@ -21,6 +23,13 @@ def test_answers_of_random_unions_agree_with_enumeration(first: int) -> None:
     right, wrong = campaign(range(first, first + 50), kind=UnionFuzz)
     assert not wrong, "\n".join(wrong)
     assert right.total() > 3000
+
+
+@pytest.mark.skipif(not installed("numba"), reason="numba is not installed")
+def test_answers_of_compiled_loops_agree_with_enumeration() -> None:
+    right, wrong = campaign(range(COUNT, COUNT + 60), impl="compiled")
+    assert not wrong, "\n".join(wrong)
+    assert right.total() > 2500
 
 
 def test_the_models_cover_both_kinds_both_dtypes_and_the_smallest_sizes() -> None:

@@ -88,7 +88,7 @@ def test_the_kernels_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "find_spec", lambda name: None)
+    monkeypatch.setattr(common, "installed", lambda name: False)
     assert choose_kernels("scan", "auto", CPU, "scaled") is scaled
     with pytest.raises(InputError, match="needs the package triton, which is not installed: use impl='scaled'"):
         choose_kernels("scan", "triton", CPU, "scaled")

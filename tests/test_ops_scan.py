@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.ops.common import Impl
-from hmmlm.ops.scan import Evidence, Parameters, naive, scan
+from hmmlm.ops.common import Impl, installed
+from hmmlm.ops.scan import Evidence, Parameters, api, naive, scan
 
+RECURSIONS: list[Impl] = ["scaled", "compiled"] if installed("numba") else ["scaled"]
 CLOSE = {torch.float32: {"rtol": 2e-4, "atol": 2e-5}, torch.float64: {"rtol": 1e-9, "atol": 1e-10}}
 
 
@@ -89,7 +90,8 @@ def test_scaled_agrees_with_log_space(
     size: tuple[int, int, int, int], dtype: torch.dtype, **options: int | float | bool
 ) -> None:
     parameters, evidence = make_problem(*size, **options)  # type: ignore[arg-type]
-    assert_agrees(parameters, evidence, "scaled", dtype, **CLOSE[dtype])
+    for impl in RECURSIONS:
+        assert_agrees(parameters, evidence, impl, dtype, **CLOSE[dtype])
 
 
 def test_gradients_agree_with_finite_differences() -> None:
@@ -98,7 +100,7 @@ def test_gradients_agree_with_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda *p: scan(Parameters(*p), evidence).log_likelihood, tuple(parameters))
 
 
-@pytest.mark.parametrize("impl", ["naive", "scaled"])
+@pytest.mark.parametrize("impl", ["naive", *RECURSIONS])
 def test_windows_with_a_carry_add_up_to_the_whole(impl: Impl) -> None:
     parameters = log_parameters(random_hmm(6, 8, seed=6))
     tokens = torch.randint(0, 8, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -123,7 +125,7 @@ def test_sequences_whose_mass_underflows_are_recomputed(dtype: torch.dtype, log_
     assert_agrees(parameters, Evidence(tokens), "auto", dtype, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("impl", ["naive", "scaled"])
+@pytest.mark.parametrize("impl", ["naive", *RECURSIONS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_an_impossible_sequence_has_minus_infinity_and_no_gradient(impl: Impl, dtype: torch.dtype) -> None:
     start, transition, emission = random_hmm(3, 4, seed=7)
@@ -184,3 +186,30 @@ def test_an_unknown_implementation_is_named() -> None:
     parameters, evidence = make_problem(2, 3, 1, 2)
     with pytest.raises(InputError, match="scan: unknown impl 'torch': use auto, naive, scaled or triton"):
         scan(parameters, evidence, "torch")  # type: ignore[arg-type]
+
+
+# --- compiled loops ---
+
+
+def test_compiled_loops_name_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, evidence = log_parameters(random_hmm(3, 4, seed=1)), Evidence(torch.tensor([[0, 1]]))
+    monkeypatch.setattr(api, "installed", lambda name: False)
+    with pytest.raises(InputError, match="needs the package numba, which is not installed"):
+        scan(parameters, evidence, "compiled")
+    assert not api.loops_pay(3, torch.device("cpu"))
+
+
+@pytest.mark.skipif(not installed("numba"), reason="numba is not installed")
+def test_compiled_loops_run_more_sequences_than_a_tile_and_their_best_paths() -> None:
+    rng = torch.Generator().manual_seed(0)
+    start, transition, emission = random_hmm(11, 13, seed=2, zeros=0.2)
+    tokens = torch.randint(-1, 13, (150, 37), generator=rng)
+    lengths = torch.randint(1, 38, (150,), generator=rng)
+    ours, theirs = (HMM.from_probs(start, transition, emission, impl=impl) for impl in ("compiled", "scaled"))
+    torch.testing.assert_close(ours.log_likelihood(tokens, lengths), theirs.log_likelihood(tokens, lengths))
+    for got, want in zip(ours.expected_counts(tokens, lengths), theirs.expected_counts(tokens, lengths), strict=True):
+        torch.testing.assert_close(got, want)
+    possible = ours.log_likelihood(tokens, lengths).isfinite()
+    best, wanted = (hmm.viterbi(tokens[possible], lengths[possible]) for hmm in (ours, theirs))
+    torch.testing.assert_close(best[1], wanted[1])
+    assert bool((best[0] == wanted[0]).all()) and int(possible.sum()) > 70

@@ -46,13 +46,14 @@ class Batch(NamedTuple):
 class Fuzz:
     """One random model with its batch; `run` counts right answers and lists wrong ones."""
 
-    def __init__(self, seed: int, device: str = "cpu") -> None:
+    def __init__(self, seed: int, device: str = "cpu", impl: Impl | None = None) -> None:
         self.seed, self.device, self.rng = seed, torch.device(device), np.random.default_rng(seed)
         self.right: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.dtype = torch.float32 if self.rng.random() < 0.5 else torch.float64
         self.regimes = self.rng.random() < 0.15
-        self.impl: Impl = str(self.rng.choice(["auto", "naive", "scaled"]))  # type: ignore[assignment]
+        drawn: Impl = str(self.rng.choice(["auto", "naive", "scaled"]))  # type: ignore[assignment]
+        self.impl = impl or drawn
         self.hmm = self._model().to(self.device)
         self.truth = Truth.of(self.hmm)
         self.batch = self._batch()
@@ -461,11 +462,16 @@ def small_pieces(small: bool) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def campaign(seeds: Sequence[int], device: str = "cpu", kind: type[Fuzz] = Fuzz) -> tuple[Counter[str], list[str]]:
-    """Return the numbers of right answers by kind of answer, and the wrong ones."""
+def campaign(
+    seeds: Sequence[int], device: str = "cpu", kind: type[Fuzz] = Fuzz, impl: Impl | None = None
+) -> tuple[Counter[str], list[str]]:
+    """Return the numbers of right answers by kind of answer, and the wrong ones.
+
+    `impl` is that of all dense models; by default it is drawn.
+    """
     right, wrong = Counter[str](), list[str]()
     for seed in seeds:
-        done = kind(seed, device).run()
+        done = kind(seed, device, impl).run()
         right += done.right
         wrong += done.wrong
         for line in done.wrong:

@@ -25,7 +25,8 @@ from hmmlm.hmm.products import Observations, filter_products, message_products
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
 from hmmlm.hmm.queries import HiddenMarkovModel, Lattice, SortedBatch
 from hmmlm.ops.common import NEG_INF, Impl, logsumexp
-from hmmlm.ops.scan import Evidence, Parameters, scan
+from hmmlm.ops.scan import Evidence, Parameters, loops_pay, scan
+from hmmlm.ops.scan.scaled import distinct
 
 _CELLS = 2**24  # largest intermediate
 _RANDOM_CELLS = 2**30  # probabilities of a random model: 8 GB while they are drawn
@@ -48,7 +49,8 @@ class HMM(HiddenMarkovModel):
     The constructor does not check whether each distribution sums to one; `validate()` does, and `from_probs` calls it.
     Tokens are integers [B, T]; −1 is a missing token, which is summed over; `lengths` [B] gives ragged batches.
     Results are detached, except `log_likelihood` (and `filter(...).log_likelihood`) when a parameter requires a
-    gradient. `impl` selects the implementation of the likelihood: "auto", "scaled", "triton" or "naive" (log space).
+    gradient. `impl` selects the implementation of the likelihood: "auto", "scaled", "compiled", "triton" or "naive"
+    (log space).
     """
 
     kind: ClassVar[str] = "dense"
@@ -250,7 +252,8 @@ class HMM(HiddenMarkovModel):
         steps = len(batch.active)
         if steps * len(batch.tokens) * self.states > _BULK_CELLS:
             return None
-        words, index = batch.tokens[:, :steps].t().unique(return_inverse=True)
+        words, index = distinct(batch.tokens[:, :steps].t() + 1, self.vocab_size + 1)
+        words -= 1
         return Observations(self.observe(words, bool(words[0] < 0), log_missing)[1], index, batch.active)
 
     def _observations(self, batch: SortedBatch, log_missing: Tensor | None = None) -> Iterator[tuple[Support, Tensor]]:
@@ -279,6 +282,19 @@ class HMM(HiddenMarkovModel):
             return super()._messages(lattice)
         messages.sub_((stacked.log_filtered + messages).logsumexp(2, keepdim=True))
         return active_rows(messages, lattice.batch)
+
+    @torch.no_grad()
+    def viterbi(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Tensor, Tensor]:
+        """See `HiddenMarkovModel.viterbi`; in compiled loops where these are faster."""
+        if self.impl not in ("auto", "compiled") or not loops_pay(self.states, self.device):
+            return super().viterbi(tokens, lengths)
+        from hmmlm.ops.scan.compiled import best_paths
+
+        batch = self._batch(tokens, lengths)
+        path, log_prob = best_paths(self.detach().parameters, batch.tokens, batch.active)
+        if bool((log_prob == NEG_INF).any()):
+            self._possible(tokens, lengths)  # names the impossible token
+        return batch.unsort(path), batch.unsort(log_prob).to(self.dtype)
 
     def restrict(self, values: Tensor, support: Support) -> Tensor:
         return values

@@ -5,6 +5,8 @@ Choice of implementation, log-space sums, precision of products, small probabili
 
 import math
 import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -21,8 +23,8 @@ FLOOR = {torch.float32: 1e-36, torch.float64: 1e-300}
 """Scaled probabilities below this value count as underflowed."""
 _PRODUCT_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
-Impl = Literal["auto", "naive", "scaled", "triton"]
-"""Implementation of an inference operation: log space (naive), scaled probabilities, or scaled in GPU kernels."""
+Impl = Literal["auto", "naive", "scaled", "compiled", "triton"]
+"""Implementation of an inference operation: log space (naive), scaled probabilities, or these in CPU or GPU loops."""
 
 
 class Carry(NamedTuple):
@@ -68,6 +70,12 @@ class Scan(NamedTuple):
     in the parameters."""
 
 
+@cache
+def installed(package: str) -> bool:
+    """Return whether a package is installed; looking for it takes longer than a step of a small model."""
+    return find_spec(package) is not None
+
+
 def choose_kernels(op: str, impl: str, reference: Tensor, portable: str, unsupported: str = "") -> ModuleType:
     """Return the module that implements `op`: the portable one or `triton`.
 
@@ -78,19 +86,25 @@ def choose_kernels(op: str, impl: str, reference: Tensor, portable: str, unsuppo
         unsupported: feature of this problem that the Triton kernels do not support; empty if none.
     """
     if impl == "auto":
-        impl = "triton" if reference.is_cuda and not unsupported and find_spec("triton") else portable
+        impl = "triton" if reference.is_cuda and not unsupported and installed("triton") else portable
     if impl not in (portable, "triton"):
         known = ", ".join(dict.fromkeys(("auto", "naive", portable)))
         raise InputError(f"{op}: unknown impl {impl!r}: use {known} or triton")
     if impl == "triton" and unsupported:
         raise InputError(f"{op}: the triton kernels do not support {unsupported}: use impl={portable!r}")
-    if impl == "triton" and not find_spec("triton"):
+    if impl == "triton" and not installed("triton"):
         raise InputError(f"{op}: impl='triton' needs the package triton, which is not installed: use impl={portable!r}")
     if impl == "triton" and not reference.is_cuda and "TRITON_INTERPRET" not in os.environ:
         raise InputError(
             f"{op}: impl='triton' needs tensors on a GPU, not on {reference.device}: use impl={portable!r}"
         )
     return import_module(f"hmmlm.ops.{op}.{impl}")
+
+
+def without_autocast(reference: Tensor) -> AbstractContextManager[Any]:
+    """Return a context without autocast; entering one costs a small model time, so only if autocast is enabled."""
+    device = reference.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -158,7 +172,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b (matrices or batches of them), summed and returned in the wide dtype regardless of autocast."""
-    with torch.autocast(a.device.type, enabled=False):
+    with without_autocast(a):
         if a.dtype == wide(a.dtype):
             return a @ b
         if a.is_cuda:
@@ -169,7 +183,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def accumulate(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to `out` [n, m], which is in the wide dtype."""
-    with torch.autocast(a.device.type, enabled=False):
+    with without_autocast(a):
         if a.dtype == out.dtype:
             out.addmm_(a, b)
         elif a.is_cuda:

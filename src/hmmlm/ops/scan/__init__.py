@@ -1,11 +1,11 @@
 """Dense HMM: log-likelihood, its gradient and the final filtered distribution.
 
-`impl`: "naive" computes in log space, "scaled" with scaled probabilities, "triton" the same in GPU kernels; "auto"
-selects the fastest that supports the problem. Parameters are log-probabilities (start [Z], transition [Z, Z],
-emission [Z, V]).
+`impl`: "naive" computes in log space, "scaled" with scaled probabilities, "compiled" the same in CPU loops for few
+states (numba), "triton" the same in GPU kernels; "auto" selects the fastest that supports the problem. Parameters are
+log-probabilities (start [Z], transition [Z, Z], emission [Z, V]).
 """
 
-from hmmlm.ops.scan.api import scan
+from hmmlm.ops.scan.api import loops_pay, scan
 from hmmlm.ops.scan.naive import Evidence, Parameters
 
-__all__ = ["Evidence", "Parameters", "scan"]
+__all__ = ["Evidence", "Parameters", "loops_pay", "scan"]

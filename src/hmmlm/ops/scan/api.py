@@ -4,18 +4,32 @@ The gradient is the expected counts, in closed form.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hmmlm.ops.common import NEG_INF, Carry, Impl, Scan, capturing, choose_kernels, logsumexp, product_dtype
+from hmmlm.errors import InputError
+from hmmlm.ops.common import (
+    NEG_INF,
+    Carry,
+    Impl,
+    Scan,
+    capturing,
+    choose_kernels,
+    installed,
+    logsumexp,
+    product_dtype,
+    without_autocast,
+)
 from hmmlm.ops.scan import naive, scaled
 from hmmlm.ops.scan.naive import Evidence, Parameters
 
 LOG_SPACE_CELLS = 2**25  # largest [rows, Z, Z] intermediate of the log-space recursion
+LOOP_STATES = 64  # most states for which compiled loops are faster than tensor operations on two cores
 KERNEL_CELLS = 2**30  # largest [T, B, Z] that the Triton kernels allocate
 
 
@@ -29,10 +43,36 @@ def scan(parameters: Parameters, evidence: Evidence, impl: Impl = "auto") -> Sca
         joint = naive.forward(parameters, evidence)[:, -1]
         return Scan(logsumexp(joint, 1), Carry(torch.softmax(joint.detach(), 1).nan_to_num(0.0)))
     products = product_dtype(parameters.log_start)
-    unsupported = _unsupported(parameters, evidence)
-    recursions = choose_kernels("scan", impl, parameters.log_start, "scaled", unsupported)
-    log_likelihood, final, suspect = _Scan.apply(*parameters, *evidence, products, recursions)
+    recursions = _choose_recursions(parameters, evidence, products, impl)
+    inputs = (*parameters, evidence.initial)
+    if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in inputs):
+        log_likelihood, final, suspect = _Scan.apply(*parameters, *evidence, products, recursions)
+    else:  # the autograd function would cost a small model time
+        log_likelihood, final, suspect = _run_filter(parameters, evidence, products, recursions, False)[3:]
     return Scan(log_likelihood, Carry(final), suspect)
+
+
+def loops_pay(states: int, device: torch.device) -> bool:
+    """Return whether compiled loops over the steps are faster than tensor operations, and numba is installed."""
+    return device.type == "cpu" and states <= LOOP_STATES and installed("numba")
+
+
+def _choose_recursions(parameters: Parameters, evidence: Evidence, products: torch.dtype, impl: Impl) -> ModuleType:
+    """Return the module that implements the recursions."""
+    like = parameters.log_start
+    if impl == "auto" and products == like.dtype and loops_pay(like.shape[0], like.device):
+        impl = "compiled"
+    if impl != "compiled":
+        return choose_kernels("scan", impl, like, "scaled", _unsupported(parameters, evidence))
+    reasons = {
+        f"needs tensors on the CPU, not on {like.device}": like.device.type != "cpu",
+        f"does not support products in {products}": products != like.dtype,
+        "needs the package numba, which is not installed (pip install 'hmmlm[fast]')": not installed("numba"),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise InputError(f"scan: impl='compiled' {reason}: use impl='scaled'")
+    return import_module("hmmlm.ops.scan.compiled")
 
 
 def _unsupported(parameters: Parameters, evidence: Evidence) -> str:
@@ -45,6 +85,42 @@ def _unsupported(parameters: Parameters, evidence: Evidence) -> str:
         "tensors [T, B, Z] of more than 2^30 elements": steps * batch * len(parameters.log_start) > KERNEL_CELLS,
     }
     return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+class _Run(NamedTuple):
+    """The filter over a batch; rows of the last three in the order of the batch."""
+
+    chain: Any  # of the module of recursions
+    result: Any
+    doubt: Tensor  # indices of the sequences that were recomputed in log space
+    log_likelihood: Tensor  # [B]
+    final: Tensor  # [B, Z]
+    suspect: Tensor  # [B]
+
+
+def _run_filter(
+    parameters: Parameters, evidence: Evidence, products: torch.dtype, recursions: ModuleType, keep: bool
+) -> _Run:
+    """Run the filter, and again in log space for sequences whose mass may have underflowed."""
+    tokens = evidence.tokens
+    with without_autocast(tokens):  # `products` already is the dtype of products
+        chain = recursions.make_chain(parameters, evidence, products)
+        result = recursions.forward(chain, keep)
+        doubt = torch.empty(0, dtype=torch.long, device=tokens.device)
+        if not capturing(tokens):
+            doubt = chain.unsort(recursions.doubtful(parameters, chain, result)).nonzero().squeeze(1)
+    log_likelihood, final = chain.unsort(result.log_likelihood), chain.unsort(result.final)
+    if doubt.numel():
+        joint = _in_log_space(lambda p, e: naive.forward(p, e)[:, -1], parameters, evidence, doubt)
+        log_likelihood = log_likelihood.index_copy(0, doubt, logsumexp(joint, 1).to(log_likelihood.dtype))
+        final = final.index_copy(0, doubt, torch.softmax(joint, 1).nan_to_num(0.0).to(final.dtype))
+    suspect = torch.zeros(tokens.shape[:1], dtype=torch.bool, device=tokens.device)
+    if tokens.is_cuda:
+        # Outside a graph no sequence is suspect any more. The kernels run anyway: warm-up steps compile them.
+        found = chain.unsort(recursions.suspicious(result))
+        suspect = found if capturing(tokens) else suspect
+        final = torch.where(suspect[:, None], chain.start, final)  # the next window needs a valid carry
+    return _Run(chain, result, doubt, log_likelihood, final, suspect)
 
 
 class _Scan(torch.autograd.Function):
@@ -65,26 +141,11 @@ class _Scan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         parameters = Parameters(log_start, log_transition, log_emission)
         evidence = Evidence(tokens, lengths, initial, restart)
-        with torch.autocast(tokens.device.type, enabled=False):  # `products` already is the dtype of products
-            chain = recursions.make_chain(parameters, evidence, products)
-            result = recursions.forward(chain, any(ctx.needs_input_grad))
-            doubt = torch.empty(0, dtype=torch.long, device=tokens.device)
-            if not capturing(log_start):
-                doubt = chain.unsort(recursions.doubtful(parameters, chain, result)).nonzero().squeeze(1)
-        log_likelihood, final = chain.unsort(result.log_likelihood).clone(), chain.unsort(result.final)
-        if doubt.numel():
-            joint = _in_log_space(lambda p, e: naive.forward(p, e)[:, -1], parameters, evidence, doubt)
-            log_likelihood[doubt] = logsumexp(joint, 1).to(log_likelihood.dtype)
-            final = final.index_copy(0, doubt, torch.softmax(joint, 1).nan_to_num(0.0).to(final.dtype))
-        # Outside a graph no sequence is suspect any more. The kernels run anyway, so that warm-up steps compile them.
-        suspect = chain.unsort(recursions.suspicious(result))
-        if not capturing(log_start):
-            suspect = torch.zeros_like(suspect)
-        final = torch.where(suspect[:, None], chain.start, final)  # the next window needs a valid carry
+        run = _run_filter(parameters, evidence, products, recursions, any(ctx.needs_input_grad))
         ctx.save_for_backward(*parameters)
-        # Cloned, here and above, because ctx must not hold a returned tensor.
-        ctx.evidence, ctx.chain, ctx.result, ctx.doubt, ctx.suspect = evidence, chain, result, doubt, suspect.clone()
-        ctx.recursions = recursions
+        ctx.evidence, ctx.run, ctx.recursions = evidence, run, recursions
+        # Cloned because ctx must not hold a returned tensor.
+        log_likelihood, final, suspect = run.log_likelihood.clone(), run.final.clone(), run.suspect.clone()
         ctx.mark_non_differentiable(final, suspect)
         return log_likelihood, final, suspect
 
@@ -92,12 +153,12 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         parameters = Parameters(*ctx.saved_tensors)
-        evidence, chain, result, doubt = ctx.evidence, ctx.chain, ctx.result, ctx.doubt
-        seed = torch.where(ctx.suspect, 0.0, grad)
+        evidence, (chain, result, doubt, _, _, suspect) = ctx.evidence, ctx.run
+        seed = torch.where(suspect, 0.0, grad)
         if doubt.numel():
             seed = seed.index_fill(0, doubt, 0.0)
         seed = torch.where(result.log_likelihood == NEG_INF, 0.0, chain.sort(seed))
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad):
             counts, first = ctx.recursions.accumulate(chain, result, seed, parameters.log_emission.shape)
             before = None
             if ctx.needs_input_grad[5]:  # β at the token before position 0

@@ -62,39 +62,61 @@ class ScaledForward(NamedTuple):
 def make_chain(parameters: Parameters, evidence: Evidence, products: torch.dtype) -> ScaledChain:
     """Convert parameters to probabilities, and the batch to time-major order sorted by length."""
     log_start, log_transition, log_emission = parameters
-    tokens, lengths, initial, restart = evidence
-    order, (batch, steps) = None, tokens.shape
-    initial = None if initial is None else initial.to(log_start.dtype)
-    active = [batch] * steps
-    if lengths is not None:
-        order = torch.argsort(lengths, descending=True, stable=True)
-        tokens, sizes = tokens[order], lengths[order]
-        initial = None if initial is None else initial[order]
-        restart = None if restart is None else restart[order]
-        active = (sizes > torch.arange(steps, device=sizes.device)[:, None]).sum(1).tolist()
+    (tokens, _, initial, restart), active, order = sort_by_length(evidence, log_start.dtype)
+    words = tokens.t().contiguous() + 1
     if tokens.device.type == "cpu":  # only the words that occur; on a GPU, finding them would synchronize
-        vocabulary, words = torch.unique(tokens, return_inverse=True)
+        vocabulary, words = distinct(words, log_emission.shape[1] + 1)
+        vocabulary -= 1
+        missing = bool(vocabulary[0] < 0)
     else:
-        vocabulary = torch.arange(-1, log_emission.shape[1], device=tokens.device)
-        words = tokens + 1
-    rows = log_emission.index_select(1, vocabulary.clamp(min=0)).t()
-    rows = torch.where((vocabulary < 0)[:, None], 0.0, rows)
-    log_peak = rows.amax(1)
+        vocabulary, missing = torch.arange(-1, log_emission.shape[1], device=tokens.device), True
+    columns = log_emission.index_select(1, vocabulary.clamp(min=0) if missing else vocabulary)  # [Z, U]
+    if missing:
+        columns[:, 0] = 0.0
+    log_peak = columns.amax(0)
     log_peak = torch.where(log_peak == NEG_INF, 0.0, log_peak)
-    emission = exp(rows - log_peak[:, None]).contiguous()
-    restart = None if restart is None else restart.t().contiguous()
+    emission = exp(columns.sub_(log_peak)).t().contiguous()
     return ScaledChain(
         exp(log_start),
         exp(log_transition).to(products),
         emission,
         log_peak,
-        words.t().contiguous(),
+        words,
         vocabulary,
         active,
         order,
         initial,
         restart,
     )
+
+
+def sort_by_length(evidence: Evidence, dtype: torch.dtype) -> tuple[Evidence, list[int], Tensor | None]:
+    """Return the evidence with the longest sequence first, the number of sequences at each step, and the order [B].
+
+    `restart` is [T, B] and `initial` in `dtype`. The order is None if there are no lengths.
+    """
+    tokens, lengths, initial, restart = evidence
+    order, (batch, steps) = None, tokens.shape
+    initial = None if initial is None else initial.to(dtype)
+    active = [batch] * steps
+    if lengths is not None:
+        order = torch.argsort(lengths, descending=True, stable=True)
+        tokens, lengths = tokens[order], lengths[order]
+        initial = None if initial is None else initial[order]
+        restart = None if restart is None else restart[order]
+        active = (lengths > torch.arange(steps, device=lengths.device)[:, None]).sum(1).tolist()
+    restart = None if restart is None else restart.t().contiguous()
+    return Evidence(tokens, lengths, initial, restart), active, order
+
+
+def distinct(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the distinct values [U], sorted, and the index of each value in them; values are in 0 … size − 1.
+
+    This is `torch.unique`, but without a sort.
+    """
+    flat = values.flatten()
+    found = torch.zeros(size, dtype=torch.long, device=values.device).index_fill_(0, flat, 1)
+    return found.nonzero().squeeze(1), (found.cumsum(0) - 1).index_select(0, flat).view(values.shape)
 
 
 def move(probs: Tensor, transition: Tensor) -> Tensor:
@@ -165,13 +187,17 @@ def _filter(chain: ScaledChain, keep: bool, group: int) -> tuple[ScaledForward, 
             predicted.div_(base[..., None])
         _finish(chain, alpha, first, final)
         previous, mass = (alpha[-1, : chain.active[end - 1]], torch.ones_like(mass))
-    peaks = chain.log_peak[chain.words]
-    if inside is not None:
-        peaks = torch.where(inside, peaks, 0.0)
-    log_likelihood = (scale.log() + peaks).sum(0, dtype=torch.float64).to(like.dtype)
     floor = FLOOR[like.dtype] / (LEAST[like.dtype] if group > 1 else 1.0)
     kept = (alpha, predicted) if keep else (None, None)
-    return ScaledForward(kept[0], kept[1], scale, log_likelihood, final, floor), least
+    return ScaledForward(kept[0], kept[1], scale, log_likelihood(chain, scale), final, floor), least
+
+
+def log_likelihood(chain: ScaledChain, scale: Tensor) -> Tensor:
+    """Compute log p(x) [B] from scale [T, B], which is one where a sequence has ended."""
+    peaks, inside = chain.log_peak.take(chain.words), _inside(chain)
+    if inside is not None:
+        peaks = torch.where(inside, peaks, 0.0)
+    return (scale.log() + peaks).sum(0, dtype=torch.float64).to(scale.dtype)
 
 
 def _inside(chain: ScaledChain) -> Tensor | None:
@@ -234,16 +260,29 @@ def accumulate(chain: ScaledChain, result: ScaledForward, seed: Tensor, shape: t
     """
     assert result.alpha is not None and result.predicted is not None
     weights = backward(chain, result, seed)
-    states, dtype = chain.start.shape[0], chain.transition.dtype
     posterior = result.predicted * weights
     by_word = torch.zeros_like(chain.emission)
-    by_word.index_add_(0, chain.words.reshape(-1), posterior.view(-1, states))
-    if chain.vocabulary.shape[0] == shape[1] + 1:  # every word has a row; row 0 is "missing"
-        emission = by_word[1:].t().contiguous()
-    else:
-        observed = chain.vocabulary >= 0
-        emission = by_word.new_zeros(shape).index_copy_(1, chain.vocabulary[observed], by_word[observed].t())
+    by_word.index_add_(0, chain.words.reshape(-1), posterior.view(-1, posterior.shape[2]))
+    start, transition = transition_counts(chain, result.alpha, weights)
+    return Parameters(start, transition, emission_counts(chain, by_word, shape)), weights[0]
 
+
+def emission_counts(chain: ScaledChain, by_word: Tensor, shape: torch.Size) -> Tensor:
+    """Return expected emission counts of the words that occur, by_word [U, Z], as a matrix of `shape` [Z, V]."""
+    if chain.vocabulary.shape[0] == shape[1] + 1:  # every word has a row; row 0 is "missing"
+        return by_word[1:].t().contiguous()
+    observed = chain.vocabulary >= 0
+    return by_word.new_zeros(shape).index_copy_(1, chain.vocabulary[observed], by_word[observed].t())
+
+
+def transition_counts(chain: ScaledChain, alpha: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the expected counts of starts [Z] and transitions [Z, Z]; set weights to zero where a chain starts.
+
+    Args:
+        alpha: [T, B, Z] of the filter.
+        weights: [T, B, Z] of `backward`.
+    """
+    states, dtype = chain.start.shape[0], chain.transition.dtype
     start = torch.zeros_like(chain.start)
     if chain.initial is None:
         start = weights[0].sum(0)
@@ -251,11 +290,11 @@ def accumulate(chain: ScaledChain, result: ScaledForward, seed: Tensor, shape: t
     if chain.restart is not None:
         start = start + (weights * chain.restart[..., None]).sum((0, 1))
         weights.masked_fill_(chain.restart[..., None], 0.0)
-    before, after = result.alpha[:-1].reshape(-1, states).to(dtype), weights[1:].reshape(-1, states).to(dtype)
-    transition = (before.t() @ after).to(seed.dtype)
+    before, after = alpha[:-1].reshape(-1, states).to(dtype), weights[1:].reshape(-1, states).to(dtype)
+    transition = (before.t() @ after).to(alpha.dtype)
     if chain.initial is not None:
-        transition += (chain.initial.to(dtype).t() @ weights[0].to(dtype)).to(seed.dtype)
-    return Parameters(start * chain.start, transition * chain.transition, emission), weights[0]
+        transition += (chain.initial.to(dtype).t() @ weights[0].to(dtype)).to(alpha.dtype)
+    return start * chain.start, transition * chain.transition
 
 
 def faint(parameters: Parameters, scale: Tensor, floor: float) -> Tensor:
