@@ -49,22 +49,12 @@ def draw_tokens(batch: int, length: int, vocab: int, device: torch.device) -> Te
     return words[torch.multinomial(zipf, batch * length, replacement=True)].view(batch, length)
 
 
-class Training:
-    """Training steps of one model with one implementation of the scan."""
+class Steps:
+    """Training steps of a model on random batches."""
 
-    def __init__(self, kind: str, impl: Impl, options: argparse.Namespace, fabric: Fabric) -> None:
-        torch.manual_seed(0)
-        make, optimizer = MODELS[kind]
-        model = make(options.states, options.vocab)
-        inner = model.forward
-
-        def forward() -> HMM:
-            hmm = inner()
-            assert isinstance(hmm, HMM)
-            hmm.impl = impl
-            return hmm
-
-        model.forward = forward  # type: ignore[method-assign]
+    def __init__(
+        self, model: Model, optimizer: AdamWConfig | BaumWelchConfig, options: argparse.Namespace, fabric: Fabric
+    ) -> None:
         self.model, self.cuda = model, fabric.device.type == "cuda"
         tokenizer = WordTokenizer(["<unk>", "<eos>", *map(str, range(options.vocab - 2))])
         self.learner: HmmLearner
@@ -92,6 +82,25 @@ class Training:
         return seconds_on_gpu(self.run, steps)
 
 
+class Training(Steps):
+    """Training steps of one dense model with one implementation of the scan."""
+
+    def __init__(self, kind: str, impl: Impl, options: argparse.Namespace, fabric: Fabric) -> None:
+        torch.manual_seed(0)
+        make, optimizer = MODELS[kind]
+        model = make(options.states, options.vocab)
+        inner = model.forward
+
+        def forward() -> HMM:
+            hmm = inner()
+            assert isinstance(hmm, HMM)
+            hmm.impl = impl
+            return hmm
+
+        model.forward = forward  # type: ignore[method-assign]
+        super().__init__(model, optimizer, options, fabric)
+
+
 def seconds_on_gpu(run: Callable[[int], None], steps: int) -> float:
     """Return the mean time of one step of run(steps)."""
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -103,11 +112,14 @@ def seconds_on_gpu(run: Callable[[int], None], steps: int) -> float:
     return first.elapsed_time(last) / 1e3 / steps
 
 
-def check(options: argparse.Namespace, device: torch.device, precision: str) -> dict[str, float]:
-    """Return the relative errors, against float64, of the scan that `auto` selects in the precision of training."""
+def check(options: argparse.Namespace, device: torch.device, precision: str, spread: float = 1.0) -> dict[str, float]:
+    """Return the relative errors, against float64, of the scan that `auto` selects in the precision of training.
+
+    `spread` is the standard deviation of the logits: 1 for parameters as at the start of training, 4 for peaked ones.
+    """
     states, batch, length = options.states, min(options.batch, 24), min(options.length, 16)
     shapes = ((states,), (states, states), (states, options.vocab))
-    logits = [torch.randn(*shape, device=device) for shape in shapes]
+    logits = [spread * torch.randn(*shape, device=device) for shape in shapes]
     tokens = draw_tokens(batch, length, options.vocab, device)
     tokens[torch.rand(tokens.shape, device=device) < 0.02] = -1
     restart = torch.rand(tokens.shape, device=device) < 0.05
@@ -161,17 +173,22 @@ def measure(kind: str, options: argparse.Namespace, fabric: Fabric) -> list[dict
     return rows
 
 
-def profile(training: Training) -> str:
+def profile(training: Steps) -> str:
     """Return a table of the time per kernel in one step, most expensive first."""
+    lines = [f"{total:10.1f} {count:6d} {total / count:9.2f}  {name[:60]}" for total, count, name in kernels(training)]
+    return "\n".join([f"{'µs':>10} {'count':>6} {'µs each':>9}  kernel", *lines]) + "\n"
+
+
+def kernels(training: Steps) -> list[tuple[float, int, str]]:
+    """Return µs, calls and name of each kernel of one step, most expensive first."""
     kind = torch.profiler.ProfilerActivity.CUDA if training.cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[kind]) as recorded:
         training.run(1)
         if training.cuda:
             torch.cuda.synchronize()
     spent = "self_device_time_total" if training.cuda else "self_cpu_time_total"  # µs
-    found = sorted(((getattr(event, spent), event.count, event.key) for event in recorded.key_averages()), reverse=True)
-    lines = [f"{total:10.1f} {count:6d} {total / count:9.2f}  {name[:60]}" for total, count, name in found if total]
-    return "\n".join([f"{'µs':>10} {'count':>6} {'µs each':>9}  kernel", *lines]) + "\n"
+    events = [(getattr(event, spent), event.count, event.key) for event in recorded.key_averages()]
+    return sorted((event for event in events if event[0]), reverse=True)
 
 
 def show(rows: list[dict[str, Any]]) -> None:

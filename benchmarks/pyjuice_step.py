@@ -1,7 +1,7 @@
 """Time an EM step of PyJuice's HMM and training steps of hmmlm, interleaved, on one GPU.
 
     pip install pyjuice
-    PYTHONPATH=src python benchmarks/pyjuice_step.py --states 512 --out pyjuice_step.json
+    PYTHONPATH=src python -m benchmarks.pyjuice_step --states 512 --out pyjuice_step.json
 
 Both read tokens of the same shape. PyJuice: forward, backward (expected counts) and its mini-batch M step, with its
 CUDA graphs. hmmlm: the steps of `dense_step.py` for the scalar model, with AdamW and with mini-batch Baum-Welch.
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dense_step import ROUNDS, WARM_UP, Training, draw_tokens, seconds_on_gpu
 from lightning_fabric import Fabric
+
+from benchmarks.dense_step import ROUNDS, WARM_UP, Training, draw_tokens, seconds_on_gpu
 
 
 class PyJuice:

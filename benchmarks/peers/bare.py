@@ -4,6 +4,8 @@ Forward: a chain of T − 1 products [B, Z] × [Z, Z]. Gradient and EM: the same
 [Z, B (T − 1)] × [B (T − 1), Z] for the expected transition counts. Viterbi has no products.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,11 +16,10 @@ VERSION = torch.__version__
 DTYPE = "float32"
 
 
-def tasks(problem: Problem) -> Tasks:
-    """Return the matrix products of each operation as tasks without a result."""
-    transition = torch.from_numpy(problem.transition).float()
-    (batch, steps), states = problem.tokens.shape, transition.shape[0]
-    alpha, beta = torch.full((steps, batch, states), 1 / states), torch.ones(steps, batch, states)
+def products(transition: Tensor, batch: int, steps: int) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+    """Return functions of the products of the likelihood, and of the likelihood and its gradient."""
+    states, like = transition.shape[0], {"dtype": transition.dtype, "device": transition.device}
+    alpha, beta = torch.full((steps, batch, states), 1 / states, **like), torch.ones(steps, batch, states, **like)
 
     def forward() -> Tensor:
         for t in range(1, steps):
@@ -31,6 +32,12 @@ def tasks(problem: Problem) -> Tasks:
             torch.mm(beta[t], transition.t(), out=beta[t - 1])
         return alpha[:-1].view(-1, states).t() @ beta[1:].view(-1, states)
 
+    return forward, both
+
+
+def tasks(problem: Problem) -> Tasks:
+    """Return the matrix products of each operation as tasks without a result."""
+    forward, both = products(torch.from_numpy(problem.transition).float(), *problem.tokens.shape)
     return {
         "forward": lambda: Task(forward),
         "gradient": lambda: Task(both),
