@@ -22,6 +22,7 @@ from hmmlm.hmm.dense import HMM, log_group_sums
 from hmmlm.hmm.logmatrix import LogMatrix, LogTiles, least_sum
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
 from hmmlm.hmm.queries import HiddenMarkovModel, Lattice
+from hmmlm.hmm.tilestore import TileStore
 from hmmlm.hmm.word_products import WordProducts
 from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
 from hmmlm.ops.common import NEG_INF, exp, logsumexp
@@ -29,6 +30,7 @@ from hmmlm.ops.common import NEG_INF, exp, logsumexp
 _CELLS = 2**24  # largest piece of the transition matrix computed at once
 _VALIDATED_CELLS = 2**28  # products for the rows of the transition matrix that `validate` computes
 _NORMALIZER_TOLERANCE = 0.01  # of normalizers from TF32 products of large factors
+_STORED_CELLS = 2**28  # of the tiles that queries on a CPU keep: 1 GB in float32
 _TABLE_CELLS = 2**22  # up to this size the whole transition matrix is computed once and kept
 
 
@@ -360,7 +362,18 @@ class BlockedHMM(HiddenMarkovModel):
     def pull(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
         if _narrow(source, target) and self._forward_tiles is not None:
             return self._forward_tiles.product(log_probs, (source.blocks, target.blocks))
+        if _narrow(source, target) and self.device.type == "cpu" and not self.requires_grad:
+            return self._store.product(log_probs, source.blocks, target.blocks)
         return self._over_sources(log_probs, source, target, self._log_product)
+
+    @cached_property
+    def _store(self) -> TileStore:
+        return TileStore(self._tile, self.blocks, _STORED_CELLS // self.states_per_block**2)
+
+    def _tile(self, source: int, target: int) -> Tensor:
+        """Return log A [k, k] from one block to another."""
+        rows, factors = self._span(source), self.factors
+        return torch.addmm(-factors.log_normalizer[rows, None], factors.u[rows], factors.w[self._span(target)].t())
 
     def _log_product(self, values: Tensor, tiles: Tensor) -> Tensor:
         if tiles.dim() == 2 and not torch.is_grad_enabled():

@@ -1,0 +1,64 @@
+"""Tiles of a factored transition matrix that are computed once and kept, for queries on a CPU."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import threshold
+
+from hmmlm.hmm.logmatrix import LogMatrix, least_sum
+from hmmlm.ops.common import FLOOR, NEG_INF
+
+
+class TileStore:
+    """Products with tiles of log A between pairs of blocks.
+
+    Frequent pairs occur early in a text, so the first tiles are kept until there is no room for more.
+    """
+
+    def __init__(self, make: Callable[[int, int], Tensor], blocks: int, room: int) -> None:
+        """Create a store.
+
+        Args:
+            make: returns log A [k, k] from one block to another, as a new tensor.
+            room: number of tiles to keep.
+        """
+        self._make, self._blocks, self._room = make, blocks, room
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def product(self, log_probs: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
+        """Compute log Σ_i p_i A[i, j] [n, k] for distributions log_probs [n, k], from source blocks to targets [n].
+
+        Rows with the same pair of blocks share a product of probabilities. Where underflow may have changed a sum, the
+        rows of the pair are computed again by `LogMatrix.product`.
+        """
+        pair, order = (sources * self._blocks + targets).sort(stable=True)
+        pairs, counts = pair.unique_consecutive(return_counts=True)
+        ends = counts.cumsum(0).tolist()
+        groups = list(zip(pairs.tolist(), [0, *ends], ends, strict=False))
+        values = log_probs.index_select(0, order)
+        weights = threshold(values.exp(), FLOOR[values.dtype], 0.0)  # denormal numbers would slow the products down
+        sums, peaks = torch.empty_like(values), torch.empty_like(values)
+        for key, first, end in groups:
+            peaks[first:end], scaled = self._tile(key)
+            torch.mm(weights[first:end], scaled, out=sums[first:end])
+        result = sums.log().add_(peaks)
+        faint = sums.amin(1) < least_sum(values.shape[1], values.dtype)
+        if bool(faint.any()):
+            for key, first, end in groups:
+                if bool(faint[first:end].any()):
+                    exact = LogMatrix(self._make(*divmod(key, self._blocks)))
+                    result[first:end] = exact.product(values[first:end], normalized=True)
+        return torch.empty_like(result).index_copy_(0, order, result)
+
+    def _tile(self, key: int) -> tuple[Tensor, Tensor]:
+        """Return the largest entries of the columns of log A [k], and exp(log A) [k, k] relative to them."""
+        tile = self._kept.get(key)
+        if tile is None:
+            log_values = self._make(*divmod(key, self._blocks))
+            peak = log_values.amax(0)
+            peak = torch.where(peak == NEG_INF, 0.0, peak)
+            tile = peak, threshold(log_values.sub_(peak).exp_(), FLOOR[peak.dtype], 0.0, inplace=True)
+            if len(self._kept) < self._room:
+                self._kept[key] = tile
+        return tile
