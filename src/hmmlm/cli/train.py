@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hmmlm.config.recipe import recipe_names
+
+if TYPE_CHECKING:
+    from hmmlm.cli.training import TrainArguments
+    from hmmlm.config.run import RunConfig
 
 OVERVIEW = f"""usage: hmmlm train [OPTIONS]
 
@@ -31,6 +36,7 @@ most used options:
   --train.seed N            seed of parameters and shuffling
   --train.device DEVICE     auto (default), cpu, cuda
   --threads N               CPU threads (default: one per core)
+  --dry-run                 print what the run would cost (memory, time per epoch), from a few steps
   --quiet                   print results and warnings only
 
 Without model, optimizer and initialization options, the recipe `default` is used.
@@ -48,6 +54,37 @@ examples:
 SHORTCUTS = {"initialization.kind": "init", "initialization.teacher": "teacher"}
 
 
+def _print_estimate(config: RunConfig, arguments: TrainArguments) -> int:
+    """Print what a run would cost."""
+    from hmmlm.errors import InputError
+    from hmmlm.learning.estimate import estimate
+    from hmmlm.runs.progress import Progress, terminal_progress
+
+    if arguments.resume is not None:
+        raise InputError("--dry-run measures a new run: leave out --resume")
+    found = estimate(config, Progress() if arguments.quiet else terminal_progress())
+    batches = config.batches
+    print(
+        f"{found.about}\n"
+        f"memory: {found.memory / 1e9:.2f} GB\n"
+        f"step: {1e3 * found.step_seconds:.3g} ms for {batches.batch_size} × {batches.length} tokens, "
+        f"{found.tokens_per_second:,.0f} tokens per second\n"
+        f"epoch: {time_text(found.epoch_seconds)} ({found.steps_per_epoch:,} steps; validation "
+        f"{found.checks_per_epoch} × {time_text(found.check_seconds)})\n"
+        f"run: {time_text(found.epochs * found.epoch_seconds)} for {found.epochs:g} epochs, without word clusters, "
+        "initialization and report"
+    )
+    return 0
+
+
+def time_text(seconds: float) -> str:
+    """Return a time with two digits: 0.25 s, 34 s, 5.2 min, 3.1 h."""
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{float(f'{seconds / size:.2g}'):g} {unit}"
+    return f"{float(f'{seconds:.2g}'):g} s"
+
+
 def run(argv: list[str]) -> int:
     from hmmlm.cli.main import INTERRUPTED
     from hmmlm.cli.models import warn_unknown
@@ -58,6 +95,9 @@ def run(argv: list[str]) -> int:
     arguments = parse(TrainArguments, argv, "train", OVERVIEW, SHORTCUTS, RunConfig())
 
     # After parsing: mistakes in options are reported without importing torch.
+    if arguments.dry_run:
+        return _print_estimate(config_of(RunConfig, arguments), arguments)
+
     from hmmlm.learning.train import train
     from hmmlm.report.page import write_report
     from hmmlm.report.results import MIXTURE, evaluate_run

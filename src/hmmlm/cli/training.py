@@ -102,6 +102,8 @@ class RecipeArguments(TrainingArguments):
     """A recipe of the package: the settings that the other options change."""
     config: Path | None = None
     """The same, from a TOML file of your own."""
+    dry_run: bool = False
+    """Run a few steps, print what the run would cost (parameters, memory, time per epoch), and write nothing."""
 
 
 class TrainArguments(RecipeArguments, RunConfig):  # type: ignore[misc]

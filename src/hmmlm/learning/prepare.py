@@ -225,9 +225,8 @@ def make_blocks(config: BlockedConfig, tokenizer: Tokenizer, train: TokenFile, p
         vocabulary = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
         clustering = read_paths(config.clusters, vocabulary)
     else:
-        words = len(np.unique(train.tokens))
+        words, blocks = len(np.unique(train.tokens)), count_blocks(config, train)
         most = min(config.blocks, max(1, words // 2))
-        blocks = next(count for count in range(most, 0, -1) if config.states % count == 0)
         if blocks < config.blocks and config.states // blocks > MAX_IN_SMALL_TEXT:
             raise InputError(
                 f"model.blocks is {config.blocks:,}, but the training text has {words:,} different words: set it to "
@@ -250,6 +249,12 @@ def make_blocks(config: BlockedConfig, tokenizer: Tokenizer, train: TokenFile, p
             f"model.blocks is {config.blocks}, but {config.clusters} has {found} clusters: set it to {found}"
         )
     return [int(cluster) for cluster in clustering.with_unseen_placed()]
+
+
+def count_blocks(config: BlockedConfig, train: TokenFile) -> int:
+    """Return the number of blocks for a text: as configured, or fewer if it has fewer than two words for each."""
+    most = min(config.blocks, max(1, len(np.unique(train.tokens)) // 2))
+    return next(count for count in range(most, 0, -1) if config.states % count == 0)
 
 
 def cluster_words(train: TokenFile, clusters: int, exchange_passes: int, progress: Progress) -> BrownClustering:

@@ -116,16 +116,10 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
         opened.extend([] if teacher is None else [teacher])
 
     def make(fabric: Fabric, data: Prepared) -> HmmLearner:
-        seed = config.train.seed
-        torch.manual_seed(seed)
-        model = config.model.build(data.tokenizer, data.block_of_word, seed, fabric.device)
+        learner = make_learner(config, fabric, data)
         if isinstance(config.initialization, LabelConfig) and opened:  # of a new run
-            check_start(config.initialization, model, len(data.tokens["train"]), opened[0])
-        if isinstance(config.optimizer, BaumWelchConfig):
-            return BaumWelchLearner(fabric, model, data.tokenizer, config.dump(), config.optimizer)
-        check_teacher(config, data.tokenizer)
-        weight = config.next_words.weight
-        return AdamWLearner(fabric, model, data.tokenizer, config.dump(), config.optimizer, weight)
+            check_start(config.initialization, learner.model, len(data.tokens["train"]), opened[0])
+        return learner
 
     def plan(fit: Fit, request: StopRequest) -> Sequence[Phase]:
         assert isinstance(fit.learner, HmmLearner)
@@ -133,6 +127,18 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
 
     config = with_actual_text(config, saved_config(RunConfig, out) if resume else None)
     return _train(config, Path(out), resume, progress or Progress(), check, make, plan, config.model.size, config.model)
+
+
+def make_learner(config: RunConfig, fabric: Fabric, data: Prepared) -> HmmLearner:
+    """Return the model of a run with its optimizer."""
+    seed = config.train.seed
+    torch.manual_seed(seed)
+    model = config.model.build(data.tokenizer, data.block_of_word, seed, fabric.device)
+    if isinstance(config.optimizer, BaumWelchConfig):
+        return BaumWelchLearner(fabric, model, data.tokenizer, config.dump(), config.optimizer)
+    check_teacher(config, data.tokenizer)
+    weight = config.next_words.weight
+    return AdamWLearner(fabric, model, data.tokenizer, config.dump(), config.optimizer, weight)
 
 
 def train_teacher(
@@ -204,7 +210,7 @@ def _train(
         check_memory(size(data.tokenizer.vocab_size), config.optimizer.kind, device)
         learner = make(make_fabric(config), data)
         training, validation = (make_batches(config, data, split) for split in ("train", "valid"))
-        progress.note(_describe(learner, data))
+        progress.note(describe(learner, data))
         return Fit(config, out, learner, data.tokenizer, training, validation, progress)
 
     with ExitStack() as stack:
@@ -253,7 +259,7 @@ def _train(
     return TrainResult(out, finished, epochs, position.step, position.tokens, position.seconds, best)
 
 
-def _describe(learner: Learner[Any], data: Prepared) -> str:
+def describe(learner: Learner[Any], data: Prepared) -> str:
     """Return the line with device, parameters and text of a run."""
     parameters = sum(p.numel() for p in learner.parameters().values())
     train, tokenizer = data.tokens["train"], data.tokenizer

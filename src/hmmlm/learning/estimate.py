@@ -1,0 +1,146 @@
+"""What a run would cost, from a few real steps: `hmmlm train --dry-run`."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from hmmlm.config.run import RunConfig
+from hmmlm.data.batches import Batch, Batches
+from hmmlm.device import peak_memory, pick_device
+from hmmlm.learning.evaluate import carried
+from hmmlm.learning.fit import total_tokens
+from hmmlm.learning.learners import HmmLearner
+from hmmlm.learning.memory import check_memory
+from hmmlm.learning.prepare import (
+    Prepared,
+    check_data,
+    count_blocks,
+    find_data,
+    make_batches,
+    make_blocks,
+    prepare,
+    with_actual_tokenizer,
+)
+from hmmlm.learning.train import describe, flush_denormals, make_fabric, make_learner
+from hmmlm.models.base import BlockedConfig
+from hmmlm.runs.progress import Progress
+
+_WARM_UP = {"cpu": 1, "cuda": 6}  # untimed steps; a GPU compiles kernels and records a graph
+_SECONDS = 3.0  # timed steps end after this time,
+_STEPS = {"cpu": 10, "cuda": 100}  # or after this many
+_CHECKED = 3  # batches of a validation check that are timed
+
+
+class Estimate(NamedTuple):
+    """What a run costs."""
+
+    about: str  # device, parameters and text
+    memory: int  # bytes that the process used
+    step_seconds: float
+    steps_per_epoch: int
+    check_seconds: float  # of one validation check
+    checks_per_epoch: int
+    epochs: float
+    tokens_per_second: float  # of training steps
+
+    @property
+    def epoch_seconds(self) -> float:
+        return self.steps_per_epoch * self.step_seconds + self.checks_per_epoch * self.check_seconds
+
+
+@flush_denormals()
+def estimate(config: RunConfig, progress: Progress) -> Estimate:
+    """Run a few steps of a configuration in a temporary folder, and measure them.
+
+    Words are assigned to blocks in turn, because clustering takes long. The initialization is not run: a step of
+    P(O, S) with labels takes less time than one of P(O).
+    """
+    config = with_actual_tokenizer(config, None)
+    config.model.check_files()
+    check_data(config)
+    with tempfile.TemporaryDirectory() as scratch:
+        data = prepare(config, find_data(config), Path(scratch), progress)
+        data = Prepared(data.tokenizer, data.tokens, _quick_blocks(config, data, progress))
+        check_memory(
+            config.model.size(data.tokenizer.vocab_size), config.optimizer.kind, pick_device(config.train.device)
+        )
+        learner = make_learner(config, make_fabric(config), data)
+        training, validation = (make_batches(config, data, split) for split in ("train", "valid"))
+        step, tokens = _time_steps(learner, training)
+        return Estimate(
+            describe(learner, data),
+            peak_memory(learner.device),
+            step,
+            training.steps_per_epoch,
+            _time_check(learner, validation),
+            config.train.checks_per_epoch,
+            total_tokens(config, training.tokens_per_epoch) / training.tokens_per_epoch,
+            tokens / step,
+        )
+
+
+def _quick_blocks(config: RunConfig, data: Prepared, progress: Progress) -> torch.Tensor | None:
+    """Return a block of each word [V], without clustering; None if the model has no blocks."""
+    model, tokenizer = config.model, data.tokenizer
+    if not isinstance(model, BlockedConfig) or not model.blocks:
+        return None
+    if model.clusters is not None:
+        return torch.tensor(make_blocks(model, tokenizer, data.tokens["train"], progress))
+    return torch.arange(tokenizer.vocab_size) % count_blocks(model, data.tokens["train"])
+
+
+def _time_steps(learner: HmmLearner, batches: Batches) -> tuple[float, float]:
+    """Return the mean time and the mean number of tokens of a training step."""
+    kind, carry = learner.device.type, None
+    begun, steps, tokens = 0.0, 0, 0
+    for done, batch in enumerate(_cycle(batches)):
+        if done == _WARM_UP[kind]:
+            _synchronize(learner.device)
+            begun, steps, tokens = time.perf_counter(), 0, 0
+        carry = learner.step(batch, carried(batch, carry), learner.peak_rate).carry
+        steps, tokens = steps + 1, tokens + batch.num_tokens()
+        if done >= _WARM_UP[kind] and (steps >= _STEPS[kind] or time.perf_counter() - begun > _SECONDS):
+            break
+    _synchronize(learner.device)
+    return (time.perf_counter() - begun) / steps, tokens / steps
+
+
+def _time_check(learner: HmmLearner, batches: Batches) -> float:
+    """Return the time of a validation check: of the model itself, and per batch."""
+
+    def seconds(count: int) -> float:
+        return _seconds(lambda: learner.evaluate(islice(batches.epoch(0), count), lambda tokens: None), learner.device)
+
+    seconds(1)  # warm-up
+    count = min(_CHECKED, batches.steps_per_epoch)
+    first = seconds(1)
+    each = max(0.0, (seconds(count) - first) / (count - 1)) if count > 1 else 0.0
+    return first + each * (batches.steps_per_epoch - 1)
+
+
+def _cycle(batches: Batches) -> Iterator[Batch]:
+    """Yield batches without end; a short text has fewer than are timed."""
+    epoch = 0
+    while True:
+        yield from batches.epoch(epoch)
+        epoch += 1
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    _synchronize(device)
+    begun = time.perf_counter()
+    run()
+    _synchronize(device)
+    return time.perf_counter() - begun
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
