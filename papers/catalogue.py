@@ -8,7 +8,8 @@ from papers.study import Study
 STUDIES: dict[str, Study] = {
     value.name: value
     for module in (record, chiu2020, chiu2020_trials, lee2025, lee2025_initialization, lee2025_networks, other)
-    for value in vars(module).values()
+    for member in vars(module).values()
+    for value in (member if isinstance(member, tuple) else (member,))
     if isinstance(value, Study)
 }
-"""By name. A study defined in one of these modules is in it."""
+"""By name. A study defined in one of these modules, alone or in a tuple, is in it."""

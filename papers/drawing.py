@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
@@ -121,6 +122,8 @@ def lines(
         places = sorted(spreads)
         low, mean, high = (list(part) for part in zip(*(spreads[x] for x in places), strict=True))
         label = f"{name}, {style}" if style else name
+        if drawing.slopes and len(places) > 1:
+            label += f": slope {slope(places, mean):.1f}"
         axes.plot(places, mean, color=color, marker=marker, ms=5, lw=1.6, ls=dashes[style], label=label)
         axes.vlines(places, low, high, color=color, lw=1.2)
         theirs = printed.get((name, style), {})
@@ -138,12 +141,17 @@ def lines(
     means = [mean for spreads in series.values() for _, mean, _ in spreads.values()]
     if drawing.top is not None:
         axes.set_ylim(0.98 * min(means), drawing.top)
-    elif max(means) > 3 * min(means):  # a few large values would flatten the rest
+    elif drawing.slopes or max(means) > 3 * min(means):  # a few large values would flatten the rest
         logarithmic(axes)
     shown = len(series) + bool(printed)
     if shown > 1:
         _legend_above(axes, 2 if len(styles) > 1 else shown)
     return figure
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Return the slope of a line through the logarithms of points, by least squares."""
+    return statistics.linear_regression([math.log(value) for value in x], [math.log(value) for value in y]).slope
 
 
 def _number_points(axes: Any, spreads: Mapping[float, Spread], printed: Mapping[float, float]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from papers.study import Study
+from typing import Literal
+
+from papers.study import Lines, Study, StudyRow
 
 BLOCKED_CPU = Study(
     name="blocked-cpu",
@@ -30,3 +32,64 @@ CPU_DEFAULT = Study(
         "mixture_test_perplexity": "HMM + 5-gram, test",
     },
 )
+SPEED = Study(
+    name="speed",
+    title="Headline steps beside their peers",
+    made_by="python -m benchmarks.speed",
+    headers={
+        "tokens_per_second": "tokens/s",
+        "step_ms": "ms per step",
+        "peak_memory_gb": "peak GB",
+        "bare_products_ms": "bare products, ms",
+        "times_bare_products": "× bare products",
+        "autograd_ms": "autograd, ms",
+        "pyjuice_ms": "PyJuice, ms",
+        "paper_ms": "paper, ms",
+        "log_likelihood_error": "error of the likelihood",
+        "gradient_error": "error of the gradient",
+        "log_likelihood_error_peaked": "error of the likelihood, peaked",
+        "gradient_error_peaked": "error of the gradient, peaked",
+    },
+)
+
+# --- time and memory against the sizes of a model (benchmarks/curves.py) ---
+
+AXES = {"states": "states", "sequence length": "length", "batch": "batch", "vocabulary": "vocab"}
+BASES = {
+    "cpu": {"states": 128, "batch": 16, "length": 32, "vocab": 4_000},
+    "cuda": {"states": 1_024, "batch": 64, "length": 64, "vocab": 16_000},
+}
+MULTIPLES = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+
+def point_name(axis: str, multiple: float) -> str:
+    """Return the name of a row."""
+    return f"{axis} × {multiple:g}"
+
+
+def _curves(kind: Literal["time", "memory"], device: Literal["cpu", "cuda"]) -> Study:
+    metric, axis = {"time": ("step_ms", "ms per step"), "memory": ("peak_memory_gb", "GB")}[kind]
+    base = BASES[device]
+    sizes = f"{base['states']:,} states, {base['batch']} × {base['length']} tokens, {base['vocab']:,} words"
+    where: Literal["GPU", "CPU"] = "CPU" if device == "cpu" else "GPU"
+    return Study(
+        name=f"{kind}-curves-{device}",
+        title=f"{kind.capitalize()} of a training step against its sizes, on the {where}",
+        device=where,
+        made_by=f"python -m benchmarks.curves --device {device}",
+        rows=tuple(
+            StudyRow(
+                name=point_name(name, multiple),
+                settings=base | {field: int(base[field] * multiple)},
+                series=name,
+                x=multiple,
+            )
+            for name, field in AXES.items()
+            for multiple in MULTIPLES
+        ),
+        drawing=Lines(metric, axis, f"multiple of the base model ({sizes})", tick="{:g}".format, slopes=True),
+        headers={metric: axis, "tokens_per_second": "tokens/s"},
+    )
+
+
+CURVES = (_curves("time", "cpu"), _curves("memory", "cpu"), _curves("time", "cuda"), _curves("memory", "cuda"))

@@ -130,6 +130,8 @@ class Lines:
     """Text of an x."""
     top: float | None = None
     """Upper end of the metric axis; lines may leave it."""
+    slopes: bool = False
+    """Draw both axes logarithmically, and name the slope of each line: the power of x that the metric grows with."""
 
 
 @dataclass(frozen=True)

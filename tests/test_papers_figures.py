@@ -9,10 +9,14 @@ from papers.study import TEST, Bars, Lines, Study
 
 @pytest.mark.parametrize("study", DRAWN, ids=lambda study: study.name)
 def test_figures_have_every_drawn_row(study: Study) -> None:
-    rows = rows_of(study.name, [record(row.name, 100.0) for row in study.rows])
+    assert study.drawing is not None
+    records = [record(row.name, 100.0) for row in study.rows]
+    for run in records:
+        run["metrics"][study.drawing.metric] = 100.0
+    rows = rows_of(study.name, records)
     drawn = [row for row in rows if row.plan.drawn]
     figure = draw(study, rows)
-    assert figure is not None and study.drawing is not None
+    assert figure is not None
     (axes,) = figure.axes
     if isinstance(study.drawing, Bars):
         printed = {row.plan.bar or row.name for row in drawn if study.drawing.metric in row.plan.paper}
@@ -38,6 +42,14 @@ def test_lines_are_sorted_by_x_with_the_values_of_the_paper() -> None:
     assert list(ours.get_xdata()) == [2, 4] and list(ours.get_ydata()) == [5, 2]
     assert list(paper.get_xdata()) == [4] and list(paper.get_ydata()) == [2.5]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["two", "four"]
+
+
+def test_lines_name_their_slopes() -> None:
+    points = {1.0: (3, 3, 3), 2.0: (12, 12, 12), 4.0: (48, 48, 48)}
+    drawing = Lines(TEST, "ms", "multiple", slopes=True)
+    (axes,) = lines({("states", ""): points, ("batch", ""): {1.0: (3, 3, 3)}}, {}, {1.0: "1"}, drawing).axes
+    assert [line.get_label() for line in axes.lines if line.get_marker() in "os"] == ["states: slope 2.0", "batch"]
+    assert axes.get_xscale() == axes.get_yscale() == "log"
 
 
 def test_lines_of_a_series_share_colors_and_those_of_a_style_dashes() -> None:

@@ -67,7 +67,8 @@ def test_everything_is_published(repository: Path, monkeypatch: pytest.MonkeyPat
             record(run.row.name, 100.0 + number % 11, run.seed, run.row.recipe, settings=dict(run.row.settings))
             for number, run in enumerate(study.runs)
         ]
-        made += [record(row.name, 100.0, 0) for row in study.rows if not row.seeds]
+        drawn = {} if study.drawing is None else {study.drawing.metric: 100.0}
+        made += [record(row.name, 100.0, 0, **drawn) for row in study.rows if not row.seeds]
         write(repository, study.name, made or [record("a row", 5.0)])
     text = page(repository)
     assert {file.stem for file in (repository / "docs/reproduction/figures").iterdir()} == {s.name for s in DRAWN}

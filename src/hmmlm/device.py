@@ -1,11 +1,15 @@
 """The device that computes, and the number of CPU threads."""
 
+import os
 import sys
+from pathlib import Path
 
 import torch
 
 from hmmlm.errors import InputError
 from hmmlm.section import MAX_THREADS
+
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def pick_device(name: str | torch.device) -> torch.device:
@@ -31,6 +35,19 @@ def peak_memory(device: torch.device) -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of memory of a GPU, or of the machine or container."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in _CGROUP_LIMITS:
+        try:
+            limits.append(int(file.read_text()))
+        except (OSError, ValueError):  # no such control group, or no limit ("max")
+            continue
+    return min(limits)
 
 
 def device_name(device: torch.device) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from hmmlm.device import total_memory
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import (
     check_distributions,
@@ -30,7 +31,7 @@ from hmmlm.ops.common import NEG_INF, exp, logsumexp
 _CELLS = 2**24  # largest piece of the transition matrix computed at once
 _VALIDATED_CELLS = 2**28  # products for the rows of the transition matrix that `validate` computes
 _NORMALIZER_TOLERANCE = 0.01  # of normalizers from TF32 products of large factors
-_STORED_CELLS = 2**28  # of the tiles that queries on a CPU keep: 1 GB in float32
+_STORED_SHARE = 1 / 8  # of the memory of the machine, for tiles that queries on a CPU keep
 _TABLE_CELLS = 2**22  # up to this size the whole transition matrix is computed once and kept
 
 
@@ -368,7 +369,8 @@ class BlockedHMM(HiddenMarkovModel):
 
     @cached_property
     def _store(self) -> TileStore:
-        return TileStore(self._tile, self.blocks, _STORED_CELLS // self.states_per_block**2)
+        tile = self.states_per_block**2 * self.factors.u.element_size()
+        return TileStore(self._tile, self.blocks, int(_STORED_SHARE * total_memory(self.device)) // tile)
 
     def _tile(self, source: int, target: int) -> Tensor:
         """Return log A [k, k] from one block to another."""

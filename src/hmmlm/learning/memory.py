@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
 
+from hmmlm.device import total_memory
 from hmmlm.errors import InputError
 from hmmlm.section import ModelSize
-
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def check_memory(size: ModelSize, optimizer: str, device: torch.device) -> None:
@@ -29,16 +25,3 @@ def check_memory(size: ModelSize, optimizer: str, device: torch.device) -> None:
             "use fewer states (--model.states), more blocks (--model.blocks), a narrower network (--model.hidden) or "
             "a smaller vocabulary (--tokenizer.vocab-size)"
         )
-
-
-def total_memory(device: torch.device) -> int:
-    """Return the bytes of memory of a GPU, or of the machine or container."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in _CGROUP_LIMITS:
-        try:
-            limits.append(int(file.read_text()))
-        except (OSError, ValueError):  # no such control group, or no limit ("max")
-            continue
-    return min(limits)

@@ -1,0 +1,27 @@
+"""The script of the curves, on tiny models: every point of an axis, in the rows of the studies."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import curves, speed
+from papers.catalogue import STUDIES
+from papers.drawing import draw
+from papers.records import read_records
+from papers.rows import measured_rows
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_time_and_memory_of_every_point_of_an_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "ROUND_SECONDS", 1e-4)
+    curves.main(["--device", "cpu", "--shrink", "16", "--axes", "states", "--results", str(tmp_path)])
+    for name, metric in (("time-curves-cpu", "step_ms"), ("memory-curves-cpu", "peak_memory_gb")):
+        records = read_records(tmp_path / f"{name}.json")
+        assert [record["row"] for record in records] == [f"states × {n}" for n in ("0.25", "0.5", "1", "2", "4")]
+        assert all(record["metrics"][metric] >= 0 for record in records)
+    figure = draw(
+        STUDIES["time-curves-cpu"],
+        measured_rows(STUDIES["time-curves-cpu"], read_records(tmp_path / "time-curves-cpu.json")),
+    )
+    assert figure is not None and "states: slope" in str(figure.axes[0].get_legend_handles_labels()[1])
