@@ -42,7 +42,7 @@ lint: env
 	$(BIN)/mypy
 
 benchmark: env
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[benchmark]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[benchmark,fast]'
 	$(BIN)/python -m benchmarks.run
 
 clean:
