@@ -27,7 +27,7 @@ class TileStore:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def product(self, log_probs: Tensor, sources: Tensor, targets: Tensor) -> Tensor:
-        """Compute log Σ_i p_i A[i, j] [n, k] for distributions log_probs [n, k], from source blocks to targets [n].
+        """Compute log Σ_i p_i A[i, j] [n, k] for log_probs [n, k], from source blocks to target blocks [n].
 
         Rows with the same pair of blocks share a product of probabilities. Where underflow may have changed a sum, the
         rows of the pair are computed again by `LogMatrix.product`.
@@ -37,18 +37,20 @@ class TileStore:
         ends = counts.cumsum(0).tolist()
         groups = list(zip(pairs.tolist(), [0, *ends], ends, strict=False))
         values = log_probs.index_select(0, order)
-        weights = threshold(values.exp(), FLOOR[values.dtype], 0.0)  # denormal numbers would slow the products down
+        top = values.amax(1, keepdim=True).clamp_min(torch.finfo(values.dtype).min)
+        # Denormal numbers would slow the products down.
+        weights = threshold((values - top).exp_(), FLOOR[values.dtype], 0.0, inplace=True)
         sums, peaks = torch.empty_like(values), torch.empty_like(values)
         for key, first, end in groups:
             peaks[first:end], scaled = self._tile(key)
             torch.mm(weights[first:end], scaled, out=sums[first:end])
-        result = sums.log().add_(peaks)
+        result = sums.log().add_(peaks).add_(top)
         faint = sums.amin(1) < least_sum(values.shape[1], values.dtype)
         if bool(faint.any()):
             for key, first, end in groups:
                 if bool(faint[first:end].any()):
                     exact = LogMatrix(self._make(*divmod(key, self._blocks)))
-                    result[first:end] = exact.product(values[first:end], normalized=True)
+                    result[first:end] = exact.product(values[first:end])
         return torch.empty_like(result).index_copy_(0, order, result)
 
     def _tile(self, key: int) -> tuple[Tensor, Tensor]:
