@@ -199,6 +199,27 @@ def test_compiled_loops_name_what_they_need(monkeypatch: pytest.MonkeyPatch) -> 
     assert not api.loops_pay(3, torch.device("cpu"))
 
 
+def test_a_numba_that_cannot_be_imported_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise ImportError("Numba needs NumPy 2.4 or less")
+
+    monkeypatch.setattr(api, "installed", lambda name: True)
+    monkeypatch.setattr(api, "import_module", refuse)
+    api._importable.cache_clear()
+    try:
+        assert not api.loops_pay(3, torch.device("cpu"))
+    finally:
+        api._importable.cache_clear()
+
+
+@pytest.mark.skipif(not installed("numba"), reason="numba is not installed")
+def test_compiled_loops_refuse_tokens_outside_the_vocabulary() -> None:
+    parameters = log_parameters(random_hmm(3, 4, seed=1))
+    for token in (-2, 4, 10**9):
+        with pytest.raises(IndexError, match="outside the vocabulary"):
+            scan(parameters, Evidence(torch.tensor([[0, token]])), "compiled")
+
+
 @pytest.mark.skipif(not installed("numba"), reason="numba is not installed")
 def test_compiled_loops_run_more_sequences_than_a_tile_and_their_best_paths() -> None:
     rng = torch.Generator().manual_seed(0)

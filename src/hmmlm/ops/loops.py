@@ -9,6 +9,8 @@ Single elements are assigned because a view or a slice takes longer than a row o
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -16,8 +18,14 @@ from numba import njit
 TILE = 64  # sequences
 LEAST_PRODUCT = 1e-200  # of the scales of several steps, whose logarithm is taken at once
 
-# Sums may be reordered and products fused; infinities and NaN keep their meaning.
-_compiled = njit(cache=True, nogil=True, fastmath={"contract", "reassoc", "nsz"})
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    """Compile a function: sums may be reordered and products fused; infinities and NaN keep their meaning."""
+    options = {"nogil": True, "fastmath": {"contract", "reassoc", "nsz"}}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # neither the package nor the home directory can be written to
+        return njit(**options)(function)
 
 
 @_compiled
@@ -69,6 +77,8 @@ def prepare_words(tokens, log_emission, lowest):  # type: ignore[no-untyped-def]
     row = np.zeros(size + 1, np.int32)
     for b in range(batch):
         for t in range(steps):
+            if tokens[b, t] < -1 or tokens[b, t] >= size:
+                raise IndexError("token outside the vocabulary")
             row[tokens[b, t] + 1] = 1
     vocabulary = np.empty(row.sum(), np.int64)
     count = 0

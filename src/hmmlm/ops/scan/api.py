@@ -4,6 +4,7 @@ The gradient is the expected counts, in closed form.
 """
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -53,8 +54,18 @@ def scan(parameters: Parameters, evidence: Evidence, impl: Impl = "auto") -> Sca
 
 
 def loops_pay(states: int, device: torch.device) -> bool:
-    """Return whether compiled loops over the steps are faster than tensor operations, and numba is installed."""
-    return device.type == "cpu" and states <= LOOP_STATES and installed("numba")
+    """Return whether compiled loops over the steps are faster than tensor operations, and numba works here."""
+    return device.type == "cpu" and states <= LOOP_STATES and installed("numba") and _importable("numba")
+
+
+@cache
+def _importable(package: str) -> bool:
+    """Return whether an installed package can be imported; numba refuses versions of NumPy that it does not know."""
+    try:
+        import_module(package)
+    except ImportError:
+        return False
+    return True
 
 
 def _choose_recursions(parameters: Parameters, evidence: Evidence, products: torch.dtype, impl: Impl) -> ModuleType:
