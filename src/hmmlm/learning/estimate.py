@@ -26,7 +26,7 @@ from hmmlm.learning.prepare import (
     make_batches,
     make_blocks,
     prepare,
-    with_actual_tokenizer,
+    with_actual_text,
 )
 from hmmlm.learning.train import describe, flush_denormals, make_fabric, make_learner
 from hmmlm.models.base import BlockedConfig
@@ -62,7 +62,7 @@ def estimate(config: RunConfig, progress: Progress) -> Estimate:
     Words are assigned to blocks in turn, because clustering takes long. The initialization is not run: a step of
     P(O, S) with labels takes less time than one of P(O).
     """
-    config = with_actual_tokenizer(config, None)
+    config = with_actual_text(config, None)
     config.model.check_files()
     check_data(config)
     with tempfile.TemporaryDirectory() as scratch:
