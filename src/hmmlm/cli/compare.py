@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from hmmlm.cli.models import open_model, read_texts, warn_unknown
+from hmmlm.cli.models import open_text_model, read_texts, warn_unknown
 from hmmlm.cli.parse import Arguments, ModelPath, parse
 from hmmlm.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from hmmlm.text.lm import LanguageModel
     from hmmlm.text.scoring import TextScore
+    from hmmlm.text.textmodel import TextModel
 
 DESCRIPTION = """Score the same text with two models and print both results; the difference in bits per byte (per
 token, for token files) with its 95% interval; the share of lines, or documents, to which the first
@@ -73,7 +73,7 @@ def run(argv: list[str]) -> int:
     from hmmlm.report.comparison import paired_difference
 
     paths = (arguments.first, arguments.second)
-    models = [open_model(path, arguments.device) for path in paths]
+    models = [open_text_model(path, arguments.device) for path in paths]
     texts = _token_texts(arguments, *models) or _read(arguments, *models)
     scored = [_score(lm, t, texts.text_bytes) for lm, t in zip(models, (texts.first, texts.second), strict=True)]
     for path, found in zip(paths, scored, strict=True):
@@ -100,7 +100,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _token_texts(arguments: CompareArguments, first: LanguageModel, second: LanguageModel) -> Texts | None:
+def _token_texts(arguments: CompareArguments, first: TextModel, second: TextModel) -> Texts | None:
     """Return the texts of the first model's run, or of a folder of token files, if both models have its vocabulary."""
     import numpy as np
 
@@ -120,7 +120,7 @@ def _token_texts(arguments: CompareArguments, first: LanguageModel, second: Lang
     return Texts(texts, texts, "token", np.array([len(text) for text in texts]), file.text_bytes)
 
 
-def _read(arguments: CompareArguments, first: LanguageModel, second: LanguageModel) -> Texts:
+def _read(arguments: CompareArguments, first: TextModel, second: TextModel) -> Texts:
     """Read a text, and encode it for either model."""
     import numpy as np
 
@@ -133,7 +133,7 @@ def _read(arguments: CompareArguments, first: LanguageModel, second: LanguageMod
     return Texts(encoded[0], encoded[1], "byte", sizes, int(sizes.sum()))
 
 
-def _score(lm: LanguageModel, texts: list[list[int]], text_bytes: int | None) -> Scored:
+def _score(lm: TextModel, texts: list[list[int]], text_bytes: int | None) -> Scored:
     """Score the texts one after the other, as `hmmlm eval` reads them."""
     import numpy as np
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from hmmlm.cli.models import ModelArguments, open_model, print_scores, read_texts, warn_unknown
+from hmmlm.cli.models import ModelArguments, open_text_model, print_scores, read_texts, warn_unknown
 from hmmlm.cli.parse import parse
 
 if TYPE_CHECKING:
     from hmmlm.data.tokenfile import TokenFile
-    from hmmlm.text.lm import LanguageModel
+    from hmmlm.text.textmodel import TextModel
 
 DESCRIPTION = """Print the perplexity of a model, exp(−Σ log p / tokens), with <eos> and <unk> counted; the same
 without unknown words; bits per token; bits per byte of the text; and the share of words outside
@@ -52,13 +52,13 @@ def run(argv: list[str]) -> int:
 
     from hmmlm.report.results import score_tokens
 
-    lm = open_model(arguments.model, arguments.device)
+    lm = open_text_model(arguments.model, arguments.device)
     with tempfile.TemporaryDirectory() as scratch:
         files = _token_files(arguments, lm, Path(scratch))
         scores = {name: score_tokens(lm, tokens) for name, tokens in files.items()}
     if arguments.json_output:
         results = {name: score.figures() for name, score in scores.items()}
-        print(json.dumps({"model": str(arguments.model), "device": str(lm.hmm.device), "results": results}, indent=1))
+        print(json.dumps({"model": str(arguments.model), "device": str(lm.device), "results": results}, indent=1))
     else:
         print_scores(scores)
     trained_on = str(lm.config.get("data", ""))
@@ -66,7 +66,7 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _token_files(arguments: EvalArguments, lm: LanguageModel, scratch: Path) -> dict[str, TokenFile]:
+def _token_files(arguments: EvalArguments, lm: TextModel, scratch: Path) -> dict[str, TokenFile]:
     from hmmlm.data.corpora import encode_documents
     from hmmlm.errors import InputError
     from hmmlm.learning.prepare import is_prepared, reopen

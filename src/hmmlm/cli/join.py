@@ -14,6 +14,7 @@ from hmmlm.errors import InputError
 from hmmlm.runs.folders import find_run, refuse_used
 
 if TYPE_CHECKING:
+    from hmmlm.learning.prepare import Prepared
     from hmmlm.text.lm import LanguageModel
 
 DESCRIPTION = """Write the union of several HMMs with one vocabulary as one model: exactly an HMM, whose transition
@@ -41,6 +42,8 @@ class JoinArguments(Arguments):
     """Folder of the new model."""
     weights: tuple[Weight, ...] = ()
     """Weights of the models, separated by commas, that sum to one; none: by EM."""
+    data: Path | None = None
+    """Folder of a run, or made by `hmmlm data`, with the text of the weights; None: that of the first run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
 
@@ -53,7 +56,7 @@ class JoinArguments(Arguments):
 def run(argv: list[str]) -> int:
     arguments = parse(JoinArguments, argv, "join", DESCRIPTION)
 
-    from hmmlm.cli.models import open_model
+    from hmmlm.cli.models import open_model, open_tokens
     from hmmlm.text.union import check_alike, join_models
 
     refuse_used(arguments.out)
@@ -66,7 +69,7 @@ def run(argv: list[str]) -> int:
         raise InputError(f"--weights sum to {sum(given):g}, not to one")
     models = [open_model(path, arguments.device) for path in arguments.models]
     check_alike(models)
-    weights, perplexities = _fit(arguments.models, models, given)
+    weights, perplexities = _fit(open_tokens(arguments.data, arguments.models), models, given)
     joined = join_models(models, weights)
     joined.save(arguments.out)
     _print(arguments, weights, perplexities, joined.hmm.states)
@@ -74,21 +77,17 @@ def run(argv: list[str]) -> int:
 
 
 def _fit(
-    paths: tuple[Path, ...], models: list[LanguageModel], given: tuple[float, ...]
+    prepared: Prepared | None, models: list[LanguageModel], given: tuple[float, ...]
 ) -> tuple[list[float], list[float] | None]:
     """Return the weights, and the validation perplexities of the models and their union, if there is a text."""
-    from hmmlm.learning.prepare import reopen
-    from hmmlm.report.results import run_folder
     from hmmlm.text.scoring import perplexity
     from hmmlm.text.union import fit_sequence_weights, sequence_scores
 
     equal = [1 / len(models)] * len(models)
-    folder = next(filter(None, map(run_folder, paths)), None)
-    if folder is None:
+    if prepared is None:
         return list(given or equal), None
-    prepared = reopen(folder)
     if prepared.tokenizer.fingerprint() != models[0].tokenizer.fingerprint():
-        raise InputError(f"the token files in {folder} have another vocabulary than the models")
+        raise InputError("the token files have another vocabulary than the models: give those of their text")
     tokens = prepared.tokens["valid"].tokens.tolist()
     scores = sequence_scores(models, tokens)
     weights = list(given or (fit_sequence_weights(scores) if scores.shape[1] > 1 else equal))

@@ -25,6 +25,7 @@ COMMANDS = {
     "teacher": "train a transformer on the same text, to distill a model from",
     "baseline": "train an LSTM or a feed-forward model on the same text, to compare with",
     "join": "several models as one HMM: their union, mixed per sequence",
+    "mix": "several models, an n-gram and a cache as one model: their interpolation per word",
     "ngram": "a Kneser-Ney n-gram of the same text: perplexity, ARPA files",
     "data": "write token files; get PTB or WikiText-2",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -11,8 +11,11 @@ from hmmlm.cli.parse import Arguments, ModelPath
 
 if TYPE_CHECKING:
     from hmmlm.data.corpora import Documents
+    from hmmlm.learning.prepare import Prepared
     from hmmlm.text.lm import LanguageModel
+    from hmmlm.text.mixture import MixtureModel
     from hmmlm.text.scoring import TextScore
+    from hmmlm.text.textmodel import TextModel
 
 MANY_UNKNOWN = 0.05
 """Share of unknown words above which the perplexity of a text is misleading."""
@@ -33,8 +36,27 @@ def open_model(path: Path, device: str) -> LanguageModel:
     return load(path, device)
 
 
+def open_text_model(path: Path, device: str) -> LanguageModel | MixtureModel:
+    """Return the model in a folder, an HMM or a mixture, on a device."""
+    from hmmlm.text.mixture import load_text_model
+
+    return load_text_model(path, device)
+
+
+def open_tokens(data: Path | None, models: Sequence[Path]) -> Prepared | None:
+    """Return the token files in the folder `data`, or of the first of the models that is a run; None if none is."""
+    from hmmlm.errors import InputError
+    from hmmlm.learning.prepare import is_prepared, reopen
+    from hmmlm.report.results import run_folder
+
+    if data is not None and not is_prepared(data):
+        raise InputError(f"{data} has no token files: give the folder of a run, or one made by `hmmlm data`")
+    folder = data or next(filter(None, map(run_folder, models)), None)
+    return None if folder is None else reopen(folder)
+
+
 def read_texts(
-    lm: LanguageModel, data: str | None, data_folder: Path | None, splits: tuple[str, ...]
+    lm: TextModel, data: str | None, data_folder: Path | None, splits: tuple[str, ...]
 ) -> dict[str, Documents]:
     """Return a text by name: a file whole, a corpus or a folder by its splits; None: what the model was trained on."""
     from hmmlm.data.corpora import file_documents, load_text

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hmmlm.cli.models import ModelArguments, open_model
+from hmmlm.cli.models import ModelArguments, open_text_model
 from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
 from hmmlm.section import Seed
@@ -75,7 +75,7 @@ def run(argv: list[str]) -> int:
             constraints[name] = read_bounds(name, value)
     if arguments.json_schema is not None:
         constraints["json"] = parse_json(arguments.json_schema)
-    lm = open_model(arguments.model, arguments.device)
+    lm = open_text_model(arguments.model, arguments.device)
     texts = lm.generate(
         arguments.prompt,
         max_new_tokens=arguments.max_new_tokens,

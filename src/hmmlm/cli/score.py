@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from hmmlm.cli.models import ModelArguments, open_model
+from hmmlm.cli.models import ModelArguments, open_text_model
 from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
 
@@ -49,7 +49,7 @@ def run(argv: list[str]) -> int:
     from hmmlm.runs.progress import perplexity_text
     from hmmlm.text.scoring import perplexity, score_of
 
-    lm = open_model(arguments.model, arguments.device)
+    lm = open_text_model(arguments.model, arguments.device)
 
     def rows() -> Iterator[Row]:
         lines = enumerate(_standard_input() if arguments.file == "-" else read_lines(Path(arguments.file)), 1)

@@ -20,7 +20,12 @@ from hmmlm.hmm.checks import check_finite
 
 MODEL, CONFIG = "model.safetensors", "config.json"
 VERSION = 1
-COMMANDS = {"hmmlm language model": "hmmlm train", "hmmlm teacher": "hmmlm teacher", "hmmlm baseline": "hmmlm baseline"}
+COMMANDS = {
+    "hmmlm language model": "hmmlm train",
+    "hmmlm teacher": "hmmlm teacher",
+    "hmmlm baseline": "hmmlm baseline",
+    "hmmlm mixture": "hmmlm mix",
+}
 """The formats of model folders, and the commands that write them."""
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", EOS_FILE)

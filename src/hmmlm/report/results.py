@@ -23,6 +23,7 @@ from hmmlm.runs.folders import RESULTS, saved_config
 from hmmlm.runs.history import read_history
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.scoring import TextScore, score_of
+from hmmlm.text.textmodel import TextModel
 
 BASELINES = {"unigram": 1, "bigram": 2, "5-gram": 5}
 MODEL = "model"
@@ -110,18 +111,20 @@ def evaluate_tokens(lm: LanguageModel, tokens: TokenFile) -> Evaluation:
     return evaluate(lm.hmm, evaluation_batches(batches, tokens, lm.tokenizer.eos_id).epoch(0))
 
 
-def score_tokens(lm: LanguageModel, tokens: TokenFile) -> TextScore:
+def score_tokens(lm: TextModel, tokens: TokenFile) -> TextScore:
     """Score a text, each token given those before it, with the share and the log-likelihood of its unknown words."""
     return score_of(lm.tokenizer, np.asarray(tokens.tokens, np.int64), _log_probs(lm, tokens), tokens.text_bytes)
 
 
-def _log_probs(lm: LanguageModel, tokens: TokenFile) -> Tensor:
+def _log_probs(lm: TextModel, tokens: TokenFile) -> Tensor:
     """Return log p [N] of every token of a text given those before it.
 
     The text is read in parts of about PART_TOKENS tokens that end where the chain restarts: lists of tokens are large.
     """
     ids, batches = np.asarray(tokens.tokens), lm.config.get("batches", {})
-    if batches.get("kind") == "chunks":
+    if not isinstance(lm, LanguageModel):  # a cache does not restart
+        begins = np.zeros(1, dtype=np.int64)
+    elif batches.get("kind") == "chunks":
         begins = np.arange(0, len(ids), batches.get("length", len(ids)))
     elif lm.restarts:  # a document may end without `<eos>`
         begins = np.union1d(tokens.documents[:-1], np.flatnonzero(ids[:-1] == lm.tokenizer.eos_id) + 1)

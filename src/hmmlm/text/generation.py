@@ -14,9 +14,10 @@ over all states.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -256,6 +257,34 @@ class _Rows:
         going = tokens != self._end
         self.index = self.index[going]
         return going
+
+
+def sample_predicted(
+    predict: Callable[[Sequence[Any]], Tensor],
+    advance: Callable[[Any, int], Any],
+    context: Any,
+    end: int,
+    options: SamplingOptions,
+    excluded: int | None,
+) -> list[list[int]]:
+    """Sample tokens until `end`, which is not returned, by any model; each given that it is not `excluded`.
+
+    Args:
+        predict: returns log p(next token) [n, V] after n contexts.
+        advance: returns the context after one more token.
+    """
+    rows, contexts = _Rows(options, range(options.num), end, torch.device("cpu")), [context] * options.num
+    for _ in range(options.max_new_tokens):
+        if not len(rows.index):
+            break
+        log_probs = predict(contexts)
+        if excluded is not None:
+            log_probs[:, excluded] = NEG_INF
+        tokens = options.choose(log_probs, rows.draw()[:, 2])
+        going = rows.add(tokens).tolist()
+        pairs = zip(contexts, tokens.tolist(), going, strict=True)
+        contexts = [advance(before, token) for before, token, on in pairs if on]
+    return rows.tokens
 
 
 def sample_accepted(guide: Guide, position: Position, end: int, options: SamplingOptions) -> list[list[int]]:

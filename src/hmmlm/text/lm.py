@@ -32,7 +32,7 @@ from hmmlm.data.text import UNITS, split_units
 from hmmlm.data.tokenizers import Tokenizer, load_tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.device import pick_device
-from hmmlm.errors import InputError, warn
+from hmmlm.errors import InputError
 from hmmlm.hmm import KINDS, HiddenMarkovModel
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.checks import check_count, padded
@@ -42,7 +42,7 @@ from hmmlm.text.control import is_control, load_control
 from hmmlm.text.embeddings import long_run, states_of_words
 from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuations
 from hmmlm.text.phrases import Phrases
-from hmmlm.text.scoring import perplexity
+from hmmlm.text.textmodel import TextModel, check_text, check_texts
 
 FORMAT = "hmmlm language model"
 _BLANK = re.compile(r"(?<!\w)_{3,}(?!\w)")  # not inside a word: identifiers may contain three underscores
@@ -55,7 +55,7 @@ _BATCH_TOKENS = 1 << 13  # tokens scored together
 _BATCH_CELLS = 1 << 25  # tokens × states of queries that keep all of them
 
 
-class LanguageModel:
+class LanguageModel(TextModel):
     """An HMM over the tokens of `tokenizer`; `config` is the training configuration, stored unchanged.
 
     A text is one example or several, as in training: lines, or paragraphs if the configuration says so (text.unit);
@@ -90,15 +90,14 @@ class LanguageModel:
         return LanguageModel(self.hmm.to(pick_device(device)), self.tokenizer, self.config)
 
     @property
+    def device(self) -> torch.device:
+        return self.hmm.device
+
+    @property
     def restarts(self) -> bool:
         """Whether the chain restarts from the start distribution after every `<eos>`."""
         batches = self.config.get("batches", {})
         return batches.get("kind") == "stream" and bool(batches.get("eval_reset_at_eos"))
-
-    @property
-    def _unit(self) -> str:
-        """What an example is: "line", "paragraph" or "document"."""
-        return str(self.config.get("text", {}).get("unit", "line"))
 
     @property
     def chunk(self) -> int | None:
@@ -108,12 +107,6 @@ class LanguageModel:
         return None if length is None else int(length)
 
     # --- text ---
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text as they are scored: `<eos>` after every example; an empty text is one `<eos>`."""
-        _check_text("the text", text)
-        units = split_units(text, self._unit)
-        return [token for unit in units for token in (*self.tokenizer.encode(unit), self._eos)]
 
     def sequences(self, tokens: Sequence[int]) -> list[list[int]]:
         """Split the tokens of a text into the sequences that are scored: one, or one per line or chunk.
@@ -152,7 +145,7 @@ class LanguageModel:
         return scores
 
     def _score_given(self, texts: Sequence[str], given: str | Sequence[str]) -> Tensor:
-        _check_texts(texts)
+        check_texts(texts)
         before = [given] * len(texts) if isinstance(given, str) else given
         if not isinstance(before, list | tuple):
             raise InputError(f"given is a {type(given).__name__}, not a string or a list of strings")
@@ -173,17 +166,6 @@ class LanguageModel:
                 raise InputError(f"given, of text {number}, has probability zero under the model")
             scores.append(log_probs[len(prefix) :].sum(dtype=torch.float64))
         return torch.stack(scores).to(self.hmm.dtype) if scores else torch.zeros(0, dtype=self.hmm.dtype)
-
-    def token_scores(self, texts: Sequence[str]) -> list[list[tuple[str, float]]]:
-        """Compute log p(token | tokens before it) for every token of each text, with the token; `<eos>` included.
-
-        The scores of a text add up to its `score`; an impossible token and those after it have −inf.
-        """
-        encoded = self._encode_all(texts)
-        return [
-            [(self.tokenizer.token(i), p) for i, p in zip(tokens, log_probs.tolist(), strict=True)]
-            for tokens, log_probs in zip(encoded, self.token_log_probs(encoded), strict=True)
-        ]
 
     @torch.no_grad()
     def states(self, texts: Sequence[str]) -> list[list[tuple[str, int, float]]]:
@@ -233,16 +215,6 @@ class LanguageModel:
         for i, row in zip(owner, found, strict=True):
             by_text[i].append(row)
         return [torch.cat(rows) for rows in by_text]
-
-    def perplexity(self, texts: Sequence[str]) -> float:
-        """Compute exp(−Σ log p / Σ tokens) over all texts, `<eos>` and `<unk>` counted.
-
-        It is infinite if a text is impossible. For a whole file as one text it is what `hmmlm eval` prints.
-        """
-        tokens = sum(map(len, self._encode_all(texts)))
-        if not tokens:
-            raise InputError("perplexity needs at least one text")
-        return perplexity(float(self.score(texts).double().sum()), tokens)
 
     @torch.no_grad()
     def next_token(self, text: str = "", top: int = 5) -> list[tuple[str, float]]:
@@ -343,10 +315,7 @@ class LanguageModel:
         else:
             excluded = None if unknown else self.tokenizer.unk_id
             added = sample_continuations(self.hmm, self._context(given), self._eos, options, excluded, self.chunk)
-        # The prompt is returned as it was written, though its unknown words were read as <unk>.
-        known = len(self.tokenizer.decode(given))
-        ends = [self.tokenizer.decode([*given, *tokens])[known:] for tokens in added]
-        texts = [prompt + (end.lstrip(" ") if prompt.endswith((" ", "\t")) else end) for end in ends]
+        texts = self._continued(prompt, given, added)
         return texts[0] if num is None else texts
 
     def guide(
@@ -431,7 +400,7 @@ class LanguageModel:
         `<eos>`. With subword tokenizers it may be the first part of a word, or continue the word before it: "…ing".
         With unknown=False the probabilities are those given that the blank is not `<unk>`.
         """
-        _check_text("the text", text)
+        check_text("the text", text)
         check_count("top", top, 1)
         units = split_units(text, self._unit)
         tokens = [token for unit in units for token in (*self._encode_blanks(unit), self._eos)]
@@ -472,32 +441,6 @@ class LanguageModel:
                 word, both = self.tokenizer.encode("a"), self.tokenizer.encode("a" + part)
                 after = both[len(word) :] if both[: len(word)] == word else after
             tokens += [-1, *after]
-        return tokens
-
-    @property
-    def _eos(self) -> int:
-        return self.tokenizer.eos_id
-
-    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text; raise an InputError unless `texts` is a list of strings."""
-        _check_texts(texts)
-        return [self.encode(text) for text in texts]
-
-    def _encode_prompt(self, prompt: str) -> list[int]:
-        """Return the tokens of a prompt, with `<eos>` between its lines; warn about words outside the vocabulary."""
-        _check_text("the prompt", prompt)
-        first, *others = (self.tokenizer.encode(unit) for unit in split_units(prompt, self._unit))
-        tokens = [*first, *(token for unit in others for token in (self._eos, *unit))]
-        ending = "\n" if self._unit == "line" else "\n\n"
-        if re.sub(r"[^\S\n]+", "", prompt).endswith(ending):  # a new example starts
-            tokens.append(self._eos)
-        unk = self.tokenizer.unk_id
-        if unk is not None and unk in tokens:
-            own = self.tokenizer.token(unk)
-            unknown = [word for word in prompt.split() if word != own and unk in self.tokenizer.encode(word)]
-            if unknown:
-                words = ", ".join(map(repr, dict.fromkeys(unknown)))
-                warn(f"outside the vocabulary, read as {own}: {words}")
         return tokens
 
     # --- files ---
@@ -577,16 +520,6 @@ def _as_path(path: object) -> Path:
     return Path(path)
 
 
-def _check_text(name: str, text: object) -> None:
-    """Raise an InputError unless `text` is a string of valid Unicode."""
-    if not isinstance(text, str):
-        raise InputError(f"{name} is a {type(text).__name__}, not a string")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{name} has a lone surrogate, {text[error.start]!r}, at position {error.start}") from None
-
-
 def _check_training(path: Path, training: Any) -> dict[str, Any]:
     """Return the training configuration in the model file `path`, of any version; how text is read depends on it."""
     if training is None:
@@ -605,16 +538,6 @@ def _check_training(path: Path, training: Any) -> dict[str, Any]:
         if not isinstance(training.get(name), str | None):
             raise InputError(f"{path}: training.{name} is {training[name]!r:.40}, not a string: save the model again")
     return dict(training)
-
-
-def _check_texts(texts: Sequence[str]) -> None:
-    """Raise an InputError unless `texts` is a list of strings."""
-    if isinstance(texts, str):
-        raise InputError("texts must be a list of strings: write [text] for a single one")
-    if isinstance(texts, bytes) or not (hasattr(texts, "__getitem__") and hasattr(texts, "__len__")):
-        raise InputError(f"texts must be a list of strings, not a {type(texts).__name__}: write list(texts)")
-    for i, text in enumerate(texts):
-        _check_text(f"texts[{i}]", text)
 
 
 def _batches(lengths: Sequence[int], tokens: int | None = None) -> Iterator[list[int]]:

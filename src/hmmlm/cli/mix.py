@@ -1,0 +1,128 @@
+"""`hmmlm mix`: the interpolation of several models as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from hmmlm.cli.join import ModelPaths, Weight
+from hmmlm.cli.parse import Arguments, parse
+from hmmlm.errors import InputError
+from hmmlm.runs.folders import refuse_used
+from hmmlm.section import MAX_TOKENS
+
+if TYPE_CHECKING:
+    from hmmlm.text.mixture import MixtureModel
+
+DESCRIPTION = """Write the linear interpolation of models with one vocabulary as one model: the probability of every
+word is the weighted mean of theirs. Models are HMMs, unions (`hmmlm join`), LSTMs and feed-forward
+networks (`hmmlm baseline`), and with options a Kneser-Ney n-gram of the training text and a cache.
+`hmmlm eval`, `score`, `sample` and `compare` work with the result, which is not an HMM.
+
+The weights maximize the likelihood of the validation text (EM).
+
+examples:
+  hmmlm mix runs/mine --ngram 5 --cache 500 --out models/mixture
+  hmmlm mix runs/mine baselines/lstm --out models/mixture
+  hmmlm mix models/both --data runs/mine --ngram 5 --out models/mixture"""
+
+
+class MixArguments(Arguments):
+    models: ModelPaths
+    out: Path
+    """Folder of the new model."""
+    ngram: Annotated[int, Field(ge=0, le=10)] = 0
+    """Order of a Kneser-Ney n-gram of the training text; 0: none."""
+    cache: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+    """Number of the last words whose frequencies are a component; 0: none."""
+    weights: tuple[Weight, ...] = ()
+    """Weights of the models, then of the n-gram and the cache, separated by commas, that sum to one; none: by EM."""
+    data: Path | None = None
+    """Folder of a run, or made by `hmmlm data`, with the text that is counted and fitted; None: that of the first
+    run."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one."""
+
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _split_at_commas(cls, values: list[str]) -> list[str]:
+        return [number for value in values for number in value.split(",")]
+
+
+def run(argv: list[str]) -> int:
+    arguments = parse(MixArguments, argv, "mix", DESCRIPTION)
+
+    from hmmlm.text.scoring import perplexity
+
+    refuse_used(arguments.out)
+    count = len(arguments.models) + bool(arguments.ngram) + bool(arguments.cache)
+    if count < 2:
+        raise InputError("a mixture needs at least two models: give more folders, --ngram N or --cache N")
+    if arguments.weights and len(arguments.weights) != count:
+        raise InputError(f"--weights has {len(arguments.weights)} numbers for {count} components: give one for each")
+    if arguments.weights and abs(sum(arguments.weights) - 1) > 1e-6:
+        raise InputError(f"--weights sum to {sum(arguments.weights):g}, not to one")
+    mixture, scores, tokens = build(arguments)
+    mixture.save(arguments.out)
+    _print(arguments, mixture, [perplexity(score, tokens) for score in scores])
+    return 0
+
+
+def build(arguments: MixArguments) -> tuple[MixtureModel, list[float], int]:
+    """Return the mixture, the log-likelihoods of valid under its components and itself, and the tokens of valid."""
+    import numpy as np
+
+    from hmmlm.cli.models import open_tokens
+    from hmmlm.device import pick_device
+    from hmmlm.text.mixture import (
+        CachePredictor,
+        HmmPredictor,
+        MixtureModel,
+        NgramPredictor,
+        Predictor,
+        fit_mixture,
+        open_predictor,
+        predictor_tokenizer,
+    )
+
+    prepared = open_tokens(arguments.data, arguments.models)
+    if prepared is None:
+        raise InputError("none of the models is the folder of a run: give one with --data, for its text")
+    device = pick_device(arguments.device)
+    for path in arguments.models:
+        if predictor_tokenizer(path).fingerprint() != prepared.tokenizer.fingerprint():
+            raise InputError(f"{path} has another vocabulary than the text: train it on the same token files")
+    parts: list[Predictor] = [open_predictor(path, device) for path in arguments.models]
+    lms = [part.lm for part in parts if isinstance(part, HmmPredictor)]
+    words, restarts = prepared.tokenizer.vocab_size, bool(lms) and lms[0].restarts
+    if arguments.ngram:
+        text = np.asarray(prepared.tokens["train"].tokens)
+        parts.append(NgramPredictor(text, words, arguments.ngram, prepared.tokenizer.eos_id if restarts else None))
+    if arguments.cache:
+        parts.append(CachePredictor(arguments.cache, words))
+    valid = prepared.tokens["valid"].tokens.tolist()
+    weights, scores, total = fit_mixture(parts, valid, arguments.weights or None)
+    mixture = MixtureModel(parts, weights, prepared.tokenizer, lms[0].config if lms else None, device)
+    return mixture, [*scores, total], len(valid)
+
+
+def _print(arguments: MixArguments, mixture: MixtureModel, perplexities: list[float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from hmmlm.report.labels import printable
+    from hmmlm.runs.progress import perplexity_text
+
+    names = list(map(str, arguments.models))
+    names += [f"Kneser-Ney {arguments.ngram}-gram"] if arguments.ngram else []
+    names += [f"cache of {arguments.cache} words"] if arguments.cache else []
+    table = Table("model", "weight", "valid perplexity", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    weights = [f"{weight:.4f}" for weight in mixture.weights]
+    for name, weight, value in zip([*names, str(arguments.out)], [*weights, ""], perplexities, strict=True):
+        table.add_row(Text(printable(name)), weight, perplexity_text(value, 2))
+    Console().print(table)

@@ -1,0 +1,410 @@
+"""Linear interpolation of language models, token by token, as one model.
+
+p(x_t | x_<t) = Σ_m w_m p_m(x_t | x_<t) of HMMs, networks, n-grams and a cache of recent words. This is not an HMM: it
+scores and samples, but does not answer questions about later tokens.
+
+A saved mixture is a folder: `config.json` (kinds and weights), `model.safetensors` (the text that an n-gram counts),
+the tokenizer's file, and a folder for each HMM or network.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hmmlm.baselines.mixture import fit_weights, mix
+from hmmlm.baselines.neural import FORMAT as BASELINE
+from hmmlm.baselines.neural import Hidden, NeuralBaseline, load_baseline
+from hmmlm.baselines.ngram import NgramModel
+from hmmlm.data.files import read_json
+from hmmlm.data.modelfolder import CONFIG, find_model, load_model, save_model
+from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.device import pick_device
+from hmmlm.errors import InputError
+from hmmlm.hmm.checks import check_count, padded
+from hmmlm.ops.common import NEG_INF
+from hmmlm.text.constraint import ConstraintOptions, Wanted
+from hmmlm.text.generation import SamplingOptions, sample_predicted
+from hmmlm.text.lm import LanguageModel
+from hmmlm.text.textmodel import TextModel
+
+FORMAT = "hmmlm mixture"
+MAX_COMPONENTS = 1_000
+_WINDOW = 4_096  # tokens that a network reads at once
+_ROWS = 64  # texts that a network reads at once
+
+
+class Predictor(ABC):
+    """A component of a mixture: log p(token | tokens before it), and the same one token at a time."""
+
+    kind: ClassVar[str]
+
+    @abstractmethod
+    def token_log_probs(self, encoded: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Compute log p(token | tokens before it) of each text, given as tokens: [T] float64, on the CPU."""
+
+    @abstractmethod
+    def begin(self) -> Any:
+        """Return the context before any token."""
+
+    @abstractmethod
+    def advance(self, context: Any, token: int) -> Any:
+        """Return the context after one more token."""
+
+    @abstractmethod
+    def next_token(self, context: Any) -> Tensor:
+        """Compute log p(next token) [V] float64, on the CPU."""
+
+    def save(self, folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Write what has files of its own into `folder`; return JSON values and tensors for the mixture's files."""
+        return {}, {}
+
+
+class HmmContext(NamedTuple):
+    """The prediction of an HMM."""
+
+    log_state: Tensor  # [Z]
+    read: int
+    """Tokens since the chain started."""
+
+
+class HmmPredictor(Predictor):
+    """An HMM, which starts again where it does on its own.
+
+    After a token of probability zero it predicts every word alike until it starts again: a mixture needs distributions.
+    """
+
+    kind = "hmm"
+
+    def __init__(self, lm: LanguageModel) -> None:
+        self.lm = lm
+        batches = lm.config.get("batches", {})
+        self.length = int(batches["length"]) if batches.get("kind") == "chunks" else None
+
+    def token_log_probs(self, encoded: Sequence[Sequence[int]]) -> list[Tensor]:
+        uniform = -math.log(self.lm.tokenizer.vocab_size)
+        result = self.lm.token_log_probs(encoded)
+        for tokens, log_probs in zip(encoded, result, strict=True):
+            if bool((log_probs == NEG_INF).any()):
+                for part in log_probs.split([len(sequence) for sequence in self.lm.sequences(tokens)]):
+                    lost = (part == NEG_INF).cumsum(0) > 1
+                    part[lost] = uniform
+        return result
+
+    def begin(self) -> HmmContext:
+        return HmmContext(self.lm.hmm.begin(), 0)
+
+    def advance(self, context: HmmContext, token: int) -> HmmContext:
+        read = context.read + 1
+        if read == self.length or (self.lm.restarts and token == self.lm.tokenizer.eos_id):
+            return self.begin()
+        return HmmContext(self.lm.hmm.advance(context.log_state, token), read)
+
+    def next_token(self, context: HmmContext) -> Tensor:
+        if not bool((context.log_state > NEG_INF).any()):
+            return torch.full((self.lm.hmm.vocab_size,), -math.log(self.lm.hmm.vocab_size), dtype=torch.float64)
+        return self.lm.hmm.emit(context.log_state).double().log_softmax(0).cpu()
+
+    def save(self, folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        self.lm.save(folder)
+        return {}, {}
+
+
+class NetworkPredictor(Predictor):
+    """A feed-forward network or an LSTM, which reads a text from its beginning."""
+
+    kind = "network"
+
+    def __init__(self, network: NeuralBaseline) -> None:
+        self.network = network.eval()
+
+    @torch.no_grad()
+    def token_log_probs(self, encoded: Sequence[Sequence[int]]) -> list[Tensor]:
+        result = [torch.zeros(0, dtype=torch.float64)] * len(encoded)
+        longest_first = sorted(range(len(encoded)), key=lambda i: -len(encoded[i]))
+        for begin in range(0, len(encoded), _ROWS):
+            chosen = longest_first[begin : begin + _ROWS]
+            tokens, lengths = padded([encoded[i] for i in chosen])
+            tokens, hidden, parts = tokens.to(self.device), None, []
+            for first in range(0, tokens.shape[1], _WINDOW):
+                rows = int((lengths > first).sum())  # the longest texts come first
+                scores, hidden = self.network.score(tokens[:rows, first : first + _WINDOW], hidden)
+                parts.append(torch.nn.functional.pad(scores.double().cpu(), (0, 0, 0, len(chosen) - rows)))
+            for row, i in zip(torch.cat(parts, 1), chosen, strict=True):
+                result[i] = row[: len(encoded[i])]
+        return result
+
+    @property
+    def device(self) -> torch.device:
+        return self.network.embedding.weight.device
+
+    def begin(self) -> Hidden:
+        return self.network.start(1)
+
+    @torch.no_grad()
+    def advance(self, context: Hidden, token: int) -> Hidden:
+        return self.network.score(torch.tensor([[token]], device=self.device), context)[1]
+
+    @torch.no_grad()
+    def next_token(self, context: Hidden) -> Tensor:
+        return self.network.next_token(context)[0].double().cpu()
+
+    def save(self, folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        self.network.save(folder, tokenizer)
+        return {}, {}
+
+
+class NgramPredictor(Predictor):
+    """A Kneser-Ney n-gram of a training text, which is stored and counted again."""
+
+    kind = "ngram"
+
+    def __init__(self, text: np.ndarray, vocab_size: int, order: int, restart: int | None) -> None:
+        """`restart`: the token after which the context starts again; None: nowhere."""
+        self.text = np.asarray(text).astype(np.int64)
+        self.model = NgramModel(self.text, vocab_size, order, restart)
+
+    def token_log_probs(self, encoded: Sequence[Sequence[int]]) -> list[Tensor]:
+        return [torch.from_numpy(self.model.log_probs(np.array(tokens, dtype=np.int64))) for tokens in encoded]
+
+    def begin(self) -> list[int]:
+        return []
+
+    def advance(self, context: list[int], token: int) -> list[int]:
+        return [*context, token][-self.model.order :]
+
+    def next_token(self, context: list[int]) -> Tensor:
+        return torch.from_numpy(self.model.next_token(np.array(context, dtype=np.int64)))
+
+    def save(self, folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        header = {"order": self.model.order, "restarts": self.model.eos is not None}
+        return header, {f"{folder.name}.text": torch.from_numpy(self.text)}
+
+
+class CachePredictor(Predictor):
+    """The frequencies of the last `size` tokens; before the first token every word is as likely."""
+
+    kind = "cache"
+
+    def __init__(self, size: int, vocab_size: int) -> None:
+        self.size, self.vocab_size = size, vocab_size
+
+    def token_log_probs(self, encoded: Sequence[Sequence[int]]) -> list[Tensor]:
+        return [torch.from_numpy(self._log_probs(tokens)) for tokens in encoded]
+
+    def _log_probs(self, tokens: Sequence[int]) -> np.ndarray:
+        counts = np.zeros(self.vocab_size, dtype=np.int64)
+        found, kept = np.ones(len(tokens)), np.minimum(np.arange(len(tokens)), self.size)
+        for t, token in enumerate(tokens):
+            if t:
+                found[t] = counts[token]
+            counts[token] += 1
+            if t >= self.size:
+                counts[tokens[t - self.size]] -= 1
+        kept[:1] = self.vocab_size
+        with np.errstate(divide="ignore"):
+            return np.log(found / kept)
+
+    def begin(self) -> list[int]:
+        return []
+
+    def advance(self, context: list[int], token: int) -> list[int]:
+        return [*context, token][-self.size :]
+
+    def next_token(self, context: list[int]) -> Tensor:
+        if not context:
+            return torch.full((self.vocab_size,), -math.log(self.vocab_size), dtype=torch.float64)
+        counts = torch.bincount(torch.tensor(context), minlength=self.vocab_size)
+        return (counts.double() / len(context)).log()
+
+    def save(self, folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return {"size": self.size}, {}
+
+
+class MixtureModel(TextModel):
+    """Predictors over the tokens of one tokenizer with their weights [M]; `config` says how text was prepared."""
+
+    def __init__(
+        self,
+        predictors: Sequence[Predictor],
+        weights: Sequence[float],
+        tokenizer: Tokenizer,
+        config: dict[str, Any] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        if not predictors or len(weights) != len(predictors):
+            raise InputError(f"{len(weights)} weights for {len(predictors)} models: give one for each")
+        values = np.array(weights, dtype=np.float64)
+        if not (values >= 0).all() or not abs(values.sum() - 1) < 1e-6:
+            raise InputError("the weights of a mixture must be probabilities that sum to one")
+        self.predictors, self.weights = list(predictors), values / values.sum()
+        self.tokenizer, self.config = tokenizer, dict(config or {})
+        self._device = device or torch.device("cpu")
+
+    def __repr__(self) -> str:
+        parts = zip(self.weights, self.predictors, strict=True)
+        return f"MixtureModel({' + '.join(f'{weight:.3f} {part.kind}' for weight, part in parts)})"
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    # --- text ---
+
+    def token_log_probs(self, encoded: Sequence[Sequence[int]]) -> list[Tensor]:
+        parts = [part.token_log_probs(encoded) for part in self.predictors]
+        return [torch.from_numpy(mix(_stack(each), self.weights)) for each in zip(*parts, strict=True)]
+
+    def score(self, texts: Sequence[str]) -> Tensor:
+        """Compute the natural log-likelihood of each text, `<eos>` included, float64 [len(texts)]."""
+        totals = [float(log_probs.sum()) for log_probs in self.token_log_probs(self._encode_all(texts))]
+        return torch.tensor(totals, dtype=torch.float64)
+
+    def next_token(self, text: str = "", top: int = 5) -> list[tuple[str, float]]:
+        """Return the `top` most likely tokens after a text with their probabilities; `<eos>` ends the line."""
+        check_count("top", top, 1)
+        best = self._predict([self._read(self._encode_prompt(text))])[0].exp().topk(min(top, self.tokenizer.vocab_size))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return [(self.tokenizer.token(i), p) for i, p in pairs if p > 0]
+
+    def generate(
+        self,
+        prompt: str = "",
+        max_new_tokens: int = 100,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+        unknown: bool = True,
+        must: Sequence[Wanted] = (),
+        never: Sequence[str] = (),
+        num: int = 1,
+        **constraint: Unpack[ConstraintOptions],
+    ) -> list[str]:
+        """Return samples that continue a prompt until `<eos>`; see `LanguageModel.generate`."""
+        if must or never or any(value for name, value in constraint.items() if name != "match"):
+            raise InputError("a mixture is not an HMM, so it cannot sample under a constraint: use one of its HMMs")
+        options = SamplingOptions(max_new_tokens, temperature, top_k, seed, num)
+        given = self._encode_prompt(prompt)
+        excluded = None if unknown else self.tokenizer.unk_id
+        context = self._read(given)
+        return self._continued(
+            prompt, given, sample_predicted(self._predict, self._advance, context, self._eos, options, excluded)
+        )
+
+    def _read(self, tokens: Sequence[int]) -> tuple[Any, ...]:
+        context = tuple(part.begin() for part in self.predictors)
+        for token in tokens:
+            context = self._advance(context, token)
+        return context
+
+    def _advance(self, context: tuple[Any, ...], token: int) -> tuple[Any, ...]:
+        return tuple(part.advance(own, token) for part, own in zip(self.predictors, context, strict=True))
+
+    def _predict(self, contexts: Sequence[tuple[Any, ...]]) -> Tensor:
+        """Compute log p(next token) [n, V] after each context."""
+        rows = []
+        for context in contexts:
+            each = [part.next_token(own) for part, own in zip(self.predictors, context, strict=True)]
+            rows.append(torch.from_numpy(mix(_stack(each), self.weights)))
+        return torch.stack(rows)
+
+    # --- files ---
+
+    def save(self, path: str | Path) -> None:
+        """Write the model into the folder `path`."""
+        folder, components, tensors = Path(path), list[dict[str, Any]](), dict[str, Tensor]()
+        for i, part in enumerate(self.predictors):
+            header, own = part.save(folder / str(i), self.tokenizer)
+            components.append({"kind": part.kind, **header})
+            tensors |= own
+        content = {"components": components, "weights": self.weights.tolist(), "training": self.config}
+        tensors["weights"] = torch.from_numpy(self.weights)
+        save_model(folder, FORMAT, content, tensors, self.tokenizer)
+
+    @staticmethod
+    def load(path: str | Path, device: str | torch.device = "auto") -> MixtureModel:
+        """Return the mixture in the folder `path`."""
+        chosen = pick_device(device)
+        folder, header, tensors, tokenizer = load_model(Path(path), FORMAT)
+        where, components, weights = folder / CONFIG, header.get("components"), header.get("weights")
+        training = header.get("training")
+        if not isinstance(components, list) or not 0 < len(components) <= MAX_COMPONENTS:
+            raise InputError(f"{where} has no list of components: save the mixture again")
+        if not isinstance(weights, list) or not all(isinstance(w, float | int) for w in weights):
+            raise InputError(f"{where} has no list of weights: save the mixture again")
+        parts = [_load_part(folder, i, each, tensors, tokenizer, chosen) for i, each in enumerate(components)]
+        try:
+            return MixtureModel(parts, weights, tokenizer, training if isinstance(training, dict) else {}, chosen)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+
+
+def _stack(log_probs: Sequence[Tensor]) -> np.ndarray:
+    return torch.stack(list(log_probs)).numpy()
+
+
+def _load_part(
+    folder: Path, number: int, header: Any, tensors: dict[str, Tensor], tokenizer: Tokenizer, device: torch.device
+) -> Predictor:
+    """Return component `number` of the mixture in `folder`."""
+    kind, words = header.get("kind") if isinstance(header, dict) else None, tokenizer.vocab_size
+    where = f"{folder / CONFIG}: component {number}"
+    if kind in (HmmPredictor.kind, NetworkPredictor.kind):
+        part = open_predictor(folder / str(number), device)
+        if part.kind != kind or predictor_tokenizer(folder / str(number)).fingerprint() != tokenizer.fingerprint():
+            raise InputError(f"{where} does not fit the model in {folder / str(number)}: files of two models are mixed")
+        return part
+    if kind == CachePredictor.kind and _is_count(header.get("size")):
+        return CachePredictor(header["size"], words)
+    text = tensors.get(f"{number}.text")
+    if kind == NgramPredictor.kind and _is_count(header.get("order")) and header["order"] <= 10 and text is not None:
+        restart = tokenizer.eos_id if header.get("restarts") is True else None
+        return NgramPredictor(text.numpy(), words, header["order"], restart)
+    raise InputError(f"{where} is damaged: save the mixture again")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def open_predictor(path: Path, device: torch.device) -> Predictor:
+    """Return the HMM or the network in a folder, or the best one of the run there, as a component."""
+    if _format(path) == BASELINE:
+        network, _ = load_baseline(path)
+        return NetworkPredictor(network.to(device))
+    return HmmPredictor(LanguageModel.load(path, device))
+
+
+def predictor_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer of the HMM or network in a folder."""
+    folder = find_model(path)
+    return load_model(folder, str(_format(folder)), weights=False).tokenizer
+
+
+def _format(path: Path) -> Any:
+    return read_json(find_model(path) / CONFIG).get("format")
+
+
+def load_text_model(path: str | Path, device: str | torch.device = "auto") -> LanguageModel | MixtureModel:
+    """Return the model in a folder, whichever kind it is."""
+    folder = Path(path)
+    return MixtureModel.load(folder, device) if _format(folder) == FORMAT else LanguageModel.load(folder, device)
+
+
+def fit_mixture(
+    predictors: Sequence[Predictor], tokens: Sequence[int], weights: Sequence[float] | None = None
+) -> tuple[list[float], list[float], float]:
+    """Return weights, and the log-likelihood of a text under each component and mixed.
+
+    The weights are those of the highest likelihood of the text, unless they are given.
+    """
+    log_probs = _stack([part.token_log_probs([tokens])[0] for part in predictors])
+    chosen = fit_weights(log_probs) if weights is None else np.array(weights)
+    return chosen.tolist(), log_probs.sum(1).tolist(), float(mix(log_probs, chosen).sum())

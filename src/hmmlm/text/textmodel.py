@@ -1,0 +1,120 @@
+"""A model of text: what follows from its tokenizer and the log-probabilities of tokens."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmmlm.data.text import split_units
+from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.errors import InputError, warn
+from hmmlm.text.scoring import perplexity
+
+
+class TextModel(ABC):
+    """A model over the tokens of `tokenizer`; every example of a text, a line as a rule, ends with `<eos>`."""
+
+    tokenizer: Tokenizer
+    config: dict[str, Any]
+    """The training configuration, stored unchanged."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @abstractmethod
+    def token_log_probs(self, encoded: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Compute log p(token | tokens before it) of each text, given as tokens: [T] float64, on the CPU."""
+
+    @abstractmethod
+    def score(self, texts: Sequence[str]) -> Tensor:
+        """Compute the natural log-likelihood of each text, `<eos>` included, [len(texts)]."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text as they are scored: `<eos>` after every example; an empty text is one `<eos>`."""
+        check_text("the text", text)
+        units = split_units(text, self._unit)
+        return [token for unit in units for token in (*self.tokenizer.encode(unit), self._eos)]
+
+    def token_scores(self, texts: Sequence[str]) -> list[list[tuple[str, float]]]:
+        """Compute log p(token | tokens before it) for every token of each text, with the token; `<eos>` included.
+
+        The scores of a text add up to its `score`; an impossible token and those after it have −inf.
+        """
+        encoded = self._encode_all(texts)
+        return [
+            [(self.tokenizer.token(i), p) for i, p in zip(tokens, log_probs.tolist(), strict=True)]
+            for tokens, log_probs in zip(encoded, self.token_log_probs(encoded), strict=True)
+        ]
+
+    def perplexity(self, texts: Sequence[str]) -> float:
+        """Compute exp(−Σ log p / Σ tokens) over all texts, `<eos>` and `<unk>` counted.
+
+        It is infinite if a text is impossible. For a whole file as one text it is what `hmmlm eval` prints.
+        """
+        tokens = sum(map(len, self._encode_all(texts)))
+        if not tokens:
+            raise InputError("perplexity needs at least one text")
+        return perplexity(float(self.score(texts).double().sum()), tokens)
+
+    @property
+    def _unit(self) -> str:
+        """What an example is: "line", "paragraph" or "document"."""
+        return str(self.config.get("text", {}).get("unit", "line"))
+
+    @property
+    def _eos(self) -> int:
+        return self.tokenizer.eos_id
+
+    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of each text; raise an InputError unless `texts` is a list of strings."""
+        check_texts(texts)
+        return [self.encode(text) for text in texts]
+
+    def _encode_prompt(self, prompt: str) -> list[int]:
+        """Return the tokens of a prompt, with `<eos>` between its lines; warn about words outside the vocabulary."""
+        check_text("the prompt", prompt)
+        first, *others = (self.tokenizer.encode(unit) for unit in split_units(prompt, self._unit))
+        tokens = [*first, *(token for unit in others for token in (self._eos, *unit))]
+        ending = "\n" if self._unit == "line" else "\n\n"
+        if re.sub(r"[^\S\n]+", "", prompt).endswith(ending):  # a new example starts
+            tokens.append(self._eos)
+        unk = self.tokenizer.unk_id
+        if unk is not None and unk in tokens:
+            own = self.tokenizer.token(unk)
+            unknown = [word for word in prompt.split() if word != own and unk in self.tokenizer.encode(word)]
+            if unknown:
+                words = ", ".join(map(repr, dict.fromkeys(unknown)))
+                warn(f"outside the vocabulary, read as {own}: {words}")
+        return tokens
+
+    def _continued(self, prompt: str, given: list[int], added: Sequence[Sequence[int]]) -> list[str]:
+        """Return the prompt with each continuation; it is returned as it was written, unknown words included."""
+        known = len(self.tokenizer.decode(given))
+        ends = [self.tokenizer.decode([*given, *tokens])[known:] for tokens in added]
+        return [prompt + (end.lstrip(" ") if prompt.endswith((" ", "\t")) else end) for end in ends]
+
+
+def check_text(name: str, text: object) -> None:
+    """Raise an InputError unless `text` is a string of valid Unicode."""
+    if not isinstance(text, str):
+        raise InputError(f"{name} is a {type(text).__name__}, not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{name} has a lone surrogate, {text[error.start]!r}, at position {error.start}") from None
+
+
+def check_texts(texts: Sequence[str]) -> None:
+    """Raise an InputError unless `texts` is a list of strings."""
+    if isinstance(texts, str):
+        raise InputError("texts must be a list of strings: write [text] for a single one")
+    if isinstance(texts, bytes) or not (hasattr(texts, "__getitem__") and hasattr(texts, "__len__")):
+        raise InputError(f"texts must be a list of strings, not a {type(texts).__name__}: write list(texts)")
+    for i, text in enumerate(texts):
+        check_text(f"texts[{i}]", text)
