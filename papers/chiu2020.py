@@ -60,6 +60,50 @@ BASELINES = (
 )
 
 
+AWD, TUNED = "AWD-LSTM", "LSTM 2x256, weight dropout"
+"""Names of rows: the recipes of `hmmlm baseline`, and the paper's small LSTM with their kinds of dropout."""
+
+
+def _lstm(data: str, valid: float, test: float, name: str = AWD, **settings: Any) -> StudyRow:
+    """Return an LSTM with weight dropout; settings are given as section__name."""
+    text, recipe = {"ptb": ("PTB", "ptb-awd-lstm"), "wikitext-2": ("WikiText-2", "wikitext2-awd-lstm")}[data]
+    return StudyRow(
+        name=f"{text}, {name}",
+        recipe=recipe,
+        settings={key.replace("__", "."): value for key, value in settings.items()},
+        seeds=(0,),
+        paper={VALID: valid, TEST: test},
+        group=text,
+    )
+
+
+SMALL_LSTM: dict[str, Any] = {
+    "batches__batch_size": 40,
+    "model__hidden": 256,
+    "model__embedding": 256,
+    "model__dropout": 0.3,
+    "model__input_dropout": 0.3,
+    "model__layer_dropout": 0.2,
+    "model__word_dropout": 0.05,
+    "model__weight_dropout": 0.2,
+}
+LSTMS = (
+    _lstm("ptb", 60.0, 57.3),
+    _lstm("ptb", 93.6, 88.8, TUNED, **SMALL_LSTM, train__epochs=80),
+    _lstm("wikitext-2", 68.6, 65.8),
+    _lstm("wikitext-2", 124.5, 117.5, TUNED, **SMALL_LSTM, train__epochs=40),
+)
+SCALAR_900 = StudyRow(
+    name="PTB, HMM 900",
+    recipe=SCALAR_RECIPE,
+    # Every state may emit every word; Buys et al. 2018 report validation only.
+    settings={"model.states": 900, "model.blocks": 0, "model.dropout": 0.0},
+    seeds=(0,),
+    paper={VALID: 284.6},
+    group="PTB",
+)
+
+
 def _pairs(better: str, worse: str) -> dict[str, tuple[Cell, ...]]:
     """Return the comparison of two rows of Table 1 on both data sets."""
     return {
@@ -89,6 +133,8 @@ TABLE1 = Study(
             headline="VL-HMM, 2^15 states, WikiText-2",
         ),
         *BASELINES,
+        *LSTMS,
+        SCALAR_900,
         # `hmmlm train` prints the n-grams of its text in the report.
         StudyRow(name="PTB, KN 5-gram", paper={TEST: 141.2}, group="PTB", headline="Kneser-Ney 5-gram, PTB"),
         StudyRow(
@@ -112,6 +158,11 @@ TABLE1 = Study(
         Claim("It outperforms n-gram models (test).", "ascending", _pairs("VL-HMM 2^15", "KN 5-gram")),
         Claim("It outperforms feed-forward models (test).", "ascending", _pairs("VL-HMM 2^15", "FF 5-gram 256")),
         Claim("LSTMs outperform it (test).", "ascending", _pairs("LSTM 2x256", "VL-HMM 2^15")),
+        Claim(
+            "It outperforms an HMM with 900 states (valid).",
+            "ascending",
+            {"PTB": (Cell("PTB, VL-HMM 2^15", "VL-HMM 2^15", VALID), Cell(SCALAR_900.name, "HMM 900", VALID))},
+        ),
     ),
 )
 
@@ -146,6 +197,14 @@ def _ablation_claim(text: str, better: str, worse: str) -> Claim:
     return Claim(text, "ascending", {"": cells})
 
 
+TABLE2 = Study(
+    name="chiu2020-table2",
+    title=f"{CHIU.name}, Table 2: ablations at 2^14 states, our settings",
+    paper=CHIU,
+    rows=ABLATIONS[:3],
+    drawing=Bars(VALID, AXIS),
+    claims=(_ablation_claim("Networks generalize better than scalar parameters (our settings).", FULL, SCALAR),),
+)
 TABLE4_RELEASED = Study(
     name="chiu2020-table4-released",
     title=f"{CHIU.name}, Tables 2 and 4, with the released networks and settings",

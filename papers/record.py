@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from papers.study import Study, StudyRow
+from typing import Any
+
+from papers.study import Combination, Study, StudyRow
+
+NGRAM, CACHE = 5, 500
+"""Order of the Kneser-Ney n-gram and words of the cache in mixtures."""
 
 PTB_TEACHER = StudyRow(
     name="PTB, AWD-LSTM, 60 epochs",
@@ -18,15 +23,24 @@ PTB_TEACHER = StudyRow(
 
 
 def _pure(
-    states: int, dropout: float, epochs: int, headline: str = "", teacher: StudyRow | None = None, words: int = 2
+    states: int,
+    dropout: float,
+    epochs: int,
+    headline: str = "",
+    teacher: StudyRow | None = None,
+    words: int = 2,
+    **settings: Any,
 ) -> StudyRow:
     """Return a very large HMM on PTB with clusters refined by exchange; it is fixed at test time.
 
-    With a teacher, `words` next words that it draws at each position have half the weight.
+    With a teacher, `words` next words that it draws at each position have half the weight. Further settings are given
+    as section__name; the name of the row has their values.
     """
+    named = {name.replace("__", "."): value for name, value in settings.items()}
+    more = "".join(f", {name.partition('.')[2].replace('_', ' ')} {value}" for name, value in named.items())
     learned = "" if teacher is None else ", next words of an LSTM"
     return StudyRow(
-        name=f"PTB, pure HMM, 2^{states.bit_length() - 1} states, dropout {dropout}, {epochs} epochs{learned}",
+        name=f"PTB, pure HMM, 2^{states.bit_length() - 1} states, dropout {dropout}, {epochs} epochs{learned}{more}",
         recipe="ptb-vl-hmm",
         settings={
             "model.states": states,
@@ -34,6 +48,7 @@ def _pure(
             "model.exchange_passes": 10,
             "train.epochs": epochs,
             **({} if teacher is None else {"next_words.weight": 0.5, "next_words.samples": words}),
+            **named,
         },
         seeds=(0, 1),
         headline=headline,
@@ -41,13 +56,56 @@ def _pure(
     )
 
 
+def _wikitext(states: int, dropout: float, epochs: int, headline: str = "") -> StudyRow:
+    """Return a very large HMM on WikiText-2 with clusters refined by exchange."""
+    settings = {"states": states, "dropout": dropout, "exchange_passes": 10}
+    return StudyRow(
+        name=f"WikiText-2, pure HMM, 2^{states.bit_length() - 1} states, dropout {dropout}, {epochs} epochs",
+        recipe="wikitext2-vl-hmm",
+        settings={**{f"model.{name}": value for name, value in settings.items()}, "train.epochs": epochs},
+        seeds=(0, 1),
+        headline=headline,
+    )
+
+
+def _combined(name: str, parts: tuple[StudyRow, ...], headline: str = "", **fields: Any) -> StudyRow:
+    """Return a row that combines models of other rows, each with the seed of the run."""
+    combine = Combination(parts=parts, **fields)
+    return StudyRow(name=name, recipe=parts[0].recipe, seeds=(0, 1), combine=combine, headline=headline)
+
+
+PTB = _pure(2**17, 0.75, 28, headline="Very large HMM, 2^17 states, PTB")
+OTHERS = (
+    _pure(2**17, 0.75, 28, model__blocks=256),
+    _pure(2**16, 0.5, 28, model__blocks=64),
+    _pure(2**17, 0.75, 28, model__exchange_passes=0),
+)
+"""Models with other clusters, which a union gains most from."""
+WIKITEXT = (_wikitext(2**16, 0.5, 16), _wikitext(2**17, 0.75, 16))
+WITH_COUNTS: dict[str, Any] = {"mixed": "token", "ngram": NGRAM, "cache": CACHE}
+COUNTS = f"Kneser-Ney {NGRAM}-gram and cache of {CACHE} words"
 RECORD = Study(
     name="record",
-    title="The lowest perplexities: larger state spaces, refined clusters",
+    title="The lowest perplexities: larger state spaces, refined clusters, unions and mixtures",
     rows=(
-        _pure(2**17, 0.75, 28, headline="Very large HMM, 2^17 states, PTB"),
+        PTB,
         _pure(2**18, 0.875, 28),
         _pure(2**17, 0.75, 22, teacher=PTB_TEACHER),
         PTB_TEACHER,
+        *OTHERS,
+        _combined("PTB, pure HMM, union of 2", (PTB, OTHERS[0]), mixed="sequence"),
+        _combined("PTB, pure HMM, union of 4", (PTB, *OTHERS), "Union of four HMMs, one HMM, PTB", mixed="sequence"),
+        _combined(f"PTB, mixture of one HMM, {COUNTS}", (PTB,), **WITH_COUNTS),
+        _combined(f"PTB, mixture of 4 HMMs, {COUNTS}", (PTB, *OTHERS), "HMMs, 5-gram and cache, PTB", **WITH_COUNTS),
+        *WIKITEXT,
+        _combined(f"WikiText-2, mixture of one HMM, {COUNTS}", WIKITEXT[:1], **WITH_COUNTS),
+        _combined(f"WikiText-2, mixture of 2 HMMs, {COUNTS}", WIKITEXT, **WITH_COUNTS),
+        StudyRow(
+            name="PTB, 2^20 states, one epoch",
+            recipe="ptb-vl-hmm-18",
+            # An eighth of the states is kept in each batch; 256 blocks, so that a block has 4,096 states.
+            settings={"model.states": 2**20, "model.blocks": 256, "model.dropout": 0.875, "train.checks_per_epoch": 1},
+            seeds=(0,),
+        ),
     ),
 )

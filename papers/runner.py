@@ -22,14 +22,18 @@ from dataclasses import replace
 from itertools import islice
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hmmlm.config.networks import BaselineConfig
 from hmmlm.config.run import RunConfig
 from hmmlm.errors import InputError
+from hmmlm.runs.folders import saved_config
 from papers.records import add_record, commit, identity, machine, read_records
 from papers.settings import Config, configuration, recipe_flags
-from papers.study import Study, StudyRun
+from papers.study import Combination, Study, StudyRun
+
+if TYPE_CHECKING:
+    from hmmlm.text.textmodel import TextModel
 
 SPEEDS = ("tokens_per_second", "step_ms", "train_seconds", "seconds")
 """Metrics that depend on what else runs on the machine."""
@@ -55,8 +59,17 @@ def select_runs(study: Study, rows: str, seeds: Sequence[int], settings: Mapping
             f"seeds: {known}; rows: {'; '.join(names)}"
         )
     for run in runs:
-        configuration(run)
+        for part in parts_of(run):
+            configuration(part)
     return runs
+
+
+def parts_of(run: StudyRun) -> list[StudyRun]:
+    """Return the training runs of a run: itself, or those of the models that it combines, with its settings."""
+    if run.row.combine is None:
+        return [run]
+    rows = [replace(row, settings={**row.settings, **run.row.settings}) for row in run.row.combine.parts]
+    return [StudyRun(row, run.seed) for row in rows]
 
 
 def run_study(study: Study, runs: Sequence[StudyRun], out: Path, work: Path, jobs: int, again: bool) -> int:
@@ -117,14 +130,8 @@ def perform(run: StudyRun, work: Path, alone: bool = True) -> dict[str, Any]:
     import torch
 
     from hmmlm.learning.train import TrainingError
-    from hmmlm.runs.checkpoint import remove_folder
 
-    config = configuration(run)
-    if run.row.teacher is not None:
-        assert isinstance(config, RunConfig)
-        teacher = train_teacher_of(run, work)
-        config = config.model_copy(update={"next_words": config.next_words.model_copy(update={"teacher": teacher})})
-    folder = work / _folder_name(f"{run.row.name}-{run.seed}-{time.time():.0f}-{os.getpid()}")
+    config = configuration(parts_of(run)[0]) if run.row.combine is not None else _with_teacher(run, work)
     if torch.cuda.is_available():  # a worker does several runs: peak memory is to be that of this one
         gc.collect()
         torch.cuda.empty_cache()
@@ -133,10 +140,12 @@ def perform(run: StudyRun, work: Path, alone: bool = True) -> dict[str, Any]:
     stopped: dict[str, str] = {}
     metrics: dict[str, Any] = {}
     try:
-        metrics = _train(config, folder, on_gpu)
+        if run.row.combine is not None:
+            metrics = _combine(run, run.row.combine, work, on_gpu)
+        else:
+            metrics = _train(config, _new_folder(run, work), on_gpu)
     except TrainingError as error:
         stopped["stopped"] = str(error).partition(": ")[0]  # advice and the folder follow
-    remove_folder(folder, "last")  # the checkpoint to resume from; those of large networks soon fill a disk
     if on_gpu and metrics:
         metrics["peak_memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)
     if not alone:
@@ -153,6 +162,16 @@ def perform(run: StudyRun, work: Path, alone: bool = True) -> dict[str, Any]:
         "machine": machine(on_gpu),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def _with_teacher(run: StudyRun, work: Path) -> Config:
+    """Return the configuration of a training run, after the training of its teacher if it has one."""
+    config = configuration(run)
+    if run.row.teacher is None:
+        return config
+    assert isinstance(config, RunConfig)
+    teacher = train_teacher_of(run, work)
+    return config.model_copy(update={"next_words": config.next_words.model_copy(update={"teacher": teacher})})
 
 
 def train_teacher_of(run: StudyRun, work: Path) -> Path:
@@ -178,8 +197,72 @@ def _folder_name(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text)
 
 
+def _stem(run: StudyRun) -> str:
+    """Return the beginning of the names of the folders of a run."""
+    return _folder_name(f"{run.row.name}-{run.seed}-")
+
+
+def _new_folder(run: StudyRun, work: Path) -> Path:
+    return work / f"{_stem(run)}{time.time():.0f}-{os.getpid()}"
+
+
+def _combine(run: StudyRun, combination: Combination, work: Path, on_gpu: bool) -> dict[str, Any]:
+    """Train the parts of a combination that `work` does not have, combine them, and return the metrics."""
+    from hmmlm.cli.join import JoinArguments
+    from hmmlm.cli.join import build as join
+    from hmmlm.cli.mix import MixArguments
+    from hmmlm.cli.mix import build as mix
+    from hmmlm.learning.prepare import reopen
+    from hmmlm.report.results import score_tokens
+
+    began, tokens, folders = time.perf_counter(), 0, list[Path]()
+    for part in parts_of(run):
+        config = _with_teacher(part, work)
+        folder = _find_finished(part, config, work)
+        if folder is None:
+            folder = _new_folder(part, work)
+            tokens += int(_train(config, folder, on_gpu)["tokens"])
+        folders.append(folder)
+    device = "cuda" if on_gpu else "cpu"
+    common: dict[str, Any] = {"models": tuple(folders), "out": work / "combined", "device": device}
+    model: TextModel
+    if combination.mixed == "sequence":
+        model, weights, _ = join(JoinArguments(**common))
+    else:
+        model, _, _ = mix(MixArguments(**common, ngram=combination.ngram, cache=combination.cache))
+        weights = model.weights.tolist()
+    data = reopen(folders[0]).tokens
+    scores = {split: score_tokens(model, data[split]).perplexity for split in ("valid", "test")}
+    return {
+        **{f"{split}_perplexity": round(value, 3) for split, value in scores.items()},
+        **{f"weight_{i}": round(weight, 4) for i, weight in enumerate(weights, 1)},
+        "seconds": round(time.perf_counter() - began, 1),
+        "tokens": tokens,
+    }
+
+
+def _find_finished(run: StudyRun, config: Config, work: Path) -> Path | None:
+    """Return the folder of a finished run with this configuration."""
+    from hmmlm.learning.prepare import with_actual_tokenizer
+
+    wanted = with_actual_tokenizer(config, None)
+    for folder in sorted(work.glob(f"{_stem(run)}*")):
+        if (folder / "final").exists() and saved_config(type(config), folder) == wanted:
+            return folder
+    return None
+
+
 def _train(config: Config, folder: Path, on_gpu: bool) -> dict[str, Any]:
-    """Train an HMM or a neural baseline in `folder` and return its metrics."""
+    """Train an HMM or a neural baseline in `folder` and return its metrics; the folder keeps its models."""
+    from hmmlm.runs.checkpoint import remove_folder
+
+    try:
+        return _train_and_score(config, folder, on_gpu)
+    finally:
+        remove_folder(folder, "last")  # the checkpoint to resume from; those of large networks soon fill a disk
+
+
+def _train_and_score(config: Config, folder: Path, on_gpu: bool) -> dict[str, Any]:
     from hmmlm.data.files import read_json
     from hmmlm.learning.train import PERPLEXITY, train, train_baseline
     from hmmlm.runs.history import read_history
@@ -242,8 +325,23 @@ def command(run: StudyRun) -> str:
     if run.row.teacher is not None:
         own = replace(run.row, teacher=None, settings={**run.row.settings, "next_words.teacher": "runs/teacher"})
         return f"{command(_teacher_run(run))} --out runs/teacher && {command(StudyRun(own, run.seed))}"
+    if run.row.combine is not None:
+        return " && ".join(_combined_commands(run, run.row.combine))
     flags, settings = recipe_flags(run)
     return " ".join(["hmmlm", *flags, *(_flag(*setting) for setting in settings.items())])
+
+
+def _combined_commands(run: StudyRun, combination: Combination) -> Iterator[str]:
+    """Yield the commands of a combination: train its parts, combine them, evaluate the result."""
+    parts = parts_of(run)
+    for i, part in enumerate(parts, 1):
+        yield f"{command(part)} --out parts/{i}"
+    folders = " ".join(f"parts/{i}" for i in range(1, len(parts) + 1))
+    if combination.mixed == "sequence":
+        yield f"hmmlm join {folders} --out combined"
+    else:
+        yield f"hmmlm mix {folders} --ngram {combination.ngram} --cache {combination.cache} --out combined"
+    yield "hmmlm eval combined --data parts/1 --splits valid,test"
 
 
 def _flag(name: str, value: Any) -> str:

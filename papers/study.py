@@ -70,6 +70,19 @@ class NetworkStart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Combination:
+    """Models of other rows, trained with the seed of the run, as one model; weights by EM on the validation text."""
+
+    parts: tuple[StudyRow, ...]
+    mixed: Literal["sequence", "token"]
+    """sequence: their union, one HMM (`hmmlm join`); token: interpolated per word (`hmmlm mix`)."""
+    ngram: int = 0
+    """Order of a Kneser-Ney n-gram beside them (mixed per token); 0: none."""
+    cache: int = 0
+    """Words of a cache beside them (mixed per token); 0: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StudyRow:
     """A row of a table or a point of a figure: how it is run, and its labels."""
 
@@ -97,6 +110,8 @@ class StudyRow:
     tick: str = ""
     """Text at `x`; the drawing's format if empty."""
     start: NetworkStart | None = None
+    combine: Combination | None = None
+    """Of a row that combines models of other rows; `recipe` is then that of its first part."""
     headline: str = ""
     """Its text in the table of README.md; rows without one are left out of it."""
     teacher: StudyRow | None = None

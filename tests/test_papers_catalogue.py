@@ -1,5 +1,6 @@
 """The catalogue: entries that are complete, recipes that resolve, and results files that each belong to a study."""
 
+import itertools
 import json
 import shlex
 from dataclasses import replace
@@ -18,7 +19,7 @@ from papers.chiu2020 import RELEASED
 from papers.networks import KINDS
 from papers.records import identity
 from papers.renames import translate_settings
-from papers.runner import command
+from papers.runner import command, parts_of
 from papers.settings import FOLDER, configuration, differences, recipe_settings
 from papers.study import BASELINE, Bars, Lines, Study, StudyRow, StudyRun
 from papers.tables import COLUMNS
@@ -137,13 +138,22 @@ def test_every_run_is_valid_and_its_command_gives_the_same_settings(
     study: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    for run in {run.row.name: run for run in STUDIES[study].runs}.values():  # one seed: parsing is slow
+    runs = {run.row.name: run for run in STUDIES[study].runs}.values()  # one seed: parsing is slow
+    for run in itertools.chain.from_iterable(map(parts_of, runs)):
         line = command(run).rpartition(" && ")[2].removesuffix(" --next-words.teacher runs/teacher")
         program, name, *words = shlex.split(line)
         planned = configuration(run)
         assert (program, name) == ("hmmlm", planned.command)
         arguments: Any = BaselineArguments if isinstance(planned, BaselineConfig) else TrainArguments
         assert config_of(type(planned), parse(arguments, words, name, "")) == planned
+
+
+def test_the_command_of_a_combination_makes_its_parts_first() -> None:
+    run = next(run for run in STUDIES["record"].runs if run.row.name == "PTB, pure HMM, union of 2")
+    first, second, join, evaluate = command(run).split(" && ")
+    assert first == f"{command(parts_of(run)[0])} --out parts/1" and "--model.blocks 256" in second
+    assert join == "hmmlm join parts/1 parts/2 --out combined"
+    assert evaluate == "hmmlm eval combined --data parts/1 --splits valid,test"
 
 
 def test_records_made_before_a_rename_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

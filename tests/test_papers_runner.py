@@ -21,7 +21,7 @@ from papers import runner
 from papers.catalogue import STUDIES
 from papers.records import add_record
 from papers.runner import SPEEDS, perform
-from papers.study import BASELINE, Study, StudyRow, StudyRun
+from papers.study import BASELINE, Combination, Study, StudyRow, StudyRun
 
 
 def tiny(**settings: object) -> StudyRun:
@@ -103,6 +103,33 @@ def test_a_baseline_is_performed_like_any_run(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("state.*")) and list(tmp_path.glob("*/best/*"))
     assert 1 < metrics["valid_perplexity"] < 250 and 1 < metrics["train_perplexity"] < 500  # half of the 500 words
     assert record["command"].startswith("hmmlm baseline --data embedded --tokenizer.vocab-size 500")
+
+
+@pytest.mark.parametrize("mixed", ["sequence", "token"])
+def test_a_combination_trains_its_parts_once(mixed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = list[Path]()
+    train = runner._train
+
+    def counted(config: Any, folder: Path, on_gpu: bool) -> dict[str, Any]:
+        trained.append(folder)
+        return train(config, folder, on_gpu)
+
+    monkeypatch.setattr(runner, "_train", counted)
+    parts = tuple(
+        replace(tiny(train__max_tokens=8_000, model__blocks=blocks).row, name=f"{blocks} blocks") for blocks in (8, 16)
+    )
+    counts = {} if mixed == "sequence" else {"ngram": 3, "cache": 100}
+    both = Combination(parts=parts, mixed=mixed, **counts)
+    row = StudyRow(name="both", recipe=parts[0].recipe, seeds=(0,), combine=both)
+    alone = [perform(StudyRun(part, 0), tmp_path)["metrics"]["valid_perplexity"] for part in parts[:1]]
+    record = perform(StudyRun(row, 0), tmp_path)
+    assert len(trained) == 2  # the first part existed
+    metrics = record["metrics"]
+    assert metrics["valid_perplexity"] <= alone[0] + 0.1 and metrics["test_perplexity"] > 1
+    assert sum(metrics[f"weight_{i}"] for i in range(1, 3 + len(counts))) == pytest.approx(1, abs=1e-3)
+    assert record["command"].endswith("hmmlm eval combined --data parts/1 --splits valid,test")
+    again = perform(StudyRun(row, 0), tmp_path)
+    assert len(trained) == 2 and again["metrics"]["test_perplexity"] == metrics["test_perplexity"]
 
 
 def test_a_run_that_fails_to_train_has_a_record_with_the_reason(tmp_path: Path) -> None:
@@ -232,7 +259,7 @@ def test_list_shows_every_study_and_what_it_takes(
     lines = capsys.readouterr().out.splitlines()
     facts = {first.partition(": ")[0]: second.strip() for first, second in pairwise(lines)}
     assert set(STUDIES) <= set(facts)
-    assert facts["chiu2020-table1"].startswith("8 rows; seeds 0, 1; data ptb, wikitext-2; GPU; up to ")
+    assert facts["chiu2020-table1"].startswith("13 rows; seeds 0, 1; data ptb, wikitext-2; GPU; up to ")
     assert "; needs tokenizer.model, teachers/stories15M; CPU" in facts["lee2025-table4-cpu"]
     assert "GB" in facts["lee2025-figure3"] and "minutes per run" in facts["chiu2020-cpu"]
     assert facts["steering"] == "5 rows; made by python -m benchmarks.steering; CPU"

@@ -56,9 +56,6 @@ class JoinArguments(Arguments):
 def run(argv: list[str]) -> int:
     arguments = parse(JoinArguments, argv, "join", DESCRIPTION)
 
-    from hmmlm.cli.models import open_model, open_tokens
-    from hmmlm.text.union import check_alike, join_models
-
     refuse_used(arguments.out)
     if len(arguments.models) < 2:
         raise InputError("a union needs at least two models: give their folders")
@@ -67,13 +64,21 @@ def run(argv: list[str]) -> int:
         raise InputError(f"--weights has {len(given)} numbers for {len(arguments.models)} models: give one for each")
     if given and abs(sum(given) - 1) > 1e-6:
         raise InputError(f"--weights sum to {sum(given):g}, not to one")
-    models = [open_model(path, arguments.device) for path in arguments.models]
-    check_alike(models)
-    weights, perplexities = _fit(open_tokens(arguments.data, arguments.models), models, given)
-    joined = join_models(models, weights)
+    joined, weights, perplexities = build(arguments)
     joined.save(arguments.out)
     _print(arguments, weights, perplexities, joined.hmm.states)
     return 0
+
+
+def build(arguments: JoinArguments) -> tuple[LanguageModel, list[float], list[float] | None]:
+    """Return the union, its weights, and the validation perplexities of the models and itself, if there is a text."""
+    from hmmlm.cli.models import open_model, open_tokens
+    from hmmlm.text.union import check_alike, join_models
+
+    models = [open_model(path, arguments.device) for path in arguments.models]
+    check_alike(models)
+    weights, perplexities = _fit(open_tokens(arguments.data, arguments.models), models, arguments.weights)
+    return join_models(models, weights), weights, perplexities
 
 
 def _fit(
