@@ -17,9 +17,17 @@ from hmmlm.models.factored import LinearConfig, MlpConfig, TransformerConfig
 from hmmlm.models.neural import NeuralConfig
 from hmmlm.models.scalar import ScalarConfig
 from hmmlm.models.uniform import UniformConfig
+from hmmlm.models.union import UnionConfig
 
 AnyModelConfig = Annotated[
-    ScalarConfig | LinearConfig | MlpConfig | TransformerConfig | NeuralConfig | UniformConfig | PretrainedConfig,
+    ScalarConfig
+    | LinearConfig
+    | MlpConfig
+    | TransformerConfig
+    | NeuralConfig
+    | UniformConfig
+    | UnionConfig
+    | PretrainedConfig,
     Field(discriminator="kind"),
 ]
 """The registry of model families."""

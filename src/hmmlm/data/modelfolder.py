@@ -20,8 +20,10 @@ from hmmlm.hmm.checks import check_finite
 
 MODEL, CONFIG = "model.safetensors", "config.json"
 VERSION = 1
+LANGUAGE_MODEL = "hmmlm language model"
+"""The format of an HMM with its tokenizer."""
 COMMANDS = {
-    "hmmlm language model": "hmmlm train",
+    LANGUAGE_MODEL: "hmmlm train",
     "hmmlm teacher": "hmmlm teacher",
     "hmmlm baseline": "hmmlm baseline",
     "hmmlm mixture": "hmmlm mix",

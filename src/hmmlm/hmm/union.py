@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -193,10 +193,8 @@ class UnionHMM(HiddenMarkovModel):
 
     def _spans(self) -> Iterator[slice]:
         """Yield the states of each component."""
-        first = 0
-        for size in self.sizes:
+        for first, size in zip(_starts(self.sizes), self.sizes, strict=True):
             yield slice(first, first + size)
-            first += size
 
     def _inside(self, states: Tensor) -> Iterator[tuple[HiddenMarkovModel, Tensor, Tensor]]:
         """Yield each component with a mask of the states that are its own, and their numbers in it (0 for others)."""
@@ -206,62 +204,11 @@ class UnionHMM(HiddenMarkovModel):
 
     # --- likelihood ---
 
-    @cached_property
-    def _carry_widths(self) -> tuple[int, ...]:
-        """Entries of the carry of each component's scan."""
-        first = torch.zeros(1, dtype=torch.long, device=self.device)
-        return tuple(component.carry_at(first).probs.shape[1] for component in self.components)
-
     def scan(
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> Scan:
-        """See `Primitives.scan`; tokens may not be missing if they may not in a component.
-
-        A restart chooses a component again, so that each stretch between two restarts is a sequence of its own.
-        """
-        cut = Segments.of(tokens, lengths, restart)
-        given = None if carry is None else self._split_carry(carry, cut.row)
-        results = []
-        for k, component in enumerate(self.components):
-            log_weight, own = self.log_weights[k], None
-            if given is not None:
-                log_mass, own = given[k]
-                log_weight = log_mass if cut.restart is None else torch.where(cut.restart[:, 0], log_weight, log_mass)
-            result = component.scan(cut.tokens, cut.lengths, own, cut.restart)
-            results.append((result, log_weight + result.log_likelihood))
-        log_joint = torch.stack([joint for _, joint in results])
-        total = log_joint.new_zeros(len(tokens)).index_add(0, cut.row, logsumexp(log_joint, 0))
-        total = torch.where(total.detach() == NEG_INF, NEG_INF, total)  # impossible: no gradient of other segments
-        final = log_joint.detach()[:, cut.last].double().softmax(0).nan_to_num(0.0)  # [K, B]
-        suspects = [result.suspect for result, _ in results if result.suspect is not None]
-        suspect = torch.stack(suspects).any(0)[cut.last] if suspects else None
-        carries = [Carry(result.carry.probs[cut.last], result.carry.states) for result, _ in results]
-        carries = [c if c.states is None else Carry(c.probs, c.states[cut.last]) for c in carries]
-        return Scan(total, self._join_carries(carries, final), suspect)
-
-    def _split_carry(self, carry: Carry, row: Tensor) -> list[tuple[Tensor, Carry]]:
-        """Return the log-mass [S] of each component in a carry, and its carry given the component, for `row` [S]."""
-        widths = self.sizes if carry.states is None else self._carry_widths
-        probs = carry.probs.split(widths, 1)
-        states = [None] * len(widths) if carry.states is None else list(carry.states.split(widths, 1))
-        result = []
-        for own, names, span in zip(probs, states, self._spans(), strict=True):
-            wide = own[row].double()
-            mass = wide.sum(1, keepdim=True)
-            # A component without mass has weight zero, so that any distribution will do.
-            conditional = torch.where(mass > 0, wide / mass, 1 / wide.shape[1]).to(self.dtype)
-            local = None if names is None else names[row] - span.start
-            result.append((mass[:, 0].log().to(self.dtype), Carry(conditional, local)))
-        return result
-
-    def _join_carries(self, carries: list[Carry], weights: Tensor) -> Carry:
-        """Return the carry of the union, in float64: a component that is unlikely now may be likely later."""
-        probs = [own.probs.double() * weight[:, None] for own, weight in zip(carries, weights, strict=True)]
-        states = []
-        for own, span in zip(carries, self._spans(), strict=True):
-            all_states = torch.arange(span.start, span.stop, device=self.device)
-            states.append(all_states.expand(len(own.probs), -1) if own.states is None else own.states + span.start)
-        return Carry(torch.cat(probs, 1), torch.cat(states, 1))
+        """See `Primitives.scan`; tokens may not be missing if they may not in a component."""
+        return scan_components(self.components, self.sizes, self.log_weights, tokens, lengths, carry, restart)
 
     def _log_likelihood(self, tokens: Tensor, lengths: Tensor | None, initial: Tensor | None) -> Tensor:
         return logsumexp(self._log_joint(tokens, lengths, initial), 0)
@@ -270,7 +217,7 @@ class UnionHMM(HiddenMarkovModel):
         """Compute log p(component, x) [K, B]."""
         given = None
         if initial is not None:
-            given = self._split_carry(Carry(initial), torch.arange(len(tokens), device=self.device))
+            given = _split_carry(Carry(initial), torch.arange(len(tokens), device=self.device), self.sizes, self.dtype)
         rows = []
         for k, component in enumerate(self.components):
             log_weight, own = (self.log_weights[k], None) if given is None else given[k]
@@ -413,7 +360,80 @@ class UnionHMM(HiddenMarkovModel):
         for component, inside, own in self._inside(states):
             carries.append(component.carry_at(own))
             weights.append(inside.double())
-        return self._join_carries(carries, torch.stack(weights))
+        return _join_carries(carries, torch.stack(weights), self.sizes)
+
+
+class Scanner(Protocol):
+    """An HMM, or a module that makes one: what a union can be scanned over."""
+
+    def scan(
+        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
+    ) -> Scan: ...
+
+
+def scan_components(
+    components: Sequence[Scanner],
+    sizes: Sequence[int],
+    log_weights: Tensor,
+    tokens: Tensor,
+    lengths: Tensor | None,
+    carry: Carry | None,
+    restart: Tensor | None,
+) -> Scan:
+    """Scan a union of components with `sizes` [K] states and log_weights [K]; see `Primitives.scan`.
+
+    A restart chooses a component again, so that each stretch between two restarts is a sequence of its own.
+    """
+    cut = Segments.of(tokens, lengths, restart)
+    given = None if carry is None else _split_carry(carry, cut.row, sizes, log_weights.dtype)
+    results = []
+    for k, component in enumerate(components):
+        log_weight, own = log_weights[k], None
+        if given is not None:
+            log_mass, own = given[k]
+            log_weight = log_mass if cut.restart is None else torch.where(cut.restart[:, 0], log_weight, log_mass)
+        result = component.scan(cut.tokens, cut.lengths, own, cut.restart)
+        results.append((result, log_weight + result.log_likelihood))
+    log_joint = torch.stack([joint for _, joint in results])
+    total = log_joint.new_zeros(len(tokens)).index_add(0, cut.row, logsumexp(log_joint, 0))
+    total = torch.where(total.detach() == NEG_INF, NEG_INF, total)  # impossible: no gradient of other segments
+    final = log_joint.detach()[:, cut.last].double().softmax(0).nan_to_num(0.0)  # [K, B]
+    carries = [Carry(result.carry.probs[cut.last], result.carry.states) for result, _ in results]
+    carries = [c if c.states is None else Carry(c.probs, c.states[cut.last]) for c in carries]
+    return Scan(total, _join_carries(carries, final, sizes))
+
+
+def _split_carry(carry: Carry, row: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> list[tuple[Tensor, Carry]]:
+    """Return the log-mass [S] of each component in a carry, and its carry given the component, for `row` [S]."""
+    widths, starts = list(sizes), _starts(sizes)
+    if carry.states is not None:  # of a scan: the states of a component are side by side, in every row as many
+        ends = torch.tensor([*starts[1:], sum(sizes)], device=carry.states.device)
+        widths = torch.bucketize(carry.states[0], ends, right=True).bincount(minlength=len(sizes)).tolist()
+    probs = carry.probs.split(widths, 1)
+    states = [None] * len(widths) if carry.states is None else list(carry.states.split(widths, 1))
+    result = []
+    for own, names, start in zip(probs, states, starts, strict=True):
+        wide = own[row].double()
+        mass = wide.sum(1, keepdim=True)
+        # A component without mass has weight zero, so that any distribution will do.
+        conditional = torch.where(mass > 0, wide / mass, 1 / wide.shape[1]).to(dtype)
+        result.append((mass[:, 0].log().to(dtype), Carry(conditional, None if names is None else names[row] - start)))
+    return result
+
+
+def _join_carries(carries: Sequence[Carry], weights: Tensor, sizes: Sequence[int]) -> Carry:
+    """Return the carry of a union, in float64: a component that is unlikely now may be likely later."""
+    probs = [own.probs.double() * weight[:, None] for own, weight in zip(carries, weights, strict=True)]
+    states = []
+    for own, start, size in zip(carries, _starts(sizes), sizes, strict=True):
+        every = torch.arange(start, start + size, device=own.probs.device)
+        states.append(every.expand(len(own.probs), -1) if own.states is None else own.states + start)
+    return Carry(torch.cat(probs, 1), torch.cat(states, 1))
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Return the first state of each component."""
+    return [sum(sizes[:k]) for k in range(len(sizes))]
 
 
 def _components(names: Iterable[str]) -> set[tuple[str, str]]:

@@ -91,13 +91,7 @@ class BlockedScalar(BlockedModel):
 
     def log_emission(self) -> Tensor:
         """Return log p(word | state i of its block) [V, k]; dropout does not change emissions."""
-        blocks = self.blocks
-        rows = blocks.block_of_word[:, None].expand_as(self.emission)
-        peak = self.emission.new_full((blocks.num_blocks, blocks.states_per_block), float("-inf"))
-        peak = peak.scatter_reduce(0, rows, self.emission.detach(), "amax")
-        shifted = self.emission - peak.index_select(0, blocks.block_of_word)
-        total = torch.zeros_like(peak).index_add(0, blocks.block_of_word, shifted.exp())
-        return shifted - total.log().index_select(0, blocks.block_of_word)
+        return log_softmax_in_blocks(self.emission, self.blocks)
 
     def forward(self) -> BlockedHMM:
         """Return the HMM over all states. The transition is not factored: u is log A [Z, Z] and w the identity."""
@@ -161,3 +155,13 @@ class BlockedScalar(BlockedModel):
             product_dtype=self.start.dtype,
         )
         return self.finish(result, tokens, lengths, kept.view(sample.shape), self.blocks.block_of_word)
+
+
+def log_softmax_in_blocks(logits: Tensor, blocks: Blocks) -> Tensor:
+    """Return log p(word | state i of its block) [V, k] from logits [V, k]: over the words of each block."""
+    rows = blocks.block_of_word[:, None].expand_as(logits)
+    peak = logits.new_full((blocks.num_blocks, blocks.states_per_block), float("-inf"))
+    peak = peak.scatter_reduce(0, rows, logits.detach(), "amax")
+    shifted = logits - peak.index_select(0, blocks.block_of_word)
+    total = torch.zeros_like(peak).index_add(0, blocks.block_of_word, shifted.exp())
+    return shifted - total.log().index_select(0, blocks.block_of_word)

@@ -21,6 +21,7 @@ from torch import Tensor
 from hmmlm.data.files import require_like
 from hmmlm.data.modelfolder import (
     CONFIG,
+    LANGUAGE_MODEL,
     MODEL,
     load_model,
     require_dtype,
@@ -44,7 +45,6 @@ from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_conti
 from hmmlm.text.phrases import Phrases
 from hmmlm.text.textmodel import TextModel, check_text, check_texts
 
-FORMAT = "hmmlm language model"
 _BLANK = re.compile(r"(?<!\w)_{3,}(?!\w)")  # not inside a word: identifiers may contain three underscores
 _READING: dict[str, dict[str, Any]] = {
     "batches": {"kind": "", "batch_size": 0, "length": 0, "reset_at_eos": False, "eval_reset_at_eos": False},
@@ -455,7 +455,7 @@ class LanguageModel(TextModel):
             "eos_id": self._eos,
             "training": self.config,
         }
-        save_model(folder, FORMAT, header, self.hmm.tensors(), self.tokenizer)
+        save_model(folder, LANGUAGE_MODEL, header, self.hmm.tensors(), self.tokenizer)
 
     @staticmethod
     def load(path: str | Path, device: str | torch.device = "auto") -> LanguageModel:
@@ -470,7 +470,7 @@ class LanguageModel(TextModel):
         if is_control(_as_path(path)):
             hmm, header = load_control(path)
             return LanguageModel(hmm.to(chosen), _control_tokenizer(Path(path), header["eos_token_id"]))
-        folder, header, tensors, tokenizer = load_model(_as_path(path), FORMAT)
+        folder, header, tensors, tokenizer = load_model(_as_path(path), LANGUAGE_MODEL)
         config, file, kind = folder / CONFIG, folder / MODEL, str(header.get("model"))[:40]
         if kind not in KINDS:
             raise InputError(f"{config} has a model of kind {kind!r}; this hmmlm reads {', '.join(KINDS)}")

@@ -1,0 +1,126 @@
+"""A saved model, trained on: the components of a union with their weights, by their own tables and factors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hmmlm.data.modelfolder import LANGUAGE_MODEL, MODEL, find_model, load_model
+from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.errors import InputError
+from hmmlm.hmm import HMM, KINDS, BlockedHMM, Carry, HiddenMarkovModel, Scan, UnionHMM
+from hmmlm.hmm.union import scan_components
+from hmmlm.models.base import FactoredBlockedModel, Model, ModelConfig, restart_lost
+from hmmlm.models.scalar import Scalar, log_softmax_in_blocks
+from hmmlm.ops.blocked_scan import Factors
+from hmmlm.ops.linear_logsumexp import linear_logsumexp
+from hmmlm.section import Fraction, ModelSize, States
+from hmmlm.structure.blocks import Blocks
+
+_LEAST = -40.0  # log-probabilities below this, zero among them, start here: they can be learned again
+
+
+class UnionConfig(ModelConfig):
+    """The models of a union, trained on together with its weights; also a single saved model."""
+
+    kind: Literal["union"] = "union"
+    joined: Path
+    """A model of `hmmlm join`, or any saved model: the tables or factors of its probabilities are the parameters."""
+    states: States = 1
+    """Not used: the number of states is that of the saved model."""
+    dropout: Fraction = 0.0
+    """State dropout of components with blocks: the fraction of each block's states left out of a batch."""
+
+    optimizer_defaults: ClassVar[dict[str, Any]] = {"rate": 0.0003, "weight_decay": 0.0}
+
+    @property
+    def distillable(self) -> bool:
+        return False
+
+    def check_files(self) -> None:
+        find_model(self.joined)
+
+    def size(self, words: int) -> ModelSize:
+        return ModelSize((find_model(self.joined) / MODEL).stat().st_size // 4, 0)
+
+    def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
+        folder, header, tensors, tokenizer = load_model(self.joined, LANGUAGE_MODEL)
+        if tokenizer.fingerprint() != vocabulary.fingerprint():
+            raise InputError(f"model.joined: {folder} has another vocabulary than the text: train on its token files")
+        kind = str(header.get("model"))[:40]
+        if kind not in KINDS:
+            raise InputError(f"model.joined: {folder} has a model of kind {kind!r}, not one of {', '.join(KINDS)}")
+        hmm = KINDS[kind].from_tensors(tensors)
+        hmm.validate()
+        return Union(hmm if isinstance(hmm, UnionHMM) else UnionHMM.join([hmm]), self.dropout)
+
+
+class Union(Model):
+    """The components of a union as modules, and logits of their weights."""
+
+    graphable = False  # batches are cut at restarts, into as many sequences as there are
+
+    def __init__(self, hmm: UnionHMM, dropout: float = 0.0) -> None:
+        super().__init__(hmm.states, hmm.vocab_size)
+        self.components = nn.ModuleList(_module(component.to(torch.float32), dropout) for component in hmm.components)
+        self.weights = nn.Parameter(hmm.log_weights.float().clamp(min=_LEAST))
+
+    def _models(self) -> list[Model]:
+        return [component for component in self.components if isinstance(component, Model)]
+
+    def forward(self) -> UnionHMM:
+        return UnionHMM([component() for component in self._models()], self.weights.log_softmax(0))
+
+    def scan(
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        carry: Carry | None = None,
+        restart: Tensor | None = None,
+        next_words: Tensor | None = None,
+    ) -> Scan:
+        models, log_weights = self._models(), self.weights.log_softmax(0)
+        sizes = [model.states for model in models]
+        restart = restart_lost(restart, carry, tokens)
+        return scan_components(models, sizes, log_weights, tokens, lengths, carry, restart)
+
+
+class FreeFactors(FactoredBlockedModel):
+    """The factors u and w [Z, h] of a blocked HMM and its start [Z] and emission [V, k] as parameters."""
+
+    def __init__(self, hmm: BlockedHMM, dropout: float) -> None:
+        factors = hmm.factors
+        super().__init__(Blocks(factors.block_of_word, hmm.blocks, hmm.states_per_block), dropout)
+        self.u, self.w = nn.Parameter(factors.u.clone()), nn.Parameter(factors.w.clone())
+        self.start = nn.Parameter(factors.log_start.clamp(min=_LEAST))
+        self.emission = nn.Parameter(factors.log_emission.clamp(min=_LEAST))
+
+    def factors_of(
+        self, states: Tensor | None, carried: Tensor | None = None
+    ) -> tuple[Factors, tuple[Tensor, Tensor] | None]:
+        log_emission = log_softmax_in_blocks(self.emission, self.blocks)
+        u, w, start = list[Tensor]([self.u, self.w, self.start])
+        if states is not None:
+            u, w, start = (values.index_select(0, states) for values in (u, w, start))
+            kept = states.view(self.blocks.num_blocks, -1) % self.blocks.states_per_block
+            log_emission = log_emission.gather(1, kept.index_select(0, self.blocks.block_of_word))
+        left = None
+        if carried is not None:
+            leaving = self.u.index_select(0, carried)
+            left = leaving, linear_logsumexp(leaving, w)
+        factors = Factors(self.blocks.block_of_word, u, w, linear_logsumexp(u, w), start.log_softmax(0), log_emission)
+        return factors, left
+
+
+def _module(hmm: HiddenMarkovModel, dropout: float) -> Model:
+    """Return the module whose HMM is a component."""
+    if isinstance(hmm, BlockedHMM):
+        return FreeFactors(hmm, dropout)
+    assert isinstance(hmm, HMM)
+    model = Scalar(hmm.states, hmm.vocab_size, scale=0.0)
+    start, transition, emission = (values.clamp(min=_LEAST) for values in hmm.parameters)
+    model.assign(HMM(start, transition, emission))
+    return model
