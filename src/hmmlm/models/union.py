@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from hmmlm.data.modelfolder import LANGUAGE_MODEL, MODEL, find_model, load_model
+from hmmlm.data.hmmfolder import load_hmm
+from hmmlm.data.modelfolder import MODEL, find_model
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, KINDS, BlockedHMM, Carry, HiddenMarkovModel, Scan, UnionHMM
+from hmmlm.hmm import HMM, BlockedHMM, Carry, HiddenMarkovModel, Scan, UnionHMM
 from hmmlm.hmm.union import scan_components
 from hmmlm.models.base import FactoredBlockedModel, Model, ModelConfig, restart_lost
 from hmmlm.models.scalar import Scalar, log_softmax_in_blocks
@@ -47,14 +48,9 @@ class UnionConfig(ModelConfig):
         return ModelSize((find_model(self.joined) / MODEL).stat().st_size // 4, 0)
 
     def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
-        folder, header, tensors, tokenizer = load_model(self.joined, LANGUAGE_MODEL)
+        (folder, _, _, tokenizer), hmm = load_hmm(self.joined)
         if tokenizer.fingerprint() != vocabulary.fingerprint():
             raise InputError(f"model.joined: {folder} has another vocabulary than the text: train on its token files")
-        kind = str(header.get("model"))[:40]
-        if kind not in KINDS:
-            raise InputError(f"model.joined: {folder} has a model of kind {kind!r}, not one of {', '.join(KINDS)}")
-        hmm = KINDS[kind].from_tensors(tensors)
-        hmm.validate()
         return Union(hmm if isinstance(hmm, UnionHMM) else UnionHMM.join([hmm]), self.dropout)
 
 

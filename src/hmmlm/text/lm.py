@@ -19,22 +19,14 @@ import torch
 from torch import Tensor
 
 from hmmlm.data.files import require_like
-from hmmlm.data.modelfolder import (
-    CONFIG,
-    LANGUAGE_MODEL,
-    MODEL,
-    load_model,
-    require_dtype,
-    require_size,
-    require_tensors,
-    save_model,
-)
+from hmmlm.data.hmmfolder import load_hmm
+from hmmlm.data.modelfolder import CONFIG, LANGUAGE_MODEL, save_model
 from hmmlm.data.text import UNITS, split_units
 from hmmlm.data.tokenizers import Tokenizer, load_tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.device import pick_device
 from hmmlm.errors import InputError
-from hmmlm.hmm import KINDS, HiddenMarkovModel
+from hmmlm.hmm import HiddenMarkovModel
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.checks import check_count, padded
 from hmmlm.hmm.constraints import Guide, Position
@@ -470,32 +462,13 @@ class LanguageModel(TextModel):
         if is_control(_as_path(path)):
             hmm, header = load_control(path)
             return LanguageModel(hmm.to(chosen), _control_tokenizer(Path(path), header["eos_token_id"]))
-        folder, header, tensors, tokenizer = load_model(_as_path(path), LANGUAGE_MODEL)
-        config, file, kind = folder / CONFIG, folder / MODEL, str(header.get("model"))[:40]
-        if kind not in KINDS:
-            raise InputError(f"{config} has a model of kind {kind!r}; this hmmlm reads {', '.join(KINDS)}")
-        states, words = (require_size(config, header, name) for name in ("states", "vocab_size"))
-        training = _check_training(config, header.get("training"))
+        (folder, header, _, tokenizer), model = load_hmm(_as_path(path))
+        training = _check_training(folder / CONFIG, header.get("training"))
         if header.get("eos_id", tokenizer.eos_id) != tokenizer.eos_id:
             raise InputError(
-                f"{config}: eos_id is {header['eos_id']!r:.40}, but the tokenizer has {tokenizer.eos_id}: files of two "
-                "models are mixed"
+                f"{folder / CONFIG}: eos_id is {header['eos_id']!r:.40}, but the tokenizer has {tokenizer.eos_id}: "
+                "files of two models are mixed"
             )
-        try:
-            needed, indices = KINDS[kind].layout(tensors)
-        except InputError as error:
-            raise InputError(f"{file}: {error}") from None
-        sizes = {"Z": states, "V": words}
-        require_tensors(file, tensors, {name: [sizes.get(d) for d in dims] for name, dims in needed.items()})
-        require_dtype(file, tensors, indices, torch.int64)
-        require_dtype(file, tensors, [n for n in needed if n not in indices], torch.float32, torch.float64)
-        try:
-            model = KINDS[kind].from_tensors(tensors)
-            if model.states != states:
-                raise InputError(f"{model.states} states, {CONFIG} has {states}: files of two models are mixed")
-            model.validate()
-        except InputError as error:
-            raise InputError(f"{file}: {error}") from None
         return LanguageModel(model.to(chosen), tokenizer, training)
 
 
