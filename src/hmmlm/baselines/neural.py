@@ -76,11 +76,11 @@ class AwdLstmConfig(BaselineModelConfig):
     """Size of the LSTM layers."""
     embedding: Width = 400
     """Size of word embeddings."""
-    dropout: Fraction = 0.4
+    dropout: Fraction = 0.6
     """Dropout of the last layer's output."""
-    input_dropout: Fraction = 0.4
+    input_dropout: Fraction = 0.6
     """Dropout of word embeddings."""
-    layer_dropout: Fraction = 0.25
+    layer_dropout: Fraction = 0.4
     """Dropout between layers."""
     word_dropout: Fraction = 0.1
     """Fraction of the vocabulary whose embeddings are zero as inputs, drawn for every batch."""
