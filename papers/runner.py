@@ -243,9 +243,9 @@ def _combine(run: StudyRun, combination: Combination, work: Path, on_gpu: bool) 
 
 def _find_finished(run: StudyRun, config: Config, work: Path) -> Path | None:
     """Return the folder of a finished run with this configuration."""
-    from hmmlm.learning.prepare import with_actual_tokenizer
+    from hmmlm.learning.prepare import with_actual_text
 
-    wanted = with_actual_tokenizer(config, None)
+    wanted = with_actual_text(config, None)
     for folder in sorted(work.glob(f"{_stem(run)}*")):
         if (folder / "final").exists() and saved_config(type(config), folder) == wanted:
             return folder

@@ -140,8 +140,8 @@ class NeuralBaseline(nn.Module, ABC):
 
     def next_token(self, hidden: Hidden) -> Tensor:
         """Return log p(next word) [B, V] after `hidden`."""
-        logits, _ = self.predict(torch.zeros_like(hidden[0][:, :1]), hidden)  # they do not depend on the token itself
-        return logits[:, 0].log_softmax(1)
+        features, _ = self.read(torch.zeros_like(hidden[0][:, :1]), hidden)  # they do not depend on the token itself
+        return self.logits(features)[:, 0].log_softmax(1)
 
     @abstractmethod
     def start(self, rows: int) -> Hidden:
