@@ -19,7 +19,8 @@ from hmmlm.errors import InputError
 from hmmlm.learning.prepare import Prepared
 from hmmlm.report.demo import SENTENCE, _verdict, run_demo
 from hmmlm.report.explain import explain_states
-from hmmlm.report.page import next_commands, training_facts, write_report
+from hmmlm.report.facts import training_facts
+from hmmlm.report.page import next_commands, write_report
 from hmmlm.report.results import RunResults, evaluate_run, typical_sentence
 from hmmlm.runs.folders import flat_settings
 from hmmlm.runs.progress import Progress

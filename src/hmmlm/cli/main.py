@@ -21,6 +21,7 @@ COMMANDS = {
     "sample": "text from a model",
     "infill": "the words that fit into the blanks of a text",
     "inspect": "the states of a model: their words, their successors, the states of a sentence",
+    "explore": "a page in the browser: sentences, states, samples and the run of a model",
     "distill": "an HMM from a causal language model of Hugging Face, to steer it",
     "teacher": "train a transformer on the same text, to distill a model from",
     "baseline": "train an LSTM or a feed-forward model on the same text, to compare with",
@@ -43,6 +44,7 @@ Hidden Markov language models, exact and large.
   hmmlm sample runs/mine --num 5 --prompt "The"
   hmmlm infill runs/mine "The ___ returns a list."
   hmmlm inspect runs/mine --text "The function returns a list."
+  hmmlm explore runs/mine
 """
 INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for a process ended by these signals
 

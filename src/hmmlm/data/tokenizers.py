@@ -60,6 +60,9 @@ class Tokenizer(Protocol):
     def unk_id(self) -> int | None: ...
 
     def encode(self, text: str) -> list[int]: ...
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Return the first character of each token of `encode(text)` and the one after its last."""
+
     def decode(self, ids: Sequence[int]) -> str: ...
     def token(self, id: int) -> str:
         """Return one token for display, with a leading space as ▁."""
@@ -120,6 +123,9 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        return self._tokenizer.encode(text, add_special_tokens=False).offsets
 
     def decode(self, ids: Sequence[int]) -> str:
         lines = split_at([check_id(i, self.vocab_size) for i in ids], self.eos_id)
@@ -204,6 +210,16 @@ class SentencePieceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._processor.encode(text)
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        # Versions of sentencepiece report offsets differently. A piece that normalization has changed is not found.
+        spans, end = [], 0
+        for piece in self._processor.encode(text, out_type=str):
+            surface = piece.replace("▁", " ").strip()
+            start = text.find(surface, end) if surface else -1
+            start, end = (end, end) if start < 0 else (start, start + len(surface))
+            spans.append((start, end))
+        return spans
 
     def decode(self, ids: Sequence[int]) -> str:
         lines = split_at([check_id(i, self.vocab_size) for i in ids], self.eos_id)

@@ -21,6 +21,7 @@ Split = Literal["whitespace", "words"]
 
 # A number with separators, or a word with inner apostrophes, hyphens and dots (isn't, read-only, os.path), or one mark.
 _WORD = re.compile(rf"{UNK}|{EOS}|\d+(?:[.,]\d+)+\b|\w+(?:[.'’-]\w+)*|\.\.\.|[^\w\s]")
+_NOT_SPACE = re.compile(r"\S+")
 _NO_SPACE_BEFORE = frozenset([*",.;:!?)]}%…’”/", "..."])
 _NO_SPACE_AFTER = frozenset("([{$#@“‘/")
 _PAIRED = frozenset("\"'`")  # the same mark opens and closes a quotation
@@ -90,6 +91,13 @@ class WordTokenizer:
     def encode(self, text: str) -> list[int]:
         get, unk = self._ids.get, self.unk_id
         return [get(word, unk) for word in _split(text, self.split, self.lowercase)]
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        place = range(len(text))  # of each character that is split, in the text as it was given
+        if self.lowercase:
+            place, text = [i for i, c in enumerate(text) for _ in c.lower()], text.lower()  # İ becomes two characters
+        found = (_WORD if self.split == "words" else _NOT_SPACE).finditer(text)
+        return [(place[match.start()], place[match.end() - 1] + 1) for match in found]
 
     def decode(self, ids: Sequence[int]) -> str:
         join = " ".join if self.split == "whitespace" else _detokenize

@@ -370,6 +370,18 @@ class HiddenMarkovModel(Primitives):
         return lattice.batch.unsort(result)
 
     @torch.no_grad()
+    def infill_at(self, tokens: ArrayLike, position: int) -> Tensor:
+        """Compute log p(x_t = v | all other tokens) [V] at one position t of one sequence [1, T].
+
+        It is the row of `infill`, without the cost of the other positions.
+        """
+        lattice = self._possible(tokens, None)
+        rows, steps = lattice.batch.tokens.shape
+        if rows != 1 or position not in range(steps):
+            raise InputError(f"position {position} is not one of the {steps} of a single sequence")
+        return self.emit(self._surroundings(lattice, self._messages(lattice), position))[0]
+
+    @torch.no_grad()
     def infill_blanks(self, tokens: ArrayLike, excluded: int) -> Tensor:
         """Compute log p(blank = v | all observed tokens, no blank is `excluded`) [blanks, V] for one sequence [1, T].
 

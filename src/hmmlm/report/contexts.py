@@ -27,6 +27,9 @@ WINDOW = 192  # tokens of a window
 MARGIN = 32  # tokens read on both sides of a window, so that the ends hardly affect its states
 BATCH_SIZE = 16  # windows per query
 CONTEXT = 6  # tokens shown on both sides of an occurrence
+CANDIDATES = 48  # places of a state that are read to find its best passages
+LIKELY_WORDS = 24  # most likely words of a state whose places are candidates
+MAX_SEARCHED = 2_000_000  # tokens of a text that are searched for these words
 
 
 class TextWindow(NamedTuple):
@@ -104,6 +107,55 @@ def find_occurrences(lm: LanguageModel, text: TokenFile, per_state: int) -> dict
                     first = max(0, t - CONTEXT)
                     found.append(Occurrence(window.tokens[first : t + CONTEXT + 1], t - first))
     return {state: _round_robin(list(words.values()))[:per_state] for state, words in by_word.items()}
+
+
+class Passage(NamedTuple):
+    """An occurrence of a state in a text, with its probability."""
+
+    occurrence: Occurrence
+    prob: float  # p(state | the passage)
+
+
+@torch.no_grad()
+def find_passages(lm: LanguageModel, text: TokenFile, state: int, count: int) -> list[Passage]:
+    """Return up to `count` passages of a text in which the posterior of `state` is highest, the highest first.
+
+    Looks at CANDIDATES places, drawn at random from those of the words that the state emits most; each is read with
+    MARGIN tokens on both sides.
+    """
+    words, log_probs = lm.hmm.detach().emissions_from(torch.tensor([state], device=lm.hmm.device))
+    likely = log_probs[0].topk(min(LIKELY_WORDS, log_probs.shape[1]))
+    chosen = words[0, likely.indices[likely.values > -torch.inf]].tolist()
+    rng, places = np.random.default_rng(state), list[int]()
+    if len(text) > MAX_SEARCHED:
+        first = int(rng.integers(len(text) - MAX_SEARCHED))
+        part = np.asarray(text.tokens[first : first + MAX_SEARCHED])
+    else:
+        first, part = 0, np.asarray(text.tokens)
+    # A word's share of the candidates is its probability: frequent words must not displace those that tell.
+    for word, p in zip(chosen, likely.values.exp().tolist(), strict=False):
+        found = np.flatnonzero(part == word)
+        wanted = min(len(found), 1 + round(CANDIDATES * p))
+        places += (first + rng.choice(found, wanted, replace=False)).tolist()
+    windows = [_around(lm, text, place) for place in places[:CANDIDATES]]
+    passages = []
+    for i in range(0, len(windows), BATCH_SIZE):
+        for window, posterior in _query(lm, windows[i : i + BATCH_SIZE], lm.hmm.posterior):
+            t = window.inner.start
+            start = max(0, t - CONTEXT)
+            occurrence = Occurrence(window.tokens[start : t + CONTEXT + 1], t - start)
+            passages.append(Passage(occurrence, float(posterior[t, state])))
+    return sorted(passages, key=lambda passage: -passage.prob)[:count]
+
+
+def _around(lm: LanguageModel, text: TokenFile, place: int) -> TextWindow:
+    """Return the window of one token, with its margins within the line if the chain restarts at each."""
+    first, end = max(0, place - MARGIN), min(place + 1 + MARGIN, len(text))
+    if lm.restarts:
+        ends = np.flatnonzero(text.tokens[first:end] == lm.tokenizer.eos_id) + first
+        first = max([first, *(int(e) + 1 for e in ends if e < place)])
+        end = min([end, *(int(e) + 1 for e in ends if e >= place)])
+    return TextWindow(text.tokens[first:end].tolist(), slice(place - first, place - first + 1))
 
 
 def _round_robin(by_word: list[list[Occurrence]]) -> list[Occurrence]:

@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
+from hmmlm.hmm import HiddenMarkovModel
 from hmmlm.hmm.checks import padded
 from hmmlm.text.embeddings import long_run
 from hmmlm.text.lm import LanguageModel
+
+_CELLS = 2**22  # states × words looked at together
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,29 @@ def explain_states(lm: LanguageModel, words: int = 10) -> StateSummary:
         InputError: if the model has too many states (`text.embeddings.MAX_STATES`).
     """
     hmm, transition, mass = long_run(lm.hmm, lm.tokenizer.eos_id if lm.restarts else None)
-    emission = hmm.log_emission.exp()
-    log_word = (mass @ emission).log()
-    contribution = torch.where(emission > 0, emission * (hmm.log_emission - log_word), torch.zeros_like(emission))
-    top = contribution.topk(min(words, emission.shape[1]), dim=1)
-    # Contributions below 1/200 of the largest are noise.
-    telling = top.indices.masked_fill(top.values < top.values[:, :1] / 200, -1)
-    telling[:, 0] = top.indices[:, 0]
+    log_word = (mass @ hmm.log_emission.exp()).log()
+    telling = telling_words(hmm, torch.arange(hmm.states), log_word, words)
     return StateSummary(transition, mass, telling, mass.argsort(descending=True))
+
+
+@torch.no_grad()
+def telling_words(hmm: HiddenMarkovModel, states: Tensor, log_word: Tensor, count: int) -> Tensor:
+    """Return the `count` most telling words of each of `states` [n]: token ids [n, K], padded with −1.
+
+    Args:
+        log_word: [V] log p(word) in the long run.
+    """
+    found = []
+    for piece in states.split(max(1, _CELLS // hmm.vocab_size)):
+        words, log_probs = hmm.detach().emissions_from(piece)
+        probs, contrast = log_probs.exp(), log_probs - log_word[words.clamp(min=0)]
+        contribution = torch.where(probs > 0, probs * contrast, 0.0)
+        top = contribution.topk(min(count, words.shape[1]), dim=1)
+        # Contributions below 1/200 of the largest are noise.
+        telling = words.gather(1, top.indices).masked_fill(top.values < top.values[:, :1] / 200, -1)
+        telling[:, 0] = words.gather(1, top.indices[:, :1])[:, 0]
+        found.append(telling)
+    return torch.cat(found)
 
 
 @torch.no_grad()

@@ -6,28 +6,25 @@ import base64
 import io
 import math
 import shlex
-import statistics
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from hmmlm import __version__
-from hmmlm.config.run import RunConfig
 from hmmlm.data.files import write_bytes
 from hmmlm.data.tokenfile import unknown_fraction
 from hmmlm.errors import InputError
 from hmmlm.report import plots
 from hmmlm.report.explain import StateSummary, TextExplanation, explain_states, explain_text, similar_order
+from hmmlm.report.facts import split_settings, training_facts
 from hmmlm.report.labels import state_followers, state_label, state_words, token_label
 from hmmlm.report.results import BASELINE_TOKENS, MIXTURE, RunResults, typical_sentence, write_results
 from hmmlm.runs.commands import program
-from hmmlm.runs.folders import flat_settings
 from hmmlm.runs.progress import perplexity_text
-from hmmlm.section import Section
 from hmmlm.text.embeddings import MAX_STATES
 
 STATES_SHOWN, HEATMAP_STATES, POSTERIOR_STATES = 24, 32, 24
@@ -149,7 +146,7 @@ def _render(
 ) -> str:
     """Render the page from its template."""
     train_tokens = len(results.data.tokens["train"])
-    changed, defaults = _settings(results)
+    changed, defaults = split_settings(results.config)
     return TEMPLATES.get_template("report.html.j2").render(
         title=f"HMM with {results.lm.hmm.states:,} states, trained on {results.config.data}",
         version=__version__,
@@ -175,32 +172,6 @@ def _model_facts(results: RunResults) -> dict[str, str]:
     """Return the size of the vocabulary and the share of unknown words by label."""
     unknown = results.scores["test"].unknown_share
     return {"vocabulary": f"{results.lm.hmm.vocab_size:,}", "unknown words in test": f"{unknown:.1%}"}
-
-
-def training_facts(history: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return device, number of parameters, speed and time of a run by label, where its history has them."""
-    last = {name: value for record in history for name, value in record.items() if value is not None}
-    speeds = [record["tokens_per_second"] for record in history if record.get("tokens_per_second") is not None]
-    facts = {}
-    if "device" in last:
-        facts["device"] = str(last["device"])
-    if "parameters" in last:
-        facts["parameters"] = f"{last['parameters']:,}"
-    if speeds:  # the first record includes compilation and warm-up
-        facts["training speed"] = f"{statistics.median(speeds[1:] or speeds):,.0f} tokens/s"
-    if "seconds" in last:
-        facts["training time"] = _duration(last["seconds"])
-    if "tokens" in last:
-        facts["training tokens"] = f"{last['tokens']:,}"
-    facts["validation checks"] = str(sum(record["event"] == "valid" for record in history))
-    return facts
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _tiles(results: RunResults) -> dict[str, str]:
@@ -247,19 +218,3 @@ def _state_rows(results: RunResults, summary: StateSummary) -> Rows:
         )
         for state in summary.order[:STATES_SHOWN].tolist()
     ]
-
-
-def _settings(results: RunResults) -> tuple[Rows, Rows]:
-    """Return (name, value) of the settings that differ from their defaults, and of the others."""
-    config = results.config
-    defaults = RunConfig.model_construct().model_dump(mode="json")
-    for name, section in config:
-        if isinstance(section, Section):
-            kind = {field: defaults[name][field] for field in ("kind",) if field in defaults[name]}
-            defaults[name] = type(section).model_construct().model_dump(mode="json") | kind
-    if config.optimizer.kind == "adamw":
-        defaults["optimizer"] |= config.model.optimizer_defaults
-    settings, usual = flat_settings(config.dump()), flat_settings(defaults)
-    changed = {name for name, value in settings.items() if name not in usual or usual[name] != value}
-    rows = [(name, str(value)) for name, value in settings.items()]
-    return [row for row in rows if row[0] in changed], [row for row in rows if row[0] not in changed]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ from hmmlm.text.embeddings import long_run, states_of_words
 from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuations
 from hmmlm.text.phrases import Phrases
 from hmmlm.text.textmodel import TextModel, check_text, check_texts
+
+if TYPE_CHECKING:
+    from hmmlm.explorer.notebook import Display
 
 _BLANK = re.compile(r"(?<!\w)_{3,}(?!\w)")  # not inside a word: identifiers may contain three underscores
 _READING: dict[str, dict[str, Any]] = {
@@ -63,6 +66,7 @@ class LanguageModel(TextModel):
                 "they do not belong together"
             )
         self.hmm, self.tokenizer, self.config = hmm, tokenizer, dict(config or {})
+        self.folder: Path | None = None  # that it was loaded from
         self._line: tuple[Constraint, Automaton] | None = None  # the cached automaton of whole lines
         self._guide: tuple[tuple[Any, ...], Guide] | None = None  # the cached guide and its arguments
         self._phrases = Phrases(tokenizer)
@@ -79,7 +83,9 @@ class LanguageModel(TextModel):
 
     def to(self, device: str | torch.device) -> LanguageModel:
         """Return the model on another device: "auto" (a GPU if there is one), "cpu", "cuda", or a torch.device."""
-        return LanguageModel(self.hmm.to(pick_device(device)), self.tokenizer, self.config)
+        moved = LanguageModel(self.hmm.to(pick_device(device)), self.tokenizer, self.config)
+        moved.folder = self.folder
+        return moved
 
     @property
     def device(self) -> torch.device:
@@ -232,18 +238,22 @@ class LanguageModel(TextModel):
     def nearest(self, word: str, top: int = 10) -> list[tuple[str, float]]:
         """Return the `top` words that are emitted by the most similar states, by the cosine of `embeddings`."""
         check_count("top", top, 1)
-        if not isinstance(word, str):
-            raise InputError(f"the word is a {type(word).__name__}, not a string")
-        alone, anchor = self.tokenizer.encode(word), self.tokenizer.encode("a")
-        within = self.tokenizer.encode(f"a {word}")[len(anchor) :]  # subword tokens differ at the beginning of a text
-        token = next((tokens[0] for tokens in (within, alone) if len(tokens) == 1), None)
-        if token is None or (token == self.tokenizer.unk_id and word != self.tokenizer.token(token)):
-            raise InputError(f"{word!r} is not a word of the vocabulary")
+        token = self.token_id(word)
         vectors = torch.nn.functional.normalize(self._embeddings, dim=1)
         similarity = vectors @ vectors[token]
         similarity[token] = -1.0
         best = similarity.topk(min(top, len(similarity) - 1))
         return [(self.tokenizer.token(i), p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
+
+    def token_id(self, word: str) -> int:
+        """Return the token of a word; raise an InputError if the vocabulary does not have it."""
+        _check_text("the word", word)
+        alone, anchor = self.tokenizer.encode(word), self.tokenizer.encode("a")
+        within = self.tokenizer.encode(f"a {word}")[len(anchor) :]  # subword tokens differ at the beginning of a text
+        token = next((tokens[0] for tokens in (within, alone) if len(tokens) == 1), None)
+        if token is None or (token == self.tokenizer.unk_id and word != self.tokenizer.token(token)):
+            raise InputError(f"{word!r} is not a word of the vocabulary")
+        return token
 
     @overload
     def generate(
@@ -435,6 +445,18 @@ class LanguageModel(TextModel):
             tokens += [-1, *after]
         return tokens
 
+    def explore(self, other: LanguageModel | None = None, height: int = 760) -> Display:
+        """Show the panels of `hmmlm explore` in a notebook; elsewhere, `url` of the result is the page.
+
+        Args:
+            other: a second model to compare with; by default an n-gram of the text that the run was trained on.
+            height: of the frame, in pixels.
+        """
+        # On first use: the page needs reports and baselines, which are above.
+        from hmmlm.explorer.notebook import Display
+
+        return Display(self, other, height)
+
     # --- files ---
 
     def save(self, path: str | Path) -> None:
@@ -469,7 +491,9 @@ class LanguageModel(TextModel):
                 f"{folder / CONFIG}: eos_id is {header['eos_id']!r:.40}, but the tokenizer has {tokenizer.eos_id}: "
                 "files of two models are mixed"
             )
-        return LanguageModel(model.to(chosen), tokenizer, training)
+        lm = LanguageModel(model.to(chosen), tokenizer, training)
+        lm.folder = Path(path)
+        return lm
 
 
 load = LanguageModel.load

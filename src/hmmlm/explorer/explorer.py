@@ -1,0 +1,110 @@
+"""What the panels show: a model, its run, a second model, and an index of its states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from hmmlm.baselines.ngram import NgramModel
+from hmmlm.data.tokenfile import TokenFile
+from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.errors import InputError
+from hmmlm.explorer.index import StateIndex
+from hmmlm.explorer.layout import Layout, lay_out
+from hmmlm.learning.prepare import reopen
+from hmmlm.report.results import run_folder, typical_sentence
+from hmmlm.text.lm import LanguageModel
+
+NGRAM_ORDER = 5
+NGRAM_TOKENS = 5_000_000  # training tokens that the n-gram is counted on
+SENTENCE = "The cat sat on the mat."
+
+
+class Scorer(NamedTuple):
+    """A model to compare with."""
+
+    name: str
+    encode: Callable[[str], list[int]]  # a text as it is scored, <eos> after each line
+    tokenizer: Tokenizer
+    log_probs: Callable[[list[int]], list[float]]  # log p(token | tokens before it) of each token
+
+
+class Explorer:
+    """A model and what its panels need. The map and the n-gram are computed in the background."""
+
+    def __init__(self, lm: LanguageModel, folder: Path | None = None, other: LanguageModel | None = None) -> None:
+        """`folder` is that of the model, or of the run; `other` is a second model, by default an n-gram of the run."""
+        self.lm, self.folder, self.run = lm, folder, None if folder is None else run_folder(folder)
+        self.name = _name(self.run or folder, "model")
+        self.index = StateIndex(lm)
+        self.text, self.sentence = self._open_text()
+        self.layout: Future[Layout] = Future()
+        self.second: Future[Scorer] = Future()
+        if other is not None:
+            self.second.set_result(model_scorer(other, _name(other.folder, "second model")))
+        elif self.text is None:
+            self.second.set_exception(
+                InputError("there is no second model: give one (hmmlm explore RUN RUN2), or a run with its token files")
+            )
+        Thread(target=self._prepare, name="explorer", daemon=True).start()
+
+    def _open_text(self) -> tuple[TokenFile | None, str]:
+        """Return the training text of the run, if it is there, and a sentence to start with."""
+        if self.run is None:
+            return None, SENTENCE
+        try:
+            data = reopen(self.run)
+            if data.tokenizer.fingerprint() == self.lm.tokenizer.fingerprint():
+                return data.tokens["train"], typical_sentence(data)
+        except InputError:  # damaged, or of another version: the other panels work without it
+            pass
+        return None, SENTENCE
+
+    def _prepare(self) -> None:
+        """Compute the map and the n-gram."""
+        if not self.second.done():
+            _fulfil(self.second, self._ngram)
+        _fulfil(self.layout, lambda: lay_out(self.index))
+
+    def _ngram(self) -> Scorer:
+        assert self.text is not None
+        tokenizer = self.lm.tokenizer
+        ids = np.asarray(self.text.tokens[:NGRAM_TOKENS])
+        ngram = NgramModel(ids, tokenizer.vocab_size, NGRAM_ORDER, tokenizer.eos_id if self.lm.restarts else None)
+        part = f" of {len(ids):,} tokens" if len(self.text) > len(ids) else ""
+        return Scorer(
+            f"Kneser-Ney {NGRAM_ORDER}-gram{part}",
+            self.lm.encode,
+            tokenizer,
+            lambda tokens: ngram.log_probs(np.asarray(tokens)).tolist(),
+        )
+
+
+def model_scorer(lm: LanguageModel, name: str) -> Scorer:
+    """Return a language model as a scorer."""
+
+    def log_probs(tokens: list[int]) -> list[float]:
+        (scores,) = lm.token_log_probs([tokens])
+        assert isinstance(scores, Tensor)
+        return scores.tolist()
+
+    return Scorer(name, lm.encode, lm.tokenizer, log_probs)
+
+
+def _name(folder: Path | None, default: str) -> str:
+    """Return the name of a run or model: that of its folder."""
+    return default if folder is None else folder.resolve().name or str(folder)
+
+
+def _fulfil(future: Future[Any], compute: Callable[[], Any]) -> None:
+    """Set the result of a future, or the error."""
+    try:
+        future.set_result(compute())
+    except Exception as error:  # shown by the panel that needs the result
+        future.set_exception(error)

@@ -1,0 +1,162 @@
+"""The panel of generation: samples with their states, constraints followed token by token, and blanks to fill."""
+
+from __future__ import annotations
+
+import inspect
+import secrets
+import warnings
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+
+from hmmlm.data.words import split_at
+from hmmlm.errors import InputError, InputWarning
+from hmmlm.explorer.explorer import Explorer
+from hmmlm.explorer.query import Count, Query, Text
+from hmmlm.explorer.tokens import described
+from hmmlm.hmm.constraints import Guide, Position
+from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuations
+from hmmlm.text.lm import LanguageModel
+
+MAX_WORK = 2**33  # states² × tokens of a constraint on a CPU: about ten seconds
+CONSTRAINT_CHARACTERS = 4_000
+NOT_CONSTRAINTS = {"max_new_tokens", "prompt", "unknown", "ended"}  # of the parameters of `LanguageModel.guide`
+
+
+class GenerateQuery(Query):
+    prompt: Text = ""
+    """What the samples start with."""
+    num: Annotated[int, Field(ge=1, le=8)] = 3
+    """Number of samples."""
+    max_new_tokens: Annotated[int, Field(ge=1, le=200)] = 40
+    """Maximum number of tokens of a sample."""
+    temperature: Annotated[float, Field(ge=0, le=10)] = 1.0
+    """Below 1: likely words become more likely; 0: always the most likely."""
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    """Sample among the k most likely words only."""
+    seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+    """Sample i uses seed + i; null: chosen at random, and returned."""
+    unknown: bool = True
+    """Whether `<unk>` may be sampled."""
+    constraints: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of `LanguageModel.guide` by name: {"must": ["a list"], "never": ["None"]}."""
+
+
+class FillQuery(Query):
+    text: Text
+    """Lines of text; `___` is a blank."""
+    top: Count = 8
+    """Words per blank."""
+    unknown: bool = True
+    """Whether `<unk>` may fill a blank."""
+
+
+def constraint_kinds(lm: LanguageModel) -> dict[str, str]:
+    """Return the constraints that the model accepts: name → "list" (of phrases), "text", "number" or "flag"."""
+    kinds = {}
+    for name, parameter in inspect.signature(lm.guide).parameters.items():
+        default, annotation = parameter.default, str(parameter.annotation)
+        if name in NOT_CONSTRAINTS:
+            continue
+        if isinstance(default, tuple):
+            kinds[name] = "list"
+        elif isinstance(default, bool):
+            kinds[name] = "flag"
+        elif "int" in annotation or "float" in annotation:
+            kinds[name] = "number"
+        elif "str" in annotation:
+            kinds[name] = "text"
+    return kinds
+
+
+@torch.no_grad()
+def generate(explorer: Explorer, query: GenerateQuery) -> dict[str, Any]:
+    """Return samples: tokens with surprisal, a state path drawn given the tokens, and log p(constraint) in nats.
+
+    Tokens and path together are a sample of the model. log p(constraint) is that of satisfying it in the end, before
+    the first new token (`chance`) and after each (`chance` of the token).
+    """
+    lm, eos = explorer.lm, explorer.lm.tokenizer.eos_id
+    seed = secrets.randbelow(2**32) if query.seed is None else query.seed
+    options = SamplingOptions(query.max_new_tokens, query.temperature, query.top_k, seed, query.num)
+    given = lm.encode(query.prompt)[: None if query.prompt.endswith("\n") else -1]
+    constraints = _constraints(lm, query)
+    guide: tuple[Guide, Position] | None = None
+    if constraints:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", InputWarning)  # unknown words of the prompt are marked on the page
+            guide = lm.guide(
+                max_new_tokens=query.max_new_tokens, prompt=query.prompt, unknown=query.unknown, **constraints
+            )
+        added = sample_accepted(*guide, eos, options)
+    else:
+        context = split_at(given, eos)[-1] if lm.restarts else given
+        if context and not bool(lm.hmm.log_likelihood([context]).isfinite()):
+            raise InputError("the prompt has probability zero under the model, so nothing can follow it")
+        excluded = None if query.unknown else lm.tokenizer.unk_id
+        added = sample_continuations(lm.hmm, context, eos, options, excluded)
+    samples = [
+        _described(explorer, given, [*tokens, *([eos] if len(tokens) < query.max_new_tokens else [])], seed + i, guide)
+        for i, tokens in enumerate(added)
+    ]
+    chance = None if guide is None else guide[0].chance(guide[1])
+    states = {state for sample in samples for token in sample["tokens"] for state in [token["state"]]}
+    labels = {str(state): words for state, words in explorer.index.words(sorted(states)).items()}
+    return {"seed": seed, "chance": chance, "samples": samples, "states": labels}
+
+
+def _constraints(lm: LanguageModel, query: GenerateQuery) -> dict[str, Any]:
+    """Return the constraints of a request; raise an InputError if one is not known or would take too long."""
+    names = constraint_kinds(lm)
+    for name, value in query.constraints.items():
+        if name not in names:
+            raise InputError(f"there is no constraint {name!r}: use {', '.join(names)}")
+        if len(str(value)) > CONSTRAINT_CHARACTERS:
+            raise InputError(f"the constraint {name} has more than {CONSTRAINT_CHARACTERS:,} characters")
+    chosen = {name: value for name, value in query.constraints.items() if value not in (None, "", [], False)}
+    work = lm.hmm.states**2 * query.max_new_tokens
+    if chosen and work > MAX_WORK and lm.hmm.device.type == "cpu":
+        raise InputError(
+            f"a constraint on {query.max_new_tokens} tokens of a model with {lm.hmm.states:,} states takes too long "
+            "here: use fewer tokens, a GPU, or `hmmlm sample --must`"
+        )
+    return chosen
+
+
+def _described(
+    explorer: Explorer, given: list[int], added: list[int], seed: int, guide: tuple[Guide, Position] | None
+) -> dict[str, Any]:
+    """Return a sample as JSON values; `added` are its new tokens, with <eos> if it ended."""
+    lm, tokenizer = explorer.lm, explorer.lm.tokenizer
+    tokens = [*given, *added]
+    (log_probs,) = lm.token_log_probs([tokens])
+    generator = torch.Generator(lm.hmm.device).manual_seed(seed)
+    path = [
+        state
+        for sequence in lm.sequences(tokens)
+        for state in lm.hmm.posterior_sample([sequence], generator=generator)[0, 0].tolist()
+    ]
+    rows = []
+    for i, (token, log_prob, state) in enumerate(zip(tokens, log_probs.tolist(), path, strict=True)):
+        shown = described(tokenizer, token, tokens[i - 1] if i else None, log_prob)
+        rows.append(shown | {"state": state, "new": i >= len(given), "chance": None})
+    if guide is not None:
+        for row, chance in zip(rows[len(given) :], _chances(*guide, added), strict=True):
+            row["chance"] = chance
+    return {"text": tokenizer.decode(tokens).removesuffix("\n"), "tokens": rows}
+
+
+def _chances(guide: Guide, position: Position, added: list[int]) -> list[float]:
+    """Return log p(constraint satisfied in the end | tokens so far) after each new token."""
+    positions = [position]
+    for token in added[:-1]:
+        positions.append(guide.advance(positions[-1], token))
+    by_token = guide.chances_of(positions)
+    return by_token[torch.arange(len(added)), torch.tensor(added, device=by_token.device)].tolist()
+
+
+def fill(explorer: Explorer, query: FillQuery) -> dict[str, Any]:
+    """Return the most likely words of every blank, given everything else in the text; other blanks are summed over."""
+    found = explorer.lm.infill(query.text, query.top, query.unknown)
+    return {"blanks": [[{"text": word, "p": p} for word, p in words] for words in found]}

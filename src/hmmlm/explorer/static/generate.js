@@ -1,0 +1,117 @@
+"use strict";
+// Generation: samples as chips with their states, the chance of the constraint after each token, and blanks.
+
+const Generate = {};
+const LABELS = { must: "Must contain", never: "Must not contain" };
+const PLACEHOLDERS = { must: "words or phrases, separated by commas; a|b: one of both", never: "words or phrases, separated by commas" };
+
+Generate.fields = function fields() {
+  const constraints = {};
+  for (const [name, kind] of Object.entries(App.model.constraints)) {
+    const input = $(`constraint-${name}`);
+    if (kind === "flag") { if (input.checked) constraints[name] = true; continue; }
+    if (!input.value.trim()) continue;
+    if (kind === "number") constraints[name] = Number(input.value);
+    else if (kind === "text") constraints[name] = input.value;
+    else constraints[name] = phrases(input.value, name === "must");
+  }
+  const optional = (id) => ($(id).value === "" ? null : Number($(id).value));
+  return { prompt: $("prompt").value, num: Number($("num").value), max_new_tokens: Number($("max").value), temperature: Number($("temperature").value),
+    top_k: optional("top-k"), seed: optional("seed"), unknown: $("unknown").checked || !App.model.has_unknown, constraints };
+};
+
+/** "a, b|c" → ["a", ["b", "c"]]. */
+function phrases(text, alternatives) {
+  const parts = text.split(",").map((part) => part.trim()).filter(Boolean);
+  return parts.map((part) => (alternatives && part.includes("|") ? part.split("|").map((p) => p.trim()).filter(Boolean) : part));
+}
+
+Generate.run = latest(async (fields) => {
+  const button = $("options").querySelector("button");
+  button.disabled = true;
+  $("samples").classList.add("busy");
+  try {
+    const found = await ask("generate", fields);
+    Generate.draw(found);
+    $("samples-note").textContent = `seed ${found.seed}${found.chance === null ? "" : ` · p(constraint) = ${percent(Math.exp(found.chance))} before the first token`}`;
+  } catch (error) {
+    $("samples-note").textContent = error.message;
+    fill($("samples"));
+  }
+  button.disabled = false;
+  $("samples").classList.remove("busy");
+});
+
+Generate.draw = function draw({ samples, chance, states }) {
+  fill($("samples"), samples.map((sample) => el("article", { class: "sample" },
+    el("div", { class: "chips reading", dir: "auto" }, sample.tokens.map((token) => {
+      const node = chip(token, { note: `${token.state}`, onclick: () => App.openState(token.state),
+        "aria-label": `${token.text}, state ${token.state}`,
+        onpointerenter: (event) => showTip(event.currentTarget, el("b", {}, `State ${token.state}`), " ", word((states[token.state] || []).slice(0, 4).join(" ")),
+          el("div", { class: "muted" }, `${number(token.surprisal)} bits${token.chance === null ? "" : ` · p(constraint) ${percent(Math.exp(token.chance))} after it`}`)),
+        onpointerleave: hideTip });
+      if (!token.new) node.classList.add("given");
+      return node;
+    })),
+    chance === null ? null : Generate.chart(chance, sample.tokens.filter((token) => token.new)),
+    recorded ? null : el("button", { class: "plain small", type: "button", onclick: () => { App.setText(sample.text, null); App.go("sentence"); } }, "Look at it as a sentence"))));
+};
+
+/** log p(constraint) after each token, as a line that ends at certainty. */
+Generate.chart = function chart(chance, tokens) {
+  const values = [chance, ...tokens.map((token) => token.chance ?? 0)];
+  const low = Math.min(...values, -0.05);
+  const [width, height, left, top, bottom] = [860, 118, 62, 14, 26];
+  const x = (i) => left + (i * (width - left - 24)) / Math.max(1, values.length - 1);
+  const y = (value) => top + ((height - top - bottom) * value) / low;
+  const line = values.map((value, i) => `${i ? "L" : "M"}${x(i).toFixed(1)} ${y(value).toFixed(1)}`).join("");
+  const room = Math.floor((width - left) / values.length / 6.4);
+  return svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `log p(constraint) after each token, from ${percent(Math.exp(chance))}` },
+    svg("line", { class: "axis", x1: left, x2: width - 24, y1: y(0), y2: y(0) }),
+    svg("text", { x: left - 8, y: y(0) + 4, "text-anchor": "end" }, "100%"),
+    svg("text", { x: left - 8, y: y(low) + 4, "text-anchor": "end" }, percent(Math.exp(low))),
+    svg("path", { class: "area", d: `${line}L${x(values.length - 1)} ${y(low)}L${x(0)} ${y(low)}Z` }),
+    svg("path", { class: "first", d: line }),
+    values.map((value, i) => svg("circle", { class: "dot", cx: x(i), cy: y(value), r: 2.6 })),
+    room > 2 ? tokens.map((token, i) => svg("text", { x: x(i + 1), y: height - 6, "text-anchor": "middle" }, (token.end ? "⏎" : token.text).slice(0, room))) : null);
+};
+
+Generate.fill = latest(async (text) => {
+  if (!text.trim()) { fill($("filled")); return; }
+  try {
+    const { blanks } = await ask("fill", { text, unknown: $("unknown").checked || !App.model.has_unknown });
+    fill($("filled"), blanks.map((words, i) => {
+      const scale = barScale(words);
+      return el("div", {}, el("h3", {}, blanks.length > 1 ? `Blank ${i + 1}` : "The blank"), rows(words.map((w) => row(word(w.text), w.p, percent(w.p), {
+        scale, label: `Fill in ${w.text}`, onclick: () => { $("blanks").value = putWord(text, i, w.text); Generate.submitFill(); } }))));
+    }));
+  } catch (error) {
+    fill($("filled"), el("p", { class: "muted" }, error.message));
+  }
+});
+
+/** Write a word into one blank of a text. */
+function putWord(text, blank, value) {
+  let n = -1;
+  return text.replace(/(?<![\p{L}\p{N}_])_{3,}(?![\p{L}\p{N}_])/gu, (match) => { n += 1; return n === blank ? value : match; });
+}
+
+Generate.submitFill = function submitFill() {
+  App.remember();
+  const text = $("blanks").value;
+  if (text.includes("___")) Generate.fill(text);
+  else { fill($("filled"), el("p", { class: "muted" }, "All blanks are filled. Write ___ where a word is missing.")); }
+};
+
+Generate.start = function start() {
+  fill($("constraints"), Object.entries(App.model.constraints).map(([name, kind]) => kind === "flag"
+    ? el("label", { class: "check end" }, el("input", { id: `constraint-${name}`, type: "checkbox" }), name)
+    : el("label", { class: "field" }, el("span", {}, LABELS[name] || name), el("input", { id: `constraint-${name}`, type: kind === "number" ? "number" : "text", placeholder: PLACEHOLDERS[name], maxlength: 2000, autocomplete: "off", spellcheck: "false", dir: "auto" }))));
+  $("unknown").parentElement.hidden = !App.model.has_unknown;
+  $("options").addEventListener("submit", (event) => { event.preventDefault(); App.remember(); Generate.run(Generate.fields()); });
+  $("fill").addEventListener("submit", (event) => { event.preventDefault(); Generate.submitFill(); });
+  if (recorded) {
+    $("options").hidden = $("fill").hidden = true;
+    $("fill").previousElementSibling.hidden = true;
+  }
+};

@@ -1,0 +1,57 @@
+"""Tokens of a text as the page shows them: where each stands, and how it is written."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.report.labels import printable
+
+
+def display(tokenizer: Tokenizer, token: int) -> str:
+    """Return a token as a reader sees it: without the mark of a leading space."""
+    text = tokenizer.token(token)
+    if tokenizer.kind != "word" and text.startswith("▁"):
+        text = text[1:] or " "
+    return printable(text)
+
+
+def continues(tokenizer: Tokenizer, token: int, before: int | None) -> bool:
+    """Return whether a token continues the word of the token before it, as parts of words do."""
+    special = (tokenizer.eos_id, tokenizer.unk_id)
+    if tokenizer.kind == "word" or before is None or token in special or before == tokenizer.eos_id:
+        return False
+    return not tokenizer.token(token).startswith("▁")
+
+
+def spans_of(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
+    """Return the characters [start, end) of the tokens of `LanguageModel.encode(text)`; none for an <eos>."""
+    spans, first = [], 0
+    for line in text.removesuffix("\n").split("\n"):
+        stripped = line.strip()
+        start = first + (line.find(stripped) if stripped else 0)
+        for a, b in tokenizer.spans(stripped):
+            while a < b and stripped[a].isspace():  # a leading space is not a part of what the page replaces
+                a += 1
+            spans.append((start + a, start + b))
+        spans.append((start + len(stripped),) * 2)
+        first += len(line) + 1
+    return spans
+
+
+def bits(log_prob: float) -> float | None:
+    """Return −log2 p of a natural log-probability; None, which is null in JSON, if it is impossible."""
+    return -log_prob / math.log(2) if math.isfinite(log_prob) else None
+
+
+def described(tokenizer: Tokenizer, token: int, before: int | None, log_prob: float) -> dict[str, Any]:
+    """Return a token of a text as JSON values."""
+    return {
+        "id": token,
+        "text": display(tokenizer, token),
+        "continues": continues(tokenizer, token, before),
+        "unknown": token == tokenizer.unk_id,
+        "end": token == tokenizer.eos_id,
+        "surprisal": bits(log_prob),
+    }
