@@ -93,7 +93,7 @@ class WordTokenizer:
         return [get(word, unk) for word in _split(text, self.split, self.lowercase)]
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        place = range(len(text))  # of each character that is split, in the text as it was given
+        place: Sequence[int] = range(len(text))  # of each character that is split, in the text as it was given
         if self.lowercase:
             place, text = [i for i, c in enumerate(text) for _ in c.lower()], text.lower()  # İ becomes two characters
         found = (_WORD if self.split == "words" else _NOT_SPACE).finditer(text)

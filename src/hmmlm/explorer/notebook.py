@@ -26,12 +26,9 @@ class Display:
         return f"Display({self.url})"
 
     def _repr_html_(self) -> str:
-        frame = f'<iframe src="{escape(self.url)}" width="100%" height="{int(self._height)}"'
-        note = "on the machine of the kernel; a notebook elsewhere needs this port forwarded"
-        style = "border: 1px solid #8884; border-radius: 6px"
-        return (
-            f'{frame} style="{style}"></iframe><div><a href="{escape(self.url)}">{escape(self.url)}</a>, {note}</div>'
-        )
+        url, style = escape(self.url), "border: 1px solid #8884; border-radius: 6px"
+        note = f'<a href="{url}">{url}</a>, on the machine of the kernel: elsewhere, forward this port'
+        return f'<iframe src="{url}" width="100%" height="{int(self._height)}" style="{style}"></iframe><p>{note}</p>'
 
     def export(self, path: str | Path) -> None:
         """Write the parts of the page that need no server into one file."""

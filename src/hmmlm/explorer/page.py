@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from concurrent.futures import wait
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,8 @@ def index_page() -> bytes:
 
 def export(explorer: Explorer, path: Path) -> None:
     """Write the page with the answers that need no server: the sentence, the map, the largest states, the run."""
-    wait([explorer.layout, explorer.second])
+    for computed in (explorer.layout, explorer.second):
+        computed.exception()  # waits; an error is reported by the panel
     recorded = [
         {"name": name, "fields": fields, "answer": answer(explorer, name, fields)}
         for name, fields in _questions(explorer)
