@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test fuzz torture lint env benchmark clean
+.PHONY: demo test browser fuzz torture lint env benchmark clean
 
 # torch is installed first and by its exact version: that is the release with a CPU build, and later
 # requirements are then satisfied by it.
@@ -22,8 +22,13 @@ env: $(VENV)/.installed-dev
 demo: $(VENV)/.installed
 	$(BIN)/hmmlm demo
 
+# The explorer is tested in a browser, if there is one or it can be installed; its tests are skipped otherwise.
+browser:
+	@command -v chromium || command -v google-chrome || { test "$$(id -u)" = 0 && \
+		apt-get install --quiet --yes chromium > /dev/null 2>&1; } || echo "no Chromium: tests in a browser are skipped"
+
 # Two processes of one thread each: the models of tests are too small for several threads.
-test: lint
+test: lint browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --cov --cov-report=term:skip-covered
 
 # Every query of random models against the enumeration of all paths: make fuzz SEED=1 COUNT=5000

@@ -17,8 +17,13 @@ from hmmlm.report.results import RunResults
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 ONE_EPOCH = ["--train.epochs", "1"]
-SMALL = {"train": ["--model.states", "64", *ONE_EPOCH], "teacher": ONE_EPOCH, "baseline": ONE_EPOCH}
-"""Options that make the commands of the README fast."""
+SMALL = {
+    "train": ["--model.states", "64", *ONE_EPOCH],
+    "teacher": ONE_EPOCH,
+    "baseline": ONE_EPOCH,
+    "explore": ["--export", "page.html"],
+}
+"""Options that make the commands of the README fast, and end."""
 WORDS = "the a of list None text line another returns value is returned sentence yours item"
 
 

@@ -23,7 +23,7 @@ from hmmlm.text.lm import LanguageModel
 
 NGRAM_ORDER = 5
 NGRAM_TOKENS = 5_000_000  # training tokens that the n-gram is counted on
-SENTENCE = "The cat sat on the mat."
+SENTENCE_TOKENS = 12  # of a sampled sentence, where there is no text to take one from
 
 
 class Scorer(NamedTuple):
@@ -56,15 +56,13 @@ class Explorer:
 
     def _open_text(self) -> tuple[TokenFile | None, str]:
         """Return the training text of the run, if it is there, and a sentence to start with."""
-        if self.run is None:
-            return None, SENTENCE
         try:
-            data = reopen(self.run)
-            if data.tokenizer.fingerprint() == self.lm.tokenizer.fingerprint():
-                return data.tokens["train"], typical_sentence(data)
+            data = None if self.run is None else reopen(self.run)
         except InputError:  # damaged, or of another version: the other panels work without it
-            pass
-        return None, SENTENCE
+            data = None
+        if data is None or data.tokenizer.fingerprint() != self.lm.tokenizer.fingerprint():
+            return None, self.lm.generate(max_new_tokens=SENTENCE_TOKENS, seed=0)
+        return data.tokens["train"], typical_sentence(data)
 
     def _prepare(self) -> None:
         """Compute the map and the n-gram."""

@@ -57,7 +57,7 @@ def embed(vectors: Tensor) -> Tensor:
     centred = vectors - vectors.mean(0)
     _, directions = torch.linalg.eigh(centred.T @ centred)
     points = centred @ directions[:, -2:]
-    points = 1e-2 * points / points.std(0).clamp_min(1e-9)
+    points = 1e-2 * points / points.square().mean(0).sqrt().clamp_min(1e-9)
     if len(vectors) < 8:  # too few to have neighbourhoods
         return points
     affinity = _affinities(torch.cdist(vectors, vectors).square(), min(NEIGHBOURS, len(vectors) / 4))

@@ -7,11 +7,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from hmmlm.data.files import write_bytes
+from hmmlm.errors import InputError
 from hmmlm.explorer.endpoints import answer
 from hmmlm.explorer.explorer import Explorer
 
@@ -39,10 +41,10 @@ def export(explorer: Explorer, path: Path) -> None:
     """Write the page with the answers that need no server: the sentence, the map, the largest states, the run."""
     for computed in (explorer.layout, explorer.second):
         computed.exception()  # waits; an error is reported by the panel
-    recorded = [
-        {"name": name, "fields": fields, "answer": answer(explorer, name, fields)}
-        for name, fields in _questions(explorer)
-    ]
+    recorded = []
+    for name, fields in _questions(explorer):
+        with suppress(InputError):  # the page then says that it has no answer
+            recorded.append({"name": name, "fields": fields, "answer": answer(explorer, name, fields)})
     write_bytes(path, _self_contained(recorded).encode())
 
 
@@ -55,8 +57,7 @@ def _questions(explorer: Explorer) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "sentence", {"text": text}
     for position in range(min(EXPORTED_TOKENS, len(explorer.lm.encode(text)))):
         yield "blank", {"text": text, "position": position}
-    if explorer.second.exception() is None:
-        yield "compare", {"text": text}
+    yield "compare", {"text": text}
     yield "generate", {"seed": 0}
     for rank, state in enumerate(explorer.index.order[:EXPORTED_STATES].tolist()):
         yield "state", {"state": state}

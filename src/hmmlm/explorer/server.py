@@ -41,7 +41,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, explorer: Explorer, port: int = PORT, framed: bool = False) -> None:
         """Listen on `port`, or on a free one if that is taken; `framed`: pages of this machine may frame the page."""
-        self.explorer = explorer
+        self.explorer, self.closed = explorer, False
         self.policy = POLICY.format(ancestors=NOTEBOOKS if framed else "'none'")
         # One thread: torch keeps its own threads for each thread that uses it.
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="query")
@@ -60,6 +60,7 @@ class Server(ThreadingHTTPServer):
         return self
 
     def server_close(self) -> None:
+        self.closed = True
         super().server_close()
         self.worker.shutdown(wait=False, cancel_futures=True)
 
@@ -104,7 +105,10 @@ class Handler(BaseHTTPRequestHandler):
         except (InputError, UnicodeEncodeError) as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
         except Exception as error:
-            self._fail(error)
+            if self.server.closed:
+                self.close_connection = True
+            else:
+                self._fail(error)
         else:
             self._send(HTTPStatus.OK, content, CONTENT_TYPES["json"])
 
@@ -115,6 +119,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _is_local(self) -> bool:
         """Return whether a request is for this machine and not from a page elsewhere; refuse it otherwise."""
+        if self.server.closed:  # on a connection that was kept open: the page notices that it ends
+            self.close_connection = True
+            return False
         host = self.headers.get("Host", "")
         name, _, port = host.partition(":")
         if name.lower() not in HOSTS or not ((port.isascii() and port.isdigit()) or not port):

@@ -61,12 +61,12 @@ Generate.draw = function draw({ samples, chance, states }) {
 Generate.chart = function chart(chance, tokens) {
   const values = [chance, ...tokens.map((token) => token.chance ?? 0)];
   const low = Math.min(...values, -0.05);
-  const [width, height, left, top, bottom] = [860, 118, 62, 14, 26];
+  const [width, height, left, top, bottom] = [Math.max(300, Math.min(860, $("samples").clientWidth || 860)), 112, 58, 12, 26];
   const x = (i) => left + (i * (width - left - 24)) / Math.max(1, values.length - 1);
   const y = (value) => top + ((height - top - bottom) * value) / low;
   const line = values.map((value, i) => `${i ? "L" : "M"}${x(i).toFixed(1)} ${y(value).toFixed(1)}`).join("");
   const room = Math.floor((width - left) / values.length / 6.4);
-  return svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `log p(constraint) after each token, from ${percent(Math.exp(chance))}` },
+  return svg("svg", { class: "chart", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `log p(constraint) after each token, from ${percent(Math.exp(chance))}` },
     svg("line", { class: "axis", x1: left, x2: width - 24, y1: y(0), y2: y(0) }),
     svg("text", { x: left - 8, y: y(0) + 4, "text-anchor": "end" }, "100%"),
     svg("text", { x: left - 8, y: y(low) + 4, "text-anchor": "end" }, percent(Math.exp(low))),

@@ -120,7 +120,7 @@ const PATH_STATES = 16;
 Sentence.drawPath = function drawPath() {
   const tokens = Sentence.answer.tokens.slice(0, PATH_TOKENS);
   const shown = tokens.length > 0 && tokens[0].states;
-  $("path-title").hidden = $("path").hidden = !shown;
+  $("path").parentElement.hidden = !shown;
   if (!shown) return;
   const weight = new Map();
   for (const token of tokens) for (const [state, p] of token.states) weight.set(state, Math.max(weight.get(state) || 0, p));
@@ -136,7 +136,7 @@ Sentence.drawPath = function drawPath() {
     const words = (Sentence.answer.states[state] || []).slice(0, 2).join(" ");
     parts.push(svg("line", { class: "line", x1: left, x2: left + tokens.length * wide, y1: y + high, y2: y + high }),
       svg("text", { class: "row-label", x: left - 8, y: y + 15, "text-anchor": "end", tabindex: 0, role: "link", onclick: () => App.openState(state),
-        onkeydown: (event) => event.key === "Enter" && App.openState(state) }, cut(`${state} ${words}`, 21)));
+        onkeydown: (event) => event.key === "Enter" && App.openState(state) }, cut(`${state} ${words}`, 18)));
   });
   tokens.forEach((token, c) => {
     const x = left + c * wide;

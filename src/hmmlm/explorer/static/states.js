@@ -18,7 +18,7 @@ States.show = async function show(state) {
     fill(side,
       el("div", { class: "head" }, el("h2", {}, `State ${state}`),
         el("span", {}, step(page.previous, "State with the next larger share", "←"), " ", step(page.next, "State with the next smaller share", "→"))),
-      el("p", { class: "figures" }, el("b", {}, percent(page.share)), ` of tokens in the long run${page.exact ? "" : " (estimated)"} · number `, el("b", {}, whole(page.rank))),
+      el("p", { class: "figures" }, el("b", {}, percent(page.share)), ` of tokens in the long run${page.exact ? "" : " (estimated)"} · rank `, el("b", {}, whole(page.rank)), ` of ${whole(App.model.states)}`),
       el("h3", {}, "Most telling words, and how often it emits them"),
       rows(page.words.map((w) => row(word(w.text), w.p, `${percent(w.p)} · ×${short(w.lift)}`, { scale: biggest, own: true }))),
       el("div", { class: "pair" },
@@ -28,7 +28,7 @@ States.show = async function show(state) {
       el("h3", {}, "What it says next"),
       rows(page.says_next.map((w) => row(word(w.text), w.p, percent(w.p), { scale }))));
     side.classList.remove("busy");
-    if (innerWidth < 960) side.scrollIntoView({ block: "nearest" });
+    if (innerWidth < 960) side.scrollIntoView({ block: "start", behavior: "smooth" });
     const found = await ask("passages", { state });
     if (States.state !== state) return;
     fill(passages, found.passages.length ? el("ul", { class: "passages reading" }, found.passages.map((p) =>
@@ -52,7 +52,7 @@ States.search = latest(async (text) => {
   if (!text.trim()) { StateMap.draw(); States.hint(); return; }
   try {
     const found = await ask("search", { word: text });
-    StateMap.hits = new Set(found.states.map((s) => s.state));
+    StateMap.hits = new Set(found.states.filter((s) => s.p >= 0.01).map((s) => s.state));
     fill($("words"), found.suggestions.map((value) => el("option", { value })));
     if (States.state === null) {
       fill($("state"),
