@@ -298,7 +298,12 @@ def test_bad_requests_are_refused(explorer: Explorer, name: str, fields: dict[st
         answer(explorer, name, fields)
 
 
-def test_a_constraint_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch, explorer: Explorer) -> None:
+def test_samples_that_take_too_long_are_refused(monkeypatch: pytest.MonkeyPatch, explorer: Explorer) -> None:
+    monkeypatch.setattr(generation, "MAX_PREDICTED", 100)
+    assert answer(explorer, "generate", {})["samples"]
+    for slow in ({"unknown": False}, {"temperature": 0.5}, {"top_k": 2}):
+        with pytest.raises(InputError, match="take too long here"):
+            answer(explorer, "generate", slow)
     monkeypatch.setattr(generation, "MAX_WORK", 100)
     with pytest.raises(InputError, match="takes too long here"):
         answer(explorer, "generate", {"constraints": {"must": ["cat"]}})

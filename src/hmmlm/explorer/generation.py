@@ -20,6 +20,7 @@ from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_conti
 from hmmlm.text.lm import LanguageModel
 
 MAX_WORK = 2**33  # states² × tokens of a constraint on a CPU: about ten seconds
+MAX_PREDICTED = 2**21  # states × new tokens that are drawn from predictive distributions on a CPU: the same
 CONSTRAINT_CHARACTERS = 4_000
 NOT_CONSTRAINTS = {"max_new_tokens", "prompt", "unknown", "ended"}  # of the parameters of `LanguageModel.guide`
 
@@ -95,6 +96,7 @@ def generate(explorer: Explorer, query: GenerateQuery) -> dict[str, Any]:
         if context and not bool(lm.hmm.log_likelihood([context]).isfinite()):
             raise InputError("the prompt has probability zero under the model, so nothing can follow it")
         excluded = None if query.unknown else lm.tokenizer.unk_id
+        _check_predicted(lm, query, excluded)
         added = sample_continuations(lm.hmm, context, eos, options, excluded)
     samples = [
         _described(explorer, given, [*tokens, *([eos] if len(tokens) < query.max_new_tokens else [])], seed + i, guide)
@@ -122,6 +124,17 @@ def _constraints(lm: LanguageModel, query: GenerateQuery) -> dict[str, Any]:
             "here: use fewer tokens, a GPU, or `hmmlm sample --must`"
         )
     return chosen
+
+
+def _check_predicted(lm: LanguageModel, query: GenerateQuery, excluded: int | None) -> None:
+    """Raise an InputError if samples would take too long: only those of the model itself need no sum over states."""
+    plain = query.temperature == 1 and query.top_k is None and excluded is None
+    work = query.num * query.max_new_tokens * lm.hmm.states
+    if not plain and work > MAX_PREDICTED and lm.hmm.device.type == "cpu":
+        raise InputError(
+            f"{query.num} samples of {query.max_new_tokens} tokens of a model with {lm.hmm.states:,} states take too "
+            "long here: use temperature 1, all words and <unk>, or fewer tokens"
+        )
 
 
 def _described(

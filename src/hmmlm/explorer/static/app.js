@@ -23,8 +23,8 @@ function permalink() {
   }
   if (App.panel === "generate") {
     for (const input of $("panel-generate").querySelectorAll("input")) {
-      const value = input.type === "checkbox" ? (input.checked ? "1" : "") : input.value;
-      if (value !== (input.type === "checkbox" ? "" : input.defaultValue)) query.set(input.id, value);
+      const [value, usual] = input.type === "checkbox" ? [input.checked ? "1" : "0", input.defaultChecked ? "1" : "0"] : [input.value, input.defaultValue];
+      if (value !== usual) query.set(input.id, value);
     }
   }
   return `#${path}${query.size ? `?${query}` : ""}`;
@@ -97,7 +97,7 @@ App.follow = function follow() {
   if (panel === "generate") {
     for (const input of $("panel-generate").querySelectorAll("input")) {
       const value = query.get(input.id);
-      if (input.type === "checkbox") input.checked = value === "1";
+      if (input.type === "checkbox") input.checked = value === null ? input.defaultChecked : value === "1";
       else if (value !== null) input.value = value;
     }
   }

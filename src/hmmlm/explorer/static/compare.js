@@ -30,8 +30,9 @@ Compare.draw = function draw({ models, aligned }) {
     el("div", { class: "tile" }, "assigns more probability", el("b", {}, verdict),
       el("span", { class: "muted small" }, difference ? `2^${number(Math.abs(difference))} ${Math.abs(difference) < 30 ? `= ${short(2 ** Math.abs(difference))}` : ""} times` : "")));
   if (!aligned) {
-    fill($("compared"), el("p", { class: "muted" }, "The two models have different vocabularies, so their tokens differ: compare the totals."),
-      models.map((model) => el("div", {}, el("h3", {}, model.name), el("div", { class: "chips reading", dir: "auto" }, model.tokens.map((token) => chip(token, { note: number(token.surprisal) }))))));
+    fill($("compared"), el("p", { class: "muted" }, "The two models have different vocabularies, so their tokens differ: compare the totals.",
+      models.some((model) => model.tokens.some((token) => token.unknown)) ? " Unknown words are read as <unk>, which is easier to predict than the word." : null),
+      models.map((model) => el("div", {}, el("h3", {}, model.name), el("div", { class: "chips reading", dir: direction(Sentence.text) }, model.tokens.map((token) => chip(token, { note: number(token.surprisal) }))))));
     return;
   }
   const most = Math.max(12, ...models.flatMap((model) => model.tokens.map((token) => token.surprisal ?? 0)));

@@ -66,6 +66,12 @@ const rows = (items) => el("ul", { class: "rows" }, items);
 /** A word in its own direction: right-to-left words do not reorder what surrounds them. */
 const word = (text) => el("bdi", {}, text === " " ? "␣" : text);
 
+/** The direction of a line of words: that of its first letter. (dir="auto" does not look into <bdi>.) */
+function direction(text) {
+  const letter = text.match(/\p{L}/u);
+  return letter && /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/.test(letter[0]) ? "rtl" : "ltr";
+}
+
 /** The list of states with a probability each; a click opens a state. */
 function stateRows(states, open) {
   const scale = barScale(states);

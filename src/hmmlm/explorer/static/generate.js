@@ -44,7 +44,7 @@ Generate.run = latest(async (fields) => {
 
 Generate.draw = function draw({ samples, chance, states }) {
   fill($("samples"), samples.map((sample) => el("article", { class: "sample" },
-    el("div", { class: "chips reading", dir: "auto" }, sample.tokens.map((token) => {
+    el("div", { class: "chips reading", dir: direction(sample.text) }, sample.tokens.map((token) => {
       const node = chip(token, { note: `${token.state}`, onclick: () => App.openState(token.state),
         "aria-label": `${token.text}, state ${token.state}`,
         onpointerenter: (event) => showTip(event.currentTarget, el("b", {}, `State ${token.state}`), " ", word((states[token.state] || []).slice(0, 4).join(" ")),
@@ -61,11 +61,11 @@ Generate.draw = function draw({ samples, chance, states }) {
 Generate.chart = function chart(chance, tokens) {
   const values = [chance, ...tokens.map((token) => token.chance ?? 0)];
   const low = Math.min(...values, -0.05);
-  const [width, height, left, top, bottom] = [Math.max(300, Math.min(860, $("samples").clientWidth || 860)), 112, 58, 12, 26];
+  const [width, height, left, top, bottom] = [Math.max(300, Math.min(1120, $("samples").clientWidth || 860)), 112, 58, 12, 26];
   const x = (i) => left + (i * (width - left - 24)) / Math.max(1, values.length - 1);
   const y = (value) => top + ((height - top - bottom) * value) / low;
   const line = values.map((value, i) => `${i ? "L" : "M"}${x(i).toFixed(1)} ${y(value).toFixed(1)}`).join("");
-  const room = Math.floor((width - left) / values.length / 6.4);
+  const room = Math.floor((width - left - 24) / values.length / 7.6);
   return svg("svg", { class: "chart", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `log p(constraint) after each token, from ${percent(Math.exp(chance))}` },
     svg("line", { class: "axis", x1: left, x2: width - 24, y1: y(0), y2: y(0) }),
     svg("text", { x: left - 8, y: y(0) + 4, "text-anchor": "end" }, "100%"),
@@ -73,7 +73,7 @@ Generate.chart = function chart(chance, tokens) {
     svg("path", { class: "area", d: `${line}L${x(values.length - 1)} ${y(low)}L${x(0)} ${y(low)}Z` }),
     svg("path", { class: "first", d: line }),
     values.map((value, i) => svg("circle", { class: "dot", cx: x(i), cy: y(value), r: 2.6 })),
-    room > 2 ? tokens.map((token, i) => svg("text", { x: x(i + 1), y: height - 6, "text-anchor": "middle" }, (token.end ? "⏎" : token.text).slice(0, room))) : null);
+    room > 3 ? tokens.map((token, i) => svg("text", { x: x(i + 1), y: height - 6, "text-anchor": "middle" }, (token.end ? "⏎" : token.text).slice(0, room))) : null);
 };
 
 Generate.fill = latest(async (text) => {
@@ -108,6 +108,8 @@ Generate.start = function start() {
     ? el("label", { class: "check end" }, el("input", { id: `constraint-${name}`, type: "checkbox" }), name)
     : el("label", { class: "field" }, el("span", {}, LABELS[name] || name), el("input", { id: `constraint-${name}`, type: kind === "number" ? "number" : "text", placeholder: PLACEHOLDERS[name], maxlength: 2000, autocomplete: "off", spellcheck: "false", dir: "auto" }))));
   $("unknown").parentElement.hidden = !App.model.has_unknown;
+  // Samples without <unk> need a sum over all states for each token.
+  $("unknown").checked = $("unknown").defaultChecked = App.model.states > 4096;
   $("options").addEventListener("submit", (event) => { event.preventDefault(); App.remember(); Generate.run(Generate.fields()); });
   $("fill").addEventListener("submit", (event) => { event.preventDefault(); Generate.submitFill(); });
   if (recorded) {

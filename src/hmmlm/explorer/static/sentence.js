@@ -43,6 +43,7 @@ Sentence.draw = function draw(at) {
     if (token.end && i + 1 < tokens.length) nodes.push(el("span", { class: "break" }));
   });
   hideTip();
+  $("chips").dir = direction(Sentence.text);
   fill($("chips"), nodes);
   Sentence.drawPath();
   if (at !== null && at !== undefined && at < tokens.length) Sentence.select(at, false);
