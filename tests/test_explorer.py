@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.commands import failure
 from helpers.explorer_models import HOSTILE, blocked_model, train_run
 from helpers.report_models import sentence_model
 
@@ -327,6 +328,13 @@ def test_subwords_are_shown_as_they_continue(tmp_path: Path) -> None:
     assert "".join(text[token["start"] : token["stop"]] for token in tokens[:-1]).startswith("thebird")
     words = answer(explorer, "blank", {"text": text, "position": 1})["words"]
     assert any(word["continues"] for word in words)
+
+
+def test_bad_commands(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is a folder: give the name of a file" in failure(capsys, "explore", str(run), "--export", str(tmp_path))
+    assert "no model at" in failure(capsys, "explore", str(tmp_path / "none"))
+    assert "no model at" in failure(capsys, "explore", str(run), str(tmp_path / "none"))
+    assert "--port" in failure(capsys, "explore", str(run), "--port", "70000")
 
 
 def test_the_command_exports_a_page(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from pydantic_settings import CliPositionalArg
 
 from hmmlm.cli.models import ModelArguments, open_model
 from hmmlm.cli.parse import parse
+from hmmlm.errors import InputError
 from hmmlm.runs.folders import find_run
 
 DESCRIPTION = """Open a page in the browser that shows what a model has learned: the surprisal and the states of a
@@ -33,7 +34,7 @@ def _find_other(path: Path | None) -> Path | None:
 class ExploreArguments(ModelArguments):
     other: Annotated[
         CliPositionalArg[Path | None],
-        Field(description="A second model to compare with (default: a 5-gram of the text of the run)."),
+        Field(description="A second model to compare with; null: a 5-gram of the text of the run."),
         AfterValidator(_find_other),
     ] = None
     port: Annotated[int, Field(ge=0, le=65535)] = 8765
@@ -48,6 +49,9 @@ class ExploreArguments(ModelArguments):
 
 def run(argv: list[str]) -> int:
     arguments = parse(ExploreArguments, argv, "explore", DESCRIPTION)
+
+    if arguments.export is not None and arguments.export.is_dir():
+        raise InputError(f"--export: {arguments.export} is a folder: give the name of a file, such as page.html")
 
     from rich.console import Console
 

@@ -211,8 +211,9 @@ def parse(
 def _positionals(kind: type[BaseModel], repeatable: Set[str]) -> list[str]:
     """Return the positional arguments of a command, as its usage shows them."""
     marker = get_args(CliPositionalArg[str])[1]
-    names = [name for name, field in kind.model_fields.items() if marker in field.metadata]
-    return [name.upper() + ("..." if name in repeatable else "") for name in names]
+    fields = {name: field for name, field in kind.model_fields.items() if marker in field.metadata}
+    names = {name: name.upper() + ("..." if name in repeatable else "") for name in fields}
+    return [names[name] if field.is_required() else f"[{names[name]}]" for name, field in fields.items()]
 
 
 def _unreadable(argv: list[str], error: SettingsError) -> str:

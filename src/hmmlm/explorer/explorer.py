@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cached_property
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
 from hmmlm.explorer.index import StateIndex
 from hmmlm.explorer.layout import Layout, lay_out
+from hmmlm.explorer.tokens import display
 from hmmlm.learning.prepare import reopen
 from hmmlm.report.results import run_folder, typical_sentence
 from hmmlm.text.lm import LanguageModel
@@ -53,6 +55,12 @@ class Explorer:
                 InputError("there is no second model: give one (hmmlm explore RUN RUN2), or a run with its token files")
             )
         Thread(target=self._prepare, name="explorer", daemon=True).start()
+
+    @cached_property
+    def vocabulary(self) -> list[str]:
+        """The tokens as the page shows them, each once."""
+        tokenizer = self.lm.tokenizer
+        return list(dict.fromkeys(display(tokenizer, token) for token in range(tokenizer.vocab_size)))
 
     def _open_text(self) -> tuple[TokenFile | None, str]:
         """Return the training text of the run, if it is there, and a sentence to start with."""

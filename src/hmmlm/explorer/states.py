@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -54,12 +55,11 @@ def search(explorer: Explorer, query: SearchQuery) -> dict[str, Any]:
         problem = None
     except InputError as error:
         found, problem = [], str(error)
-    names = (display(lm.tokenizer, token) for token in range(lm.tokenizer.vocab_size))
-    like = (name for name in names if name != word and name.lower().startswith(word.lower()))
+    like = (name for name in explorer.vocabulary if name != word and name.lower().startswith(word.lower()))
     return {
         "states": [_brief(explorer, state, p) for state, p in found],
         "problem": problem,
-        "suggestions": [name for name, _ in zip(dict.fromkeys(like), range(SUGGESTIONS), strict=False)],
+        "suggestions": list(islice(like, SUGGESTIONS)),
     }
 
 

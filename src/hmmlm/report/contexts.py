@@ -27,7 +27,8 @@ WINDOW = 192  # tokens of a window
 MARGIN = 32  # tokens read on both sides of a window, so that the ends hardly affect its states
 BATCH_SIZE = 16  # windows per query
 CONTEXT = 6  # tokens shown on both sides of an occurrence
-CANDIDATES = 48  # places of a state that are read to find its best passages
+CANDIDATES = 48  # places of a state that are read to find its best passages, at most
+READ_CELLS = 2**24  # tokens × states that are read for them
 LIKELY_WORDS = 24  # most likely words of a state whose places are candidates
 MAX_SEARCHED = 2_000_000  # tokens of a text that are searched for these words
 
@@ -121,8 +122,11 @@ def find_passages(lm: LanguageModel, text: TokenFile, state: int, count: int) ->
     """Return up to `count` passages of a text in which the posterior of `state` is highest, the highest first.
 
     Looks at CANDIDATES places, drawn at random from those of the words that the state emits most; each is read with
-    MARGIN tokens on both sides.
+    MARGIN tokens on both sides. Of models with very many states, fewer places with smaller margins are read.
     """
+    tokens = max(READ_CELLS // lm.hmm.states, 128)
+    margin = MARGIN if tokens > CANDIDATES * 2 * MARGIN else MARGIN // 3
+    candidates = min(CANDIDATES, tokens // (2 * margin + 1))
     words, log_probs = lm.hmm.detach().emissions_from(torch.tensor([state], device=lm.hmm.device))
     likely = log_probs[0].topk(min(LIKELY_WORDS, log_probs.shape[1]))
     chosen = words[0, likely.indices[likely.values > -torch.inf]].tolist()
@@ -135,9 +139,9 @@ def find_passages(lm: LanguageModel, text: TokenFile, state: int, count: int) ->
     # A word's share of the candidates is its probability: frequent words must not displace those that tell.
     for word, p in zip(chosen, likely.values.exp().tolist(), strict=False):
         found = np.flatnonzero(part == word)
-        wanted = min(len(found), 1 + round(CANDIDATES * p))
+        wanted = min(len(found), 1 + round(candidates * p))
         places += (first + rng.choice(found, wanted, replace=False)).tolist()
-    windows = [_around(lm, text, place) for place in places[:CANDIDATES]]
+    windows = [_around(lm, text, place, margin) for place in places[:candidates]]
     passages = []
     for i in range(0, len(windows), BATCH_SIZE):
         for window, posterior in _query(lm, windows[i : i + BATCH_SIZE], lm.hmm.posterior):
@@ -148,9 +152,9 @@ def find_passages(lm: LanguageModel, text: TokenFile, state: int, count: int) ->
     return sorted(passages, key=lambda passage: -passage.prob)[:count]
 
 
-def _around(lm: LanguageModel, text: TokenFile, place: int) -> TextWindow:
+def _around(lm: LanguageModel, text: TokenFile, place: int, margin: int) -> TextWindow:
     """Return the window of one token, with its margins within the line if the chain restarts at each."""
-    first, end = max(0, place - MARGIN), min(place + 1 + MARGIN, len(text))
+    first, end = max(0, place - margin), min(place + 1 + margin, len(text))
     if lm.restarts:
         ends = np.flatnonzero(text.tokens[first:end] == lm.tokenizer.eos_id) + first
         first = max([first, *(int(e) + 1 for e in ends if e < place)])

@@ -28,10 +28,10 @@ Sentence.draw = function draw(at) {
     unknown ? ` · ${unknown} unknown ${unknown === 1 ? "word" : "words"}` : null,
     omitted ? ` · the last ${whole(omitted)} tokens are not shown` : null,
     problem ? ` · no states: ${problem}` : null);
-  const nodes = [];
+  const lines = [[]];
   tokens.forEach((token, i) => {
     const best = token.states?.[0];
-    nodes.push(chip(token, {
+    lines.at(-1).push(chip(token, {
       note: best ? `${best[0]}` : "–", "data-at": i, tabindex: i === 0 ? 0 : -1, "aria-pressed": "false",
       "aria-label": describe(token),
       onclick: () => Sentence.select(i, true),
@@ -40,11 +40,10 @@ Sentence.draw = function draw(at) {
       onfocus: (event) => event.currentTarget.matches(":focus-visible") && showTip(event.currentTarget, Sentence.tip(token)),
       onblur: hideTip,
     }));
-    if (token.end && i + 1 < tokens.length) nodes.push(el("span", { class: "break" }));
+    if (token.end && i + 1 < tokens.length) lines.push([]);
   });
   hideTip();
-  $("chips").dir = direction(Sentence.text);
-  fill($("chips"), nodes);
+  fill($("chips"), lines.map((line) => el("div", { class: "chips", dir: direction(line.map((node) => node.firstChild.textContent).join(" ")) }, line)));
   Sentence.drawPath();
   if (at !== null && at !== undefined && at < tokens.length) Sentence.select(at, false);
   else { Sentence.at = null; Sentence.hint(); }
@@ -164,7 +163,7 @@ Sentence.start = function start() {
   $("chips").addEventListener("keydown", (event) => {
     const nodes = [...$("chips").querySelectorAll(".chip")];
     const at = nodes.indexOf(document.activeElement);
-    const rtl = getComputedStyle($("chips")).direction === "rtl";
+    const rtl = at >= 0 && getComputedStyle(nodes[at]).direction === "rtl";
     const step = { ArrowRight: rtl ? -1 : 1, ArrowLeft: rtl ? 1 : -1, Home: -at, End: nodes.length - 1 - at }[event.key];
     if (at < 0 || step === undefined || !nodes[at + step]) return;
     event.preventDefault();

@@ -9,12 +9,13 @@ States.show = async function show(state) {
   const side = $("state");
   if (state === null) { States.hint(); return; }
   side.classList.add("busy");
+  let passages = null;
   try {
     const page = await ask("state", { state });
     if (States.state !== state) return;
     const step = (to, name, sign) => el("button", { class: "plain", type: "button", disabled: to === null, "aria-label": name, title: name, onclick: () => App.openState(to) }, sign);
     const [biggest, scale] = [barScale(page.words), barScale(page.says_next)];
-    const passages = el("div", {}, el("p", { class: "muted small" }, "Reading the training text …"));
+    passages = el("div", {}, el("p", { class: "muted small" }, "Reading the training text …"));
     fill(side,
       el("div", { class: "head" }, el("h2", {}, `State ${state}`),
         el("span", {}, step(page.previous, "State with the next larger share", "←"), " ", step(page.next, "State with the next smaller share", "→"))),
@@ -36,8 +37,9 @@ States.show = async function show(state) {
       : el("p", { class: "muted small" }, found.problem || "Its words are not in the training text."));
   } catch (error) {
     side.classList.remove("busy");
-    if (States.state === state && !$("state").querySelector(".passages, .rows")) fill(side, el("h2", {}, `State ${state}`), el("p", { class: "muted" }, error.message));
-    else if (States.state === state) side.querySelectorAll("div > p.small").forEach((p) => { if (p.textContent.startsWith("Reading")) p.textContent = error.message; });
+    if (States.state !== state) return;
+    if (passages) fill(passages, el("p", { class: "muted small" }, error.message));
+    else fill(side, el("h2", {}, `State ${state}`), el("p", { class: "muted" }, error.message));
   }
 };
 
