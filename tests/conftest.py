@@ -1,9 +1,11 @@
 """Settings of all tests, and a report of what a test run did not cover."""
 
 import os
+import shutil
 from importlib.util import find_spec
 
 import pytest
+from helpers.browser import BROWSERS
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: tests need no network
 
@@ -11,3 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: tests 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not find_spec("triton"):
         terminalreporter.write_line("NOT COVERED: the Triton kernels; triton is not installed")
+    if not any(map(shutil.which, BROWSERS)):
+        terminalreporter.write_line("NOT COVERED: the explorer and the report in a browser; Chromium is not installed")
+    elif not find_spec("playwright"):
+        terminalreporter.write_line("NOT COVERED: the explorer in a browser; playwright is not installed")

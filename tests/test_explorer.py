@@ -19,6 +19,7 @@ from hmmlm.explorer import generation, index
 from hmmlm.explorer.endpoints import ENDPOINTS, answer
 from hmmlm.explorer.explorer import Explorer
 from hmmlm.explorer.layout import embed
+from hmmlm.hmm import UnionHMM
 from hmmlm.report.explain import explain_states
 from hmmlm.text.lm import LanguageModel
 
@@ -196,6 +197,24 @@ def test_large_models_never_build_a_matrix(blocked: Explorer, monkeypatch: pytes
         "run": {},
     }.items():
         assert answer(blocked, name, fields), name
+
+
+def test_a_union_of_models_has_all_panels() -> None:
+    lm = blocked_model(128)
+    weights = torch.tensor([0.6, 0.4]).log()
+    union = LanguageModel(UnionHMM([lm.hmm, blocked_model(64).hmm.dense()], weights), lm.tokenizer)
+    explorer = ready(Explorer(union))
+    found = answer(explorer, "sentence", {"text": "the cat word3"})
+    assert found["bits"] == pytest.approx(-float(union.score(["the cat word3"])[0]) / math.log(2), rel=1e-5)
+    assert len(answer(explorer, "map", {})["states"]) == 192
+    page = answer(explorer, "state", {"state": 150})
+    assert all(128 <= other["state"] < 192 for other in page["after"] + page["before"])
+    for name, fields in {
+        "blank": {"text": "the cat", "position": 1},
+        "search": {"word": "cat"},
+        "generate": {},
+    }.items():
+        assert answer(explorer, name, fields)
 
 
 def test_samples_are_those_of_the_model(explorer: Explorer) -> None:

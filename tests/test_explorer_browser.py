@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.browser import BROWSER
 from helpers.explorer_models import HOSTILE, blocked_model, serving, train_run
 
 import hmmlm
@@ -18,9 +18,9 @@ from hmmlm.explorer.explorer import Explorer
 from hmmlm.explorer.server import Server
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: make env installs it")
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
 expect = playwright.expect
+expect.set_options(timeout=30_000)
 Page = Any
 PANELS = ("sentence", "states", "generate", "compare", "run")
 CONTRAST = """() => {

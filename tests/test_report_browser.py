@@ -2,17 +2,16 @@
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from helpers.browser import BROWSER
 from helpers.commands import write_corpus
 from test_cli_main import SMALL
 
 from hmmlm.cli.main import main
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
 MEASURE = """<script>addEventListener("load", () => { document.title = JSON.stringify({
   background: getComputedStyle(document.body).backgroundColor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,9 @@ def _curves(history: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]
 
 def _files(folder: Path) -> list[dict[str, Any]]:
     """Return the files of a run and their sizes, at most FILES; links are not followed."""
-    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("."))
-    return [
-        {"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size}
-        for path, _ in zip(paths, range(FILES), strict=False)
-    ]
+    found: list[dict[str, Any]] = []
+    for path in sorted(folder.rglob("*")):
+        with suppress(OSError):  # a run that is still training replaces its checkpoints
+            if path.is_file() and not path.name.startswith(".") and len(found) < FILES:
+                found.append({"path": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size})
+    return found
