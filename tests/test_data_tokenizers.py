@@ -68,6 +68,9 @@ def test_every_kind_follows_the_protocol(all_kinds: dict[str, Tokenizer], kind: 
         assert tokenizer.decode(ids) == line
         assert all(0 <= i < tokenizer.vocab_size for i in ids)
         assert tokenizer.eos_id not in ids
+        spans = tokenizer.spans(line)
+        assert len(spans) == len(ids) and all(0 <= a <= b <= len(line) for a, b in spans)
+        assert "".join(line[a:b] for a, b in spans).replace(" ", "") == line.replace(" ", "")
     both = [*tokenizer.encode(LINES[0]), tokenizer.eos_id, *tokenizer.encode(LINES[1])]
     assert tokenizer.decode(both) == f"{LINES[0]}\n{LINES[1]}"
     assert tokenizer.encode("") == [] and tokenizer.decode([]) == ""
@@ -271,3 +274,11 @@ def test_an_end_token_of_another_name_is_saved(tmp_path: Path) -> None:
     # The usual name needs no file.
     HuggingFaceTokenizer(tokenizers.Tokenizer.from_str(plain._tokenizer.to_str()), "<eos>").save(tmp_path / "usual")
     assert not (tmp_path / "usual" / "eos.json").exists()
+
+
+def test_spans_are_those_of_the_text_as_it_is_written() -> None:
+    text = "The İstanbul CAT, ok"
+    tokenizer = WordTokenizer(["<unk>", "<eos>", "the", "cat"], "words", lowercase=True)
+    assert next(text[a:b] for a, b in tokenizer.spans(text)) == "The"
+    assert [text[a:b] for a, b in tokenizer.spans(text)][-3:] == ["CAT", ",", "ok"]
+    assert len(tokenizer.spans(text)) == len(tokenizer.encode(text))

@@ -125,7 +125,8 @@ App.start = async function start() {
   $("name").textContent = name;
   $("facts").textContent = `${whole(states)} states · ${whole(words)} ${App.model.tokenizer === "word" ? "words" : "tokens"}${kind === "blocked" ? " · blocked" : ""}`;
   if (recorded) {
-    $("notice").textContent = `Exported from hmmlm explore: what needs the model is left out.`;
+    $("notice").textContent = "Exported from hmmlm explore: what needs the model is left out.";
+    $("notice").className = "quiet";
     $("notice").hidden = false;
   }
   Sentence.start();
