@@ -3,6 +3,7 @@
 import math
 import re
 from concurrent.futures import Future
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hmmlm.explorer.explorer import Explorer
 from hmmlm.explorer.layout import embed
 from hmmlm.hmm import UnionHMM
 from hmmlm.report.explain import explain_states
+from hmmlm.text.constraint import Constraint
 from hmmlm.text.lm import LanguageModel
 
 ROOT = Path(__file__).parent.parent
@@ -186,7 +188,7 @@ def test_large_models_never_build_a_matrix(blocked: Explorer, monkeypatch: pytes
 
     monkeypatch.setattr(type(blocked.lm.hmm), "dense", refuse)
     text = "the cat word3 word9"
-    for name, fields in {
+    for name, asked in {
         "sentence": {"text": text},
         "blank": {"text": text, "position": 2},
         "search": {"word": "cat"},
@@ -196,7 +198,7 @@ def test_large_models_never_build_a_matrix(blocked: Explorer, monkeypatch: pytes
         "model": {},
         "run": {},
     }.items():
-        assert answer(blocked, name, fields), name
+        assert answer(blocked, name, asked), name
 
 
 def test_a_union_of_models_has_all_panels() -> None:
@@ -209,12 +211,12 @@ def test_a_union_of_models_has_all_panels() -> None:
     assert len(answer(explorer, "map", {})["states"]) == 192
     page = answer(explorer, "state", {"state": 150})
     assert all(128 <= other["state"] < 192 for other in page["after"] + page["before"])
-    for name, fields in {
+    for name, asked in {
         "blank": {"text": "the cat", "position": 1},
         "search": {"word": "cat"},
         "generate": {},
     }.items():
-        assert answer(explorer, name, fields)
+        assert answer(explorer, name, asked)
 
 
 def test_samples_are_those_of_the_model(explorer: Explorer) -> None:
@@ -243,21 +245,15 @@ def test_constraints_are_followed_token_by_token(explorer: Explorer) -> None:
             assert token["chance"] == pytest.approx(guide.chance(here), abs=1e-3)
 
 
-def test_every_constraint_of_the_model_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = generation.constraint_kinds(sentence_model())
-    assert kinds["must"] == kinds["never"] == "list"
-
-    def guide(
-        self: object,
-        must: tuple[str, ...] = (),
-        spelled: str | None = None,
-        words: int | None = None,
-        short: bool = False,
-    ) -> None: ...
-
-    monkeypatch.setattr(LanguageModel, "guide", guide)
-    kinds = generation.constraint_kinds(sentence_model())
-    assert kinds == {"must": "list", "spelled": "text", "words": "number", "short": "flag"}
+def test_every_constraint_of_the_model_is_offered(explorer: Explorer) -> None:
+    kinds = generation.constraint_kinds()
+    assert kinds["must"] == kinds["never"] == "list" and kinds["regex"] == "text" and kinds["words"] == "bounds"
+    assert set(kinds) == {field.name for field in fields(Constraint)} - {"automaton"}  # which is not JSON
+    constraints = {"regex": "[a-z ]+", "words": [3, 4], "must": ["ca"], "match": "prefix"}
+    found = answer(explorer, "generate", {"seed": 1, "constraints": constraints})
+    for sample in found["samples"]:
+        assert re.fullmatch(r"([a-z]+ ){2,3}[a-z]+", sample["text"]) and "ca" in sample["text"]
+        assert sample["tokens"][-1]["chance"] == pytest.approx(0, abs=1e-3)
 
 
 def test_blanks_are_filled(explorer: Explorer) -> None:
@@ -308,6 +304,9 @@ def test_the_run_has_curves_settings_and_files(explorer: Explorer) -> None:
         ("generate", {"temperature": math.nan}, "temperature"),
         ("generate", {"constraints": {"prompt": "x"}}, "no constraint 'prompt'"),
         ("generate", {"constraints": {"must": "the"}}, "must: give a list"),
+        ("generate", {"constraints": {"regex": 5}}, "regex: give a string"),
+        ("generate", {"constraints": {"words": "many"}}, "words"),
+        ("generate", {"constraints": {"automaton": [1]}}, "no constraint 'automaton'"),
         ("generate", {"constraints": {"must": ["x" * 5000]}}, "more than 4,000 characters"),
         ("generate", {"constraints": {"must": ["the"], "never": ["the"]}}, "contradict"),
         ("fill", {"text": "no blank"}, "no blank"),

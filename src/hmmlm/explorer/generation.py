@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import secrets
 import warnings
+from dataclasses import fields
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 
-from hmmlm.data.words import split_at
 from hmmlm.errors import InputError, InputWarning
 from hmmlm.explorer.explorer import Explorer
 from hmmlm.explorer.query import Count, Query, Text
 from hmmlm.explorer.tokens import described
 from hmmlm.hmm.constraints import Guide, Position
+from hmmlm.text.constraint import Constraint
 from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuations
 from hmmlm.text.lm import LanguageModel
 
 MAX_WORK = 2**33  # states² × tokens of a constraint on a CPU: about ten seconds
 MAX_PREDICTED = 2**21  # states × new tokens that are drawn from predictive distributions on a CPU: the same
 CONSTRAINT_CHARACTERS = 4_000
-NOT_CONSTRAINTS = {"max_new_tokens", "prompt", "unknown", "ended"}  # of the parameters of `LanguageModel.guide`
 
 
 class GenerateQuery(Query):
@@ -53,21 +52,19 @@ class FillQuery(Query):
     """Whether `<unk>` may fill a blank."""
 
 
-def constraint_kinds(lm: LanguageModel) -> dict[str, str]:
-    """Return the constraints that the model accepts: name → "list" (of phrases), "text", "number" or "flag"."""
+def constraint_kinds() -> dict[str, str]:
+    """Return the constraints that the page offers: name → "list" (of phrases), "bounds" ([least, most]) or "text".
+
+    They are the fields of `Constraint` that can be written as JSON.
+    """
     kinds = {}
-    for name, parameter in inspect.signature(lm.guide).parameters.items():
-        default, annotation = parameter.default, str(parameter.annotation)
-        if name in NOT_CONSTRAINTS:
-            continue
-        if isinstance(default, tuple):
-            kinds[name] = "list"
-        elif isinstance(default, bool):
-            kinds[name] = "flag"
-        elif "int" in annotation or "float" in annotation:
-            kinds[name] = "number"
-        elif "str" in annotation:
-            kinds[name] = "text"
+    for field in fields(Constraint):
+        if field.default == ():
+            kinds[field.name] = "list"
+        elif field.default == (None, None):
+            kinds[field.name] = "bounds"
+        elif isinstance(field.default, str) or "str" in str(field.type):
+            kinds[field.name] = "text"
     return kinds
 
 
@@ -92,12 +89,9 @@ def generate(explorer: Explorer, query: GenerateQuery) -> dict[str, Any]:
             )
         added = sample_accepted(*guide, eos, options)
     else:
-        context = split_at(given, eos)[-1] if lm.restarts else given
-        if context and not bool(lm.hmm.log_likelihood([context]).isfinite()):
-            raise InputError("the prompt has probability zero under the model, so nothing can follow it")
         excluded = None if query.unknown else lm.tokenizer.unk_id
         _check_predicted(lm, query, excluded)
-        added = sample_continuations(lm.hmm, context, eos, options, excluded)
+        added = sample_continuations(lm.hmm, lm.context(given), eos, options, excluded, lm.chunk)
     samples = [
         _described(explorer, given, [*tokens, *([eos] if len(tokens) < query.max_new_tokens else [])], seed + i, guide)
         for i, tokens in enumerate(added)
@@ -110,13 +104,13 @@ def generate(explorer: Explorer, query: GenerateQuery) -> dict[str, Any]:
 
 def _constraints(lm: LanguageModel, query: GenerateQuery) -> dict[str, Any]:
     """Return the constraints of a request; raise an InputError if one is not known or would take too long."""
-    names = constraint_kinds(lm)
+    names = constraint_kinds()
     for name, value in query.constraints.items():
         if name not in names:
             raise InputError(f"there is no constraint {name!r}: use {', '.join(names)}")
         if len(str(value)) > CONSTRAINT_CHARACTERS:
             raise InputError(f"the constraint {name} has more than {CONSTRAINT_CHARACTERS:,} characters")
-    chosen = {name: value for name, value in query.constraints.items() if value not in (None, "", [], False)}
+    chosen = {name: value for name, value in query.constraints.items() if value not in (None, "", [])}
     work = lm.hmm.states**2 * query.max_new_tokens
     if chosen and work > MAX_WORK and lm.hmm.device.type == "cpu":
         raise InputError(

@@ -44,7 +44,7 @@ def model(explorer: Explorer, query: ModelQuery) -> dict[str, Any]:
         "has_unknown": lm.tokenizer.unk_id is not None,
         "data": lm.config.get("data") if isinstance(lm.config.get("data"), str) else None,
         "sentence": explorer.sentence,
-        "constraints": constraint_kinds(lm),
+        "constraints": constraint_kinds(),
         "max_characters": MAX_CHARACTERS,
     }
 

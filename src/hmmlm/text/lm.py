@@ -222,7 +222,7 @@ class LanguageModel(TextModel):
         """
         check_count("top", top, 1)
         given = self._encode_prompt(text)
-        context = self._context(given)
+        context = self.context(given)
         log_probs = self.hmm.next_token([context])[0] if context else self.hmm.emit(self.hmm.begin())
         return self._most_likely(log_probs.exp(), top, bool(given) and given[-1] != self._eos)
 
@@ -316,7 +316,7 @@ class LanguageModel(TextModel):
             added = sample_accepted(guide, position, self._eos, options)
         else:
             excluded = None if unknown else self.tokenizer.unk_id
-            added = sample_continuations(self.hmm, self._context(given), self._eos, options, excluded, self.chunk)
+            added = sample_continuations(self.hmm, self.context(given), self._eos, options, excluded, self.chunk)
         texts = self._continued(prompt, given, added)
         return texts[0] if num is None else texts
 
@@ -354,7 +354,7 @@ class LanguageModel(TextModel):
         self, given: list[int], constraint: Constraint, max_new_tokens: int, unknown: bool, ended: bool
     ) -> tuple[Guide, Position]:
         """Return the guide of a constraint on lines, and the position after the tokens of a prompt."""
-        context, begun = self._context(given), split_at(given, self._eos)[-1]
+        context, begun = self.context(given), split_at(given, self._eos)[-1]
         check_count("max_new_tokens", max_new_tokens, 1)
         most = constraint.tokens[1]
         if most is not None:
@@ -385,7 +385,7 @@ class LanguageModel(TextModel):
             )
         return guide, position
 
-    def _context(self, given: list[int]) -> list[int]:
+    def context(self, given: list[int]) -> list[int]:
         """Return the tokens of a prompt that its continuation depends on."""
         context = split_at(given, self._eos)[-1] if self.restarts else given
         context = context if self.chunk is None else context[len(context) // self.chunk * self.chunk :]

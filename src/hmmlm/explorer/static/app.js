@@ -98,7 +98,10 @@ App.follow = function follow() {
     for (const input of $("panel-generate").querySelectorAll("input")) {
       const value = query.get(input.id);
       if (input.type === "checkbox") input.checked = value === null ? input.defaultChecked : value === "1";
-      else if (value !== null) input.value = value;
+      else if (value !== null) {
+        input.value = value;
+        if (input.closest("#more")) $("more").open = true;
+      }
     }
   }
   const text = query.get("text") ?? (Sentence.text || App.model.sentence);

@@ -2,16 +2,16 @@
 // Generation: samples as chips with their states, the chance of the constraint after each token, and blanks.
 
 const Generate = {};
-const LABELS = { must: "Must contain", never: "Must not contain" };
-const PLACEHOLDERS = { must: "words or phrases, separated by commas; a|b: one of both", never: "words or phrases, separated by commas" };
+const LABELS = { must: "Must contain", never: "Must not contain", choice: "Is one of", regex: "Matches (regular expression)", json: "Is JSON of this schema", words: "Number of words", tokens: "Number of tokens", suffix: "Ends with", match: "How words match" };
+const ALWAYS = ["must", "never"];
+const PLACEHOLDERS = { must: "words or phrases, separated by commas; a|b: one of both", never: "words or phrases, separated by commas", choice: "texts, separated by commas", words: "3-8", tokens: "3-8", match: "word, prefix or substring" };
 
 Generate.fields = function fields() {
   const constraints = {};
   for (const [name, kind] of Object.entries(App.model.constraints)) {
     const input = $(`constraint-${name}`);
-    if (kind === "flag") { if (input.checked) constraints[name] = true; continue; }
     if (!input.value.trim()) continue;
-    if (kind === "number") constraints[name] = Number(input.value);
+    if (kind === "bounds") constraints[name] = bounds(input.value);
     else if (kind === "text") constraints[name] = input.value;
     else constraints[name] = phrases(input.value, name === "must");
   }
@@ -19,6 +19,12 @@ Generate.fields = function fields() {
   return { prompt: $("prompt").value, num: Number($("num").value), max_new_tokens: Number($("max").value), temperature: Number($("temperature").value),
     top_k: optional("top-k"), seed: optional("seed"), unknown: $("unknown").checked || !App.model.has_unknown, constraints };
 };
+
+/** "3-8" → [3, 8]; "3-" and "-8" are open, "5" is both. */
+function bounds(text) {
+  const [low, high = low] = text.split("-").map((part) => (part.trim() === "" ? null : Number(part)));
+  return [low, high];
+}
 
 /** "a, b|c" → ["a", ["b", "c"]]. */
 function phrases(text, alternatives) {
@@ -104,9 +110,12 @@ Generate.submitFill = function submitFill() {
 };
 
 Generate.start = function start() {
-  fill($("constraints"), Object.entries(App.model.constraints).map(([name, kind]) => kind === "flag"
-    ? el("label", { class: "check end" }, el("input", { id: `constraint-${name}`, type: "checkbox" }), name)
-    : el("label", { class: "field" }, el("span", {}, LABELS[name] || name), el("input", { id: `constraint-${name}`, type: kind === "number" ? "number" : "text", placeholder: PLACEHOLDERS[name], maxlength: 2000, autocomplete: "off", spellcheck: "false", dir: "auto" }))));
+  const field = (name) => el("label", { class: "field" }, el("span", {}, LABELS[name] || name),
+    el("input", { id: `constraint-${name}`, placeholder: PLACEHOLDERS[name], maxlength: 2000, autocomplete: "off", spellcheck: "false", dir: "auto" }));
+  const names = Object.keys(App.model.constraints);
+  const others = names.filter((name) => !ALWAYS.includes(name));
+  fill($("constraints"), names.filter((name) => ALWAYS.includes(name)).map(field),
+    others.length ? el("details", { id: "more", class: "wide" }, el("summary", {}, "More constraints"), el("div", { class: "grid" }, others.map(field))) : null);
   $("unknown").parentElement.hidden = !App.model.has_unknown;
   // Samples without <unk> need a sum over all states for each token.
   $("unknown").checked = $("unknown").defaultChecked = App.model.states > 4096;
