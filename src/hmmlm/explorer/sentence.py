@@ -50,7 +50,7 @@ def sentence(explorer: Explorer, query: SentenceQuery) -> dict[str, Any]:
     total = float(log_probs.sum())
     rows: list[dict[str, Any]] = []
     for i, (token, log_prob, span) in enumerate(
-        zip(tokens, log_probs.tolist(), spans_of(tokenizer, query.text), strict=False)
+        zip(tokens, log_probs.tolist(), spans_of(lm, query.text), strict=False)
     ):
         shown = described(tokenizer, token, tokens[i - 1] if i else None, log_prob)
         rows.append(shown | {"start": span[0], "stop": span[1]})

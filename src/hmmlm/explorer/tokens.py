@@ -7,6 +7,7 @@ from typing import Any
 
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.report.labels import printable
+from hmmlm.text.lm import LanguageModel
 
 
 def display(tokenizer: Tokenizer, token: int) -> str:
@@ -25,18 +26,19 @@ def continues(tokenizer: Tokenizer, token: int, before: int | None) -> bool:
     return not tokenizer.token(token).startswith("▁")
 
 
-def spans_of(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
-    """Return the characters [start, end) of the tokens of `LanguageModel.encode(text)`; none for an <eos>."""
-    spans, first = [], 0
-    for line in text.removesuffix("\n").split("\n"):
-        stripped = line.strip()
-        start = first + (line.find(stripped) if stripped else 0)
-        for a, b in tokenizer.spans(stripped):
-            while a < b and stripped[a].isspace():  # a leading space is not a part of what the page replaces
-                a += 1
-            spans.append((start + a, start + b))
-        spans.append((start + len(stripped),) * 2)
-        first += len(line) + 1
+def spans_of(lm: LanguageModel, text: str) -> list[tuple[int, int]]:
+    """Return the characters [start, end) of the tokens of `lm.encode(text)`; none for an <eos>.
+
+    Examples differ from the text in white space only, so each token is found after the one before it.
+    """
+    spans, end = [], 0
+    for example in lm.examples(text):
+        for a, b in lm.tokenizer.spans(example):
+            surface = example[a:b].strip()
+            start = text.find(surface, end) if surface else end
+            start, end = (end, end) if start < 0 else (start, start + len(surface))
+            spans.append((start, end))
+        spans.append((end, end))
     return spans
 
 

@@ -37,9 +37,12 @@ class TextModel(ABC):
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text as they are scored: `<eos>` after every example; an empty text is one `<eos>`."""
+        return [token for example in self.examples(text) for token in (*self.tokenizer.encode(example), self._eos)]
+
+    def examples(self, text: str) -> list[str]:
+        """Return the examples of a text, each of which ends with `<eos>`: lines, or paragraphs."""
         check_text("the text", text)
-        units = split_units(text, self._unit)
-        return [token for unit in units for token in (*self.tokenizer.encode(unit), self._eos)]
+        return list(split_units(text, self._unit))
 
     def token_scores(self, texts: Sequence[str]) -> list[list[tuple[str, float]]]:
         """Compute log p(token | tokens before it) for every token of each text, with the token; `<eos>` included.
