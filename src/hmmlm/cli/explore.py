@@ -82,6 +82,7 @@ def run(argv: list[str]) -> int:
         print("\nstopped")
     finally:
         server.server_close()
+        explorer.close()
     return 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +54,14 @@ class Explorer:
             self.second.set_exception(
                 InputError("there is no second model: give one (hmmlm explore RUN RUN2), or a run with its token files")
             )
-        Thread(target=self._prepare, name="explorer", daemon=True).start()
+        self._stopped = Event()
+        self._thread = Thread(target=self._prepare, name="explorer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop what is computed in the background: a process that ends in the middle of it may crash."""
+        self._stopped.set()
+        self._thread.join(timeout=20)
 
     @cached_property
     def vocabulary(self) -> list[str]:
@@ -76,7 +83,7 @@ class Explorer:
         """Compute the map and the n-gram."""
         if not self.second.done():
             _fulfil(self.second, self._ngram)
-        _fulfil(self.layout, lambda: lay_out(self.index))
+        _fulfil(self.layout, lambda: lay_out(self.index, self._stopped))
 
     def _ngram(self) -> Scorer:
         assert self.text is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from threading import Event
 from typing import NamedTuple
 
 import torch
@@ -25,10 +26,13 @@ class Layout(NamedTuple):
 
 
 @torch.no_grad()
-def lay_out(index: StateIndex) -> Layout:
-    """Return the map of the SHOWN states with the largest share. The same model gives the same map."""
+def lay_out(index: StateIndex, stopped: Event) -> Layout:
+    """Return the map of the SHOWN states with the largest share, or any map once it is `stopped`.
+
+    The same model gives the same map.
+    """
     states = index.order[:SHOWN]
-    points = embed(features(index, states)).cpu()
+    points = embed(features(index, states), stopped).cpu()
     low, high = points.amin(0), points.amax(0)
     return Layout(states.tolist(), (points - low) / (high - low).clamp_min(1e-9))
 
@@ -52,7 +56,7 @@ def features(index: StateIndex, states: Tensor) -> Tensor:
     return torch.cat(found).float()
 
 
-def embed(vectors: Tensor) -> Tensor:
+def embed(vectors: Tensor, stopped: Event) -> Tensor:
     """Return points [N, 2] whose neighbourhoods are like those of vectors [N, D]: t-SNE from principal components."""
     centred = vectors - vectors.mean(0)
     _, directions = torch.linalg.eigh(centred.T @ centred)
@@ -65,6 +69,8 @@ def embed(vectors: Tensor) -> Tensor:
     velocity, gains = torch.zeros_like(points), torch.ones_like(points)
     rate = max(50.0, len(points) / EXAGGERATION / 4)
     for step in range(STEPS):
+        if stopped.is_set():
+            break
         early = step < EXAGGERATED
         size = points.square().sum(1)
         # In place: the time of a step is that of reading and writing [N, N].

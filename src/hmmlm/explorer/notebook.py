@@ -38,3 +38,4 @@ class Display:
         """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
+        self._explorer.close()
