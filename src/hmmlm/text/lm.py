@@ -247,7 +247,7 @@ class LanguageModel(TextModel):
 
     def token_id(self, word: str) -> int:
         """Return the token of a word; raise an InputError if the vocabulary does not have it."""
-        _check_text("the word", word)
+        check_text("the word", word)
         alone, anchor = self.tokenizer.encode(word), self.tokenizer.encode("a")
         within = self.tokenizer.encode(f"a {word}")[len(anchor) :]  # subword tokens differ at the beginning of a text
         token = next((tokens[0] for tokens in (within, alone) if len(tokens) == 1), None)
