@@ -21,7 +21,7 @@ LEAST_PRODUCT = 1e-200  # of the scales of several steps, whose logarithm is tak
 
 def _compiled(function: Callable[..., Any]) -> Any:
     """Compile a function: sums may be reordered and products fused; infinities and NaN keep their meaning."""
-    options = {"nogil": True, "fastmath": {"contract", "reassoc", "nsz"}}
+    options: dict[str, Any] = {"nogil": True, "fastmath": {"contract", "reassoc", "nsz"}}
     try:
         return njit(cache=True, **options)(function)
     except RuntimeError:  # neither the package nor the home directory can be written to
