@@ -82,6 +82,39 @@ def test_texts_have_their_conditional_probabilities(
         assert math.isclose(math.exp(found[text]), p / total, rel_tol=1e-5), text
 
 
+MARKS = ["<unk>", "<eos>", "list", "a", ".", "(", ")", '"', "'"]
+MARKED: list[tuple[str, dict[str, Any], Callable[[str, str], bool]]] = [
+    ("", {"regex": r"a list\."}, lambda line, new: new == "a list."),
+    ("a", {"regex": r"\(?list\)?\.*"}, lambda line, new: bool(re.fullmatch(r"\(?list\)?\.*", new))),
+    ('a "', {"regex": r"list\"( a)*\.?"}, lambda line, new: bool(re.fullmatch(r'list"( a)*\.?', new))),
+    ("a (", {"choice": ["a).", "list"]}, lambda line, new: new in ("a).", "list")),
+    ("", {"words": (2, 2)}, lambda line, new: len(new.split()) == 2),
+    ("a '", {"suffix": "' a."}, lambda line, new: new.endswith("' a.")),
+    ("a", {"must": ["a."], "match": "substring"}, lambda line, new: "a." in line),
+    ('a "', {"never": ['"a'], "match": "substring", "words": (1, 2)}, lambda line, new: '"a' not in line),
+]
+
+
+@pytest.mark.parametrize(("prompt", "options", "satisfies"), MARKED)
+def test_constraints_read_the_text_that_is_returned(
+    prompt: str, options: dict[str, Any], satisfies: Callable[[str, str], bool]
+) -> None:
+    tokenizer = WordTokenizer(MARKS, split="words")
+    lm = LanguageModel(HMM(*(p.log() for p in random_hmm(4, len(MARKS), 2))), tokenizer)
+    guide, position = lm.guide(prompt=prompt, max_new_tokens=5, unknown=False, **options)
+    given, accepted = tokenizer.encode(prompt), 0
+    for size in range(5):
+        for new in itertools.product(range(2, len(MARKS)), repeat=size):
+            text = tokenizer.decode([*given, *new])
+            added = text[len(tokenizer.decode(given)) :].removeprefix(" " if given else "")
+            expected = satisfies(text, added)
+            if "words" in options:
+                expected &= options["words"][0] <= len(added.split()) <= options["words"][1]
+            assert guide.automaton.accepting[guide.automaton.read([*new, 1], position.automaton)] == expected, text
+            accepted += expected
+    assert accepted
+
+
 def test_subwords_spell_what_is_asked(subwords: LanguageModel) -> None:
     for seed in range(6):
         text = subwords.generate("a list", max_new_tokens=30, regex=r" ?of [a-z]{3,8}(, (is|was))?\.", seed=seed)

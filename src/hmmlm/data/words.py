@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
@@ -25,6 +25,25 @@ _NOT_SPACE = re.compile(r"\S+")
 _NO_SPACE_BEFORE = frozenset([*",.;:!?)]}%…’”/", "..."])
 _NO_SPACE_AFTER = frozenset("([{$#@“‘/")
 _PAIRED = frozenset("\"'`")  # the same mark opens and closes a quotation
+_MARKS = _NO_SPACE_BEFORE | _NO_SPACE_AFTER | _PAIRED
+
+
+class Spacing(NamedTuple):
+    """What the spaces of a line depend on: none before a comma, after an opening bracket or inside quotation marks."""
+
+    joined: bool = True
+    """Whether the next word follows without a space."""
+    open_marks: frozenset[str] = frozenset()
+
+    def joins(self, word: str) -> bool:
+        """Return whether `word` follows without a space."""
+        return self.joined or word in self.open_marks or word in _NO_SPACE_BEFORE
+
+    def after(self, word: str) -> Spacing:
+        """Return the spacing after `word`."""
+        if word not in _PAIRED:
+            return Spacing(word in _NO_SPACE_AFTER, self.open_marks)
+        return Spacing(word not in self.open_marks, self.open_marks ^ {word})
 
 
 class WordTokenizer:
@@ -106,8 +125,12 @@ class WordTokenizer:
     def token(self, id: int) -> str:
         return self.words[check_id(id, self.vocab_size)]
 
+    def mark(self, id: int) -> str:
+        """Return a token if it changes the spaces around words, "" otherwise."""
+        return self.words[id] if self.split == "words" and self.words[id] in _MARKS else ""
+
     def spell(self, id: int) -> bytes | None:
-        """Return a word after a space, whatever `decode` joins; None for `<eos>` and `<unk>`."""
+        """Return a word after a space; `Spacing` says where there is none. None for `<eos>` and `<unk>`."""
         return None if check_id(id, self.vocab_size) in (self.eos_id, self.unk_id) else f" {self.words[id]}".encode()
 
     def fingerprint(self) -> str:
@@ -164,16 +187,10 @@ def _split(text: str, split: Split, lowercase: bool) -> list[str]:
 
 
 def _detokenize(words: Sequence[str]) -> str:
-    """Join words with English spacing: none before a comma, after an opening bracket or inside quotation marks."""
+    """Join words with English spacing."""
     out: list[str] = []
-    glue = True  # whether the next word follows without a space
-    open_marks: set[str] = set()
+    spacing = Spacing()
     for word in words:
-        closes = word in open_marks
-        if not (glue or closes or word in _NO_SPACE_BEFORE):
-            out.append(" ")
-        out.append(word)
-        if word in _PAIRED:
-            open_marks ^= {word}
-        glue = word in _NO_SPACE_AFTER or (word in _PAIRED and not closes)
+        out.append(word if spacing.joins(word) else f" {word}")
+        spacing = spacing.after(word)
     return "".join(out)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm.automaton import Automaton
+from hmmlm.hmm.automaton import LARGEST_TABLE, Automaton
 
 
 class Spelling:
@@ -64,7 +64,49 @@ class Spelling:
         return Automaton.of_classes(by_class, class_of, accepting)
 
 
-def containing_text(phrase: str, spelling: Spelling, left: bool = True, right: bool = True) -> Automaton:
+class SpacedSpelling:
+    """The spelling of tokens that follow a space or not, by the marks before them.
+
+    Args:
+        spellings: of each token after a space, which is its first symbol; None for a token without text.
+        kind_of: [V] the kind of each token, of K.
+        joins: [D, K] whether a token of each kind follows without a space, after each of D spacings; the first one is
+            that at the start.
+        after: [D, K] the spacing after the token.
+    """
+
+    def __init__(self, spellings: Sequence[bytes | str | None], kind_of: Tensor, joins: Tensor, after: Tensor) -> None:
+        self._spaced = Spelling(spellings)
+        self._joined = Spelling([None if spelling is None else spelling[1:] for spelling in spellings])
+        self._kind_of, self._joins, self._after = kind_of, joins, after
+
+    @property
+    def symbols(self) -> Tensor:
+        return self._spaced.symbols
+
+    def automaton(self, reader: Automaton, rejects: bool = False) -> Automaton:
+        """Return the automaton over tokens that reads their symbols with `reader`; see `Spelling.automaton`."""
+        joined, spaced = (s.automaton(reader, rejects) for s in (self._joined, self._spaced))
+        kinds, states, spacings = self._joins.shape[1], joined.states, len(self._joins)
+        codes = (joined.class_of * spaced.classes + spaced.class_of) * kinds + self._kind_of
+        distinct, class_of = codes.unique(return_inverse=True)
+        if spacings * states * len(distinct) > LARGEST_TABLE:
+            raise InputError("the constraint is too large for the marks of this vocabulary: simplify it")
+        kind, without, behind = (
+            distinct % kinds,
+            distinct // kinds // spaced.classes,
+            distinct // kinds % spaced.classes,
+        )
+        parts = []
+        for joins, after in zip(self._joins[:, kind], self._after[:, kind], strict=True):
+            state = torch.where(joins, joined.by_class[:, without], spaced.by_class[:, behind])
+            parts.append(after * states + state)
+        return Automaton.of_classes(torch.cat(parts), class_of, joined.accepting.repeat(spacings))
+
+
+def containing_text(
+    phrase: str, spelling: Spelling | SpacedSpelling, left: bool = True, right: bool = True
+) -> Automaton:
     """Return the automaton of texts that contain `phrase`, however it is tokenized.
 
     With `left` (`right`), if the phrase starts (ends) with a letter, digit or underscore, no such character may precede

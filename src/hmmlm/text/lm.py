@@ -347,7 +347,7 @@ class LanguageModel(TextModel):
         Automata are combined with &, | and ~, and given to `generate` and `guide` as `automaton`.
         """
         asked = Constraint(must, never, **constraint)
-        line, new = self._phrases.line(asked), self._phrases.new_text(asked, begun=False)
+        line, new = self._phrases.line(asked), self._phrases.new_text(asked, begun=[])
         return line if new is None else line & new
 
     def _guide_after(
@@ -368,8 +368,9 @@ class LanguageModel(TextModel):
         state = line.read(begun)
         if not bool(line.hopeful()[state]):
             raise InputError("the prompt contains a phrase of never: remove it from the prompt, or allow it")
-        new = self._phrases.new_text(constraint, bool(begun))
-        asked = (constraint, max_new_tokens, unknown, ended, None if new is None else (state, bool(begun)))
+        new = self._phrases.new_text(constraint, begun)
+        start = None if new is None else (state, bool(begun), self._phrases.spacing_after(begun))
+        asked = (constraint, max_new_tokens, unknown, ended, start)
         cached = self._guide
         if cached is None or cached[0] != asked:
             automaton = line if new is None else (line.starting_at(state) & new).minimized()

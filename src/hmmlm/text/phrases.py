@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property, reduce
 from operator import or_
 
+import torch
+
 from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.data.words import Spacing, WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm.automaton import Automaton, anything, at_least, containing
-from hmmlm.hmm.spelling import Spelling, containing_text
+from hmmlm.hmm.spelling import SpacedSpelling, Spelling, containing_text
 from hmmlm.text.constraint import Constraint
 
 _KEPT = 64  # compiled constraints
@@ -22,22 +26,41 @@ class Phrases:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self._texts: dict[tuple[Constraint, bool], Automaton | None] = {}
+        self._texts: dict[tuple[Constraint, bool, Spacing], Automaton | None] = {}
+        self._in_bytes: dict[Spacing, Spelling | SpacedSpelling] = {}
 
     @cached_property
-    def _bytes(self) -> Spelling:
+    def _bytes(self) -> list[bytes | None]:
         """The tokens as bytes."""
-        return Spelling([self.tokenizer.spell(token) for token in range(self.tokenizer.vocab_size)])
+        return [self.tokenizer.spell(token) for token in range(self.tokenizer.vocab_size)]
 
     @cached_property
-    def _characters(self) -> Spelling:
+    def _characters(self) -> Spelling | SpacedSpelling:
         """The tokens as characters, and bytes that are no whole character; these and `<unk>` are parts of words."""
         unknown = self.tokenizer.unk_id
-        spelled = [self.tokenizer.spell(token) for token in range(self.tokenizer.vocab_size)]
-        texts = ["" if spelling is None else spelling.decode(errors="surrogateescape") for spelling in spelled]
+        texts = ["" if spelling is None else spelling.decode(errors="surrogateescape") for spelling in self._bytes]
         if unknown is not None:
-            texts[unknown] = "\ufffd"
-        return Spelling(texts)
+            texts[unknown] = " \ufffd" if self.tokenizer.kind == "word" else "\ufffd"
+        return self._spelling(texts, Spacing())
+
+    def _spelling(self, spellings: Sequence[bytes | str | None], start: Spacing) -> Spelling | SpacedSpelling:
+        """Return the spelling of the tokens as `decode` joins them, from the spacing `start` on."""
+        tokenizer = self.tokenizer
+        marks = (
+            [tokenizer.mark(id) for id in range(tokenizer.vocab_size)] if isinstance(tokenizer, WordTokenizer) else []
+        )
+        if not any(marks):
+            return Spelling(spellings)
+        kinds = sorted(set(marks))
+        spacings = [start]
+        for spacing in spacings:
+            spacings += [after for after in dict.fromkeys(map(spacing.after, kinds)) if after not in spacings]
+        return SpacedSpelling(
+            spellings,
+            torch.tensor([kinds.index(mark) for mark in marks]),
+            torch.tensor([[spacing.joins(kind) for kind in kinds] for spacing in spacings]),
+            torch.tensor([[spacings.index(spacing.after(kind)) for kind in kinds] for spacing in spacings]),
+        )
 
     @cached_property
     def _strips(self) -> bool:
@@ -64,26 +87,37 @@ class Phrases:
             raise InputError("must and never contradict each other")
         return automaton.minimized()
 
-    def new_text(self, constraint: Constraint, begun: bool) -> Automaton | None:
+    def new_text(self, constraint: Constraint, begun: Sequence[int]) -> Automaton | None:
         """Return the automaton of the tokens that follow a prompt; None if they are free.
 
-        `begun`: the line has begun in the prompt, so that a space may separate the two.
+        `begun`: the tokens of the prompt's last line. A space may separate them from those that follow.
         """
-        key = constraint, begun
+        spacing = self.spacing_after(begun)
+        key = constraint, bool(begun), spacing
         if key not in self._texts:
             if len(self._texts) == _KEPT:
                 self._texts.clear()
-            self._texts[key] = self._compile(constraint, begun or self._strips)
+            self._texts[key] = self._compile(constraint, bool(begun) or self._strips, spacing)
         return self._texts[key]
 
-    def _compile(self, constraint: Constraint, optional_space: bool) -> Automaton | None:
+    def spacing_after(self, begun: Sequence[int]) -> Spacing:
+        """Return what the spaces after the tokens of a line depend on."""
+        spacing = Spacing()
+        if isinstance(self.tokenizer, WordTokenizer):
+            for token in begun:
+                spacing = spacing.after(self.tokenizer.mark(token))
+        return spacing
+
+    def _compile(self, constraint: Constraint, optional_space: bool, spacing: Spacing) -> Automaton | None:
         parts = []
         spelled = constraint.byte_automaton(optional_space)
         names = [name for name in constraint.names if name in ("choice", "regex", "json", "words", "suffix")]
         if spelled is not None:
             if not bool(spelled.hopeful()[0]):
                 raise InputError(f"no text satisfies {_listed(names)}: {_remedy(names)}")
-            tokens = self._bytes.automaton(spelled, rejects=True).minimized()
+            if spacing not in self._in_bytes:
+                self._in_bytes[spacing] = self._spelling(self._bytes, spacing)
+            tokens = self._in_bytes[spacing].automaton(spelled, rejects=True).minimized()
             if not bool(tokens.hopeful()[0]):
                 raise InputError(f"the tokens of this model cannot spell a text that satisfies {_listed(names)}")
             parts.append(tokens)
