@@ -186,6 +186,35 @@ def test_commands_work_with_a_mixture(home: Path, capsys: pytest.CaptureFixture[
     for command in (["infill", mixed, "the ___"], ["inspect", mixed]):
         assert "is a model of `hmmlm mix`" in failure(capsys, *command)
     assert "not an HMM" in failure(capsys, "sample", mixed, "--must", "dog")
+    assert "regex: give a string that is not empty" in failure(capsys, "sample", mixed, "--regex", "")
+    assert main(["sample", mixed, "--words", "-"]) == 0  # no bounds
+
+
+def test_without_data_a_mixture_is_evaluated_on_the_text_of_its_models(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lstm = str(home / "lstm")
+    assert main(["mix", lstm, "--cache", "50", "--out", str(tmp_path / "networks")]) == 0
+    second = [*SMALL, "--train.epochs", "1", "--quiet", "--out", str(tmp_path / "second")]
+    assert main(["train", "--data", str(home / "hmm"), *second]) == 0  # its data is a folder of token files
+    assert main(["mix", str(tmp_path / "second"), lstm, "--out", str(tmp_path / "mixed")]) == 0
+    for model in ("networks", "mixed"):
+        capsys.readouterr()
+        results = []
+        for data in ([], ["--data", str(home / "hmm")]):
+            assert main(["eval", str(tmp_path / model), "--json", *data]) == 0
+            results.append(json.loads(capsys.readouterr().out)["results"])
+        assert results[0] == results[1]
+        assert main(["compare", str(tmp_path / model), lstm.replace("lstm", "hmm")]) == 0
+
+
+def test_a_model_without_a_text_is_not_evaluated_on_another(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lm = LanguageModel.load(home / "hmm")
+    LanguageModel(lm.hmm, lm.tokenizer).save(tmp_path / "alone")
+    for command in (["eval", str(tmp_path / "alone")], ["compare", str(tmp_path / "alone"), str(home / "hmm")]):
+        assert "does not name the text that it was trained on: give a text with --data" in failure(capsys, *command)
 
 
 def test_mistakes(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

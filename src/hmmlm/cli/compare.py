@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from hmmlm.cli.models import open_text_model, read_texts, warn_unknown
+from hmmlm.cli.models import open_text_model, read_texts, tokens_of_text, warn_unknown
 from hmmlm.cli.parse import Arguments, ModelPath, parse
 from hmmlm.errors import InputError
 
@@ -104,11 +104,10 @@ def _token_texts(arguments: CompareArguments, first: TextModel, second: TextMode
     """Return the texts of the first model's run, or of a folder of token files, if both models have its vocabulary."""
     import numpy as np
 
-    from hmmlm.learning.prepare import is_prepared, reopen
-    from hmmlm.report.results import run_folder
+    from hmmlm.learning.prepare import reopen
 
-    folder = run_folder(arguments.first) if arguments.data is None else Path(arguments.data)
-    if folder is None or not is_prepared(folder):
+    folder = tokens_of_text(first, arguments.first, arguments.data)
+    if folder is None:
         return None
     data = reopen(folder)
     if len({t.fingerprint() for t in (data.tokenizer, first.tokenizer, second.tokenizer)}) > 1:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from hmmlm.cli.models import ModelArguments, open_text_model, print_scores, read_texts, warn_unknown
+from hmmlm.cli.models import ModelArguments, open_text_model, print_scores, read_texts, tokens_of_text, warn_unknown
 from hmmlm.cli.parse import parse
 
 if TYPE_CHECKING:
@@ -69,11 +69,10 @@ def run(argv: list[str]) -> int:
 def _token_files(arguments: EvalArguments, lm: TextModel, scratch: Path) -> dict[str, TokenFile]:
     from hmmlm.data.corpora import encode_documents
     from hmmlm.errors import InputError
-    from hmmlm.learning.prepare import is_prepared, reopen
-    from hmmlm.report.results import run_folder
+    from hmmlm.learning.prepare import reopen
 
-    folder = run_folder(arguments.model) if arguments.data is None else Path(arguments.data)
-    if folder is not None and is_prepared(folder):
+    folder = tokens_of_text(lm, arguments.model, arguments.data)
+    if folder is not None:
         prepared = reopen(folder)
         if prepared.tokenizer.fingerprint() != lm.tokenizer.fingerprint():
             raise InputError(

@@ -72,12 +72,14 @@ def run(argv: list[str]) -> int:
 
 def build(arguments: JoinArguments) -> tuple[LanguageModel, list[float], list[float] | None]:
     """Return the union, its weights, and the validation perplexities of the models and itself, if there is a text."""
-    from hmmlm.cli.models import open_model, open_tokens
+    from hmmlm.cli.models import open_model, tokens_of_models
+    from hmmlm.learning.prepare import reopen
     from hmmlm.text.union import check_alike, join_models
 
     models = [open_model(path, arguments.device) for path in arguments.models]
     check_alike(models)
-    weights, perplexities = _fit(open_tokens(arguments.data, arguments.models), models, arguments.weights)
+    folder = tokens_of_models(arguments.data, arguments.models)
+    weights, perplexities = _fit(None if folder is None else reopen(folder), models, arguments.weights)
     return join_models(models, weights), weights, perplexities
 
 

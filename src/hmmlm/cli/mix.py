@@ -74,8 +74,9 @@ def build(arguments: MixArguments) -> tuple[MixtureModel, list[float], int]:
     """Return the mixture, the log-likelihoods of valid under its components and itself, and the tokens of valid."""
     import numpy as np
 
-    from hmmlm.cli.models import open_tokens
+    from hmmlm.cli.models import tokens_of_models
     from hmmlm.device import pick_device
+    from hmmlm.learning.prepare import reopen
     from hmmlm.text.mixture import (
         CachePredictor,
         HmmPredictor,
@@ -87,9 +88,10 @@ def build(arguments: MixArguments) -> tuple[MixtureModel, list[float], int]:
         predictor_tokenizer,
     )
 
-    prepared = open_tokens(arguments.data, arguments.models)
-    if prepared is None:
+    folder = tokens_of_models(arguments.data, arguments.models)
+    if folder is None:
         raise InputError("none of the models is the folder of a run: give one with --data, for its text")
+    prepared = reopen(folder)
     device = pick_device(arguments.device)
     for path in arguments.models:
         if predictor_tokenizer(path).fingerprint() != prepared.tokenizer.fingerprint():
@@ -104,7 +106,8 @@ def build(arguments: MixArguments) -> tuple[MixtureModel, list[float], int]:
         parts.append(CachePredictor(arguments.cache, words))
     valid = prepared.tokens["valid"].tokens.tolist()
     weights, scores, total = fit_mixture(parts, valid, arguments.weights or None)
-    mixture = MixtureModel(parts, weights, prepared.tokenizer, lms[0].config if lms else None, device)
+    own_text = {"data": str(folder), "text": {"unit": prepared.tokens["train"].unit}}
+    mixture = MixtureModel(parts, weights, prepared.tokenizer, lms[0].config if lms else own_text, device)
     return mixture, [*scores, total], len(valid)
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hmmlm.cli.parse import Arguments, ModelPath
+from hmmlm.errors import InputError
 
 if TYPE_CHECKING:
     from hmmlm.data.corpora import Documents
-    from hmmlm.learning.prepare import Prepared
     from hmmlm.text.lm import LanguageModel
     from hmmlm.text.mixture import MixtureModel
     from hmmlm.text.scoring import TextScore
@@ -43,16 +43,28 @@ def open_text_model(path: Path, device: str) -> LanguageModel | MixtureModel:
     return load_text_model(path, device)
 
 
-def open_tokens(data: Path | None, models: Sequence[Path]) -> Prepared | None:
-    """Return the token files in the folder `data`, or of the first of the models that is a run; None if none is."""
-    from hmmlm.errors import InputError
-    from hmmlm.learning.prepare import is_prepared, reopen
+def tokens_of_models(data: Path | None, models: Sequence[Path]) -> Path | None:
+    """Return the folder of token files `data`, or that of the first of the models that is a run; None if none is."""
+    from hmmlm.learning.prepare import is_prepared
     from hmmlm.report.results import run_folder
 
     if data is not None and not is_prepared(data):
         raise InputError(f"{data} has no token files: give the folder of a run, or one made by `hmmlm data`")
-    folder = data or next(filter(None, map(run_folder, models)), None)
-    return None if folder is None else reopen(folder)
+    return data or next(filter(None, map(run_folder, models)), None)
+
+
+def tokens_of_text(lm: TextModel, model: Path, data: str | None) -> Path | None:
+    """Return the folder of token files `data`; without, that of the model's run, or that the model was trained on.
+
+    Return None if that is no such folder.
+    """
+    from hmmlm.learning.prepare import is_prepared
+    from hmmlm.report.results import run_folder
+
+    folder = run_folder(model) if data is None else None
+    named = lm.config.get("data") if data is None else data
+    folder = folder or (None if named is None else Path(named))
+    return folder if folder is not None and is_prepared(folder) else None
 
 
 def read_texts(
@@ -65,9 +77,11 @@ def read_texts(
     unit = lm.config.get("text", {}).get("unit", "line")
     if data is not None and (Path(data).is_file() or is_pipe(Path(data))):
         return {Path(data).name: file_documents(Path(data), unit)}
-    trained_on, trained_folder = lm.config.get("data", "embedded"), lm.config.get("data_folder")
+    name, trained_folder = data or lm.config.get("data"), lm.config.get("data_folder")
+    if name is None:
+        raise InputError("the model does not name the text that it was trained on: give a text with --data")
     home = data_folder or (None if trained_folder is None else Path(trained_folder))
-    corpus = load_text(data or trained_on, folder=home, download=True, unit=unit)
+    corpus = load_text(name, folder=home, download=True, unit=unit)
     return {split: corpus[split] for split in splits}
 
 

@@ -30,7 +30,7 @@ from hmmlm.device import pick_device
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import check_count, padded
 from hmmlm.ops.common import NEG_INF
-from hmmlm.text.constraint import ConstraintOptions, Wanted
+from hmmlm.text.constraint import Constraint, ConstraintOptions, Wanted
 from hmmlm.text.generation import SamplingOptions, sample_predicted
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.textmodel import TextModel
@@ -288,7 +288,7 @@ class MixtureModel(TextModel):
         **constraint: Unpack[ConstraintOptions],
     ) -> list[str]:
         """Return samples that continue a prompt until `<eos>`; see `LanguageModel.generate`."""
-        if must or never or any(value for name, value in constraint.items() if name != "match"):
+        if Constraint(must, never, **constraint):
             raise InputError("a mixture is not an HMM, so it cannot sample under a constraint: use one of its HMMs")
         options = SamplingOptions(max_new_tokens, temperature, top_k, seed, num)
         given = self._encode_prompt(prompt)
