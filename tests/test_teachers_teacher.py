@@ -41,7 +41,7 @@ def test_folders_that_are_no_teachers(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_runs_that_are_no_teachers(tmp_path: Path) -> None:
     run = '{"data": "", "tokenizer": {}, "train": {}, "model": {"kind": "lstm"}}'
     (tmp_path / "config.json").write_text(run)
-    with pytest.raises(InputError, match=r"is a run of `hmmlm baseline`, which is no teacher"):
+    with pytest.raises(InputError, match=r"is a run of `hmmlm baseline`: give a language model of Hugging Face"):
         open_teacher(str(tmp_path), device="cpu")
 
 

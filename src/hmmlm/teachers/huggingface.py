@@ -162,10 +162,11 @@ def _refuse_run(path: Path) -> None:
         return  # transformers reports what is wrong with the file
     if not isinstance(fields, dict) or not {"data", "tokenizer", "model", "train"} <= fields.keys():
         return
+    remedy = "give a language model of Hugging Face or, with --teacher, a run of `hmmlm teacher`"
     if "initialization" in fields:
-        raise InputError(f"{path} is a run of `hmmlm train`, which is no teacher: give a run of `hmmlm teacher`")
+        raise InputError(f"{path} is a run of `hmmlm train`: {remedy}")
     if isinstance(fields["model"], dict) and "kind" in fields["model"]:
-        raise InputError(f"{path} is a run of `hmmlm baseline`, which is no teacher: give a run of `hmmlm teacher`")
+        raise InputError(f"{path} is a run of `hmmlm baseline`: {remedy}")
     raise InputError(f"the teacher in {path} has no validated weights yet: resume with `hmmlm teacher --resume {path}`")
 
 
