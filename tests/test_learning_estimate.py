@@ -62,4 +62,11 @@ def test_a_dry_run_is_of_a_new_run(corpus: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_times_have_a_unit() -> None:
-    assert [time_text(s) for s in (0.0253, 34.4, 119, 312, 11_000)] == ["0.025 s", "34 s", "120 s", "5.2 min", "3.1 h"]
+    assert [time_text(s) for s in (0.0253, 1.77, 34.4, 119, 312, 11_000)] == [
+        "25 ms",
+        "1.8 s",
+        "34 s",
+        "120 s",
+        "5.2 min",
+        "3.1 h",
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from hmmlm.data.batches import StreamBatches
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.distillation.next_words import NEXT_WORDS, NextWordBatches
 from hmmlm.errors import InputError
+from hmmlm.learning.estimate import estimate
+from hmmlm.learning.learners import AdamWLearner
 from hmmlm.learning.prepare import reopen
 from hmmlm.learning.train import train, train_baseline
+from hmmlm.runs.progress import Progress
 
 NEURAL = {"kind": "neural", "states": 64, "blocks": 4, "hidden": 32, "dropout": 0.0}
 
@@ -80,6 +84,26 @@ def test_resumed_runs_are_the_same(teacher: Path, tmp_path: Path, monkeypatch: p
         assert not train(config, tmp_path / "resumed").finished
     assert train(config, tmp_path / "resumed", resume=True).finished
     assert_same_run(tmp_path / "straight", tmp_path / "resumed")
+
+
+def test_a_run_resumes_without_its_teacher(teacher: Path, tmp_path: Path) -> None:
+    own = shutil.copytree(teacher, tmp_path / "teacher", symlinks=True)
+    config = pairs_config(own, epochs=1)
+    assert train(config, tmp_path / "run").finished
+    shutil.rmtree(own)
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 2})})
+    assert train(longer, tmp_path / "run", resume=True).epochs == 2
+    (tmp_path / "run" / NEXT_WORDS).unlink()
+    with pytest.raises(InputError, match=r"no model at .*teacher"):
+        train(longer, tmp_path / "run", resume=True)
+
+
+def test_a_dry_run_has_next_words(teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learned: list[Any] = []
+    step = AdamWLearner.step
+    monkeypatch.setattr(AdamWLearner, "step", lambda *args: learned.append(args[1].next_words) or step(*args))
+    estimate(pairs_config(teacher, samples=3), Progress())
+    assert learned and all(words is not None and words.shape[2] == 3 for words in learned)
 
 
 def test_batches_depend_on_seed_epoch_and_index_alone() -> None:

@@ -67,22 +67,22 @@ def _print_estimate(config: RunConfig, arguments: TrainArguments) -> int:
     print(
         f"{found.about}\n"
         f"memory: {found.memory / 1e9:.2f} GB\n"
-        f"step: {1e3 * found.step_seconds:.3g} ms for {batches.batch_size} × {batches.length} tokens, "
+        f"step: {time_text(found.step_seconds)} for {batches.batch_size} × {batches.length} tokens, "
         f"{found.tokens_per_second:,.0f} tokens per second\n"
         f"epoch: {time_text(found.epoch_seconds)} ({found.steps_per_epoch:,} steps; validation "
         f"{found.checks_per_epoch} × {time_text(found.check_seconds)})\n"
-        f"run: {time_text(found.epochs * found.epoch_seconds)} for {found.epochs:g} epochs, without word clusters, "
-        "initialization and report"
+        f"run: {time_text(found.epochs * found.epoch_seconds)} for {found.epochs:.3g} epochs, without word clusters, "
+        "initialization, next words of a teacher, and report"
     )
     return 0
 
 
 def time_text(seconds: float) -> str:
-    """Return a time with two digits: 0.25 s, 34 s, 5.2 min, 3.1 h."""
+    """Return a time with two digits: 250 ms, 34 s, 5.2 min, 3.1 h."""
     for size, unit in ((3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{float(f'{seconds / size:.2g}'):g} {unit}"
-    return f"{float(f'{seconds:.2g}'):g} s"
+    return f"{float(f'{1e3 * seconds:.2g}'):g} ms" if seconds < 0.995 else f"{float(f'{seconds:.2g}'):g} s"
 
 
 def run(argv: list[str]) -> int:

@@ -9,15 +9,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from hmmlm.config.run import RunConfig
 from hmmlm.data.batches import Batch, Batches
 from hmmlm.device import peak_memory, pick_device
+from hmmlm.distillation.next_words import NextWordBatches
 from hmmlm.learning.evaluate import carried
 from hmmlm.learning.fit import total_tokens
 from hmmlm.learning.learners import HmmLearner
 from hmmlm.learning.memory import check_memory
+from hmmlm.learning.next_words import check_teacher
 from hmmlm.learning.prepare import (
     Prepared,
     check_data,
@@ -60,7 +63,7 @@ def estimate(config: RunConfig, progress: Progress) -> Estimate:
     """Run a few steps of a configuration in a temporary folder, and measure them.
 
     Words are assigned to blocks in turn, because clustering takes long. The initialization is not run: a step of
-    P(O, S) with labels takes less time than one of P(O).
+    P(O, S) with labels takes less time than one of P(O). No teacher draws next words.
     """
     config = with_actual_text(config, None)
     config.model.check_files()
@@ -73,7 +76,7 @@ def estimate(config: RunConfig, progress: Progress) -> Estimate:
         )
         learner = make_learner(config, make_fabric(config), data)
         training, validation = (make_batches(config, data, split) for split in ("train", "valid"))
-        step, tokens = _time_steps(learner, training)
+        step, tokens = _time_steps(learner, _with_next_words(config, data, training))
         return Estimate(
             describe(learner, data),
             peak_memory(learner.device),
@@ -84,6 +87,16 @@ def estimate(config: RunConfig, progress: Progress) -> Estimate:
             total_tokens(config, training.tokens_per_epoch) / training.tokens_per_epoch,
             tokens / step,
         )
+
+
+def _with_next_words(config: RunConfig, data: Prepared, batches: Batches) -> Batches:
+    """Return the batches with a random word in place of each that a teacher would draw, if the run has a teacher."""
+    settings, tokens = config.next_words, data.tokens["train"]
+    if settings.teacher is None:
+        return batches
+    check_teacher(config, data.tokenizer)
+    words = np.random.default_rng(0).integers(data.tokenizer.vocab_size, size=(len(tokens), 1))
+    return NextWordBatches(batches, words, settings.samples, config.train.seed)
 
 
 def _quick_blocks(config: RunConfig, data: Prepared, progress: Progress) -> torch.Tensor | None:

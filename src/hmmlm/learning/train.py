@@ -26,7 +26,7 @@ from hmmlm.data.files import write_bytes
 from hmmlm.data.tokenfile import unknown_fraction
 from hmmlm.device import device_name, pick_device
 from hmmlm.distillation.labels import LabeledBatches
-from hmmlm.distillation.next_words import NextWordBatches
+from hmmlm.distillation.next_words import NEXT_WORDS, NextWordBatches
 from hmmlm.errors import InputError
 from hmmlm.learning.fit import Fit, Phase, TrainingError
 from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner, HmmLearner, Learner, NetworkLearner
@@ -116,6 +116,8 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
         opened.extend([] if teacher is None else [teacher])
 
     def make(fabric: Fabric, data: Prepared) -> HmmLearner:
+        if not (Path(out) / NEXT_WORDS).exists():  # drawn words are stored, and the teacher may be gone
+            check_teacher(config, data.tokenizer)
         learner = make_learner(config, fabric, data)
         if isinstance(config.initialization, LabelConfig) and opened:  # of a new run
             check_start(config.initialization, learner.model, len(data.tokens["train"]), opened[0])
@@ -136,7 +138,6 @@ def make_learner(config: RunConfig, fabric: Fabric, data: Prepared) -> HmmLearne
     model = config.model.build(data.tokenizer, data.block_of_word, seed, fabric.device)
     if isinstance(config.optimizer, BaumWelchConfig):
         return BaumWelchLearner(fabric, model, data.tokenizer, config.dump(), config.optimizer)
-    check_teacher(config, data.tokenizer)
     weight = config.next_words.weight
     return AdamWLearner(fabric, model, data.tokenizer, config.dump(), config.optimizer, weight)
 
