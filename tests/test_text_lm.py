@@ -477,6 +477,13 @@ def test_folders_of_control_libraries_are_models(lm: LanguageModel, tmp_path: Pa
         hmmlm.load(tmp_path)
 
 
+def test_control_layout_needs_the_end_token(lm: LanguageModel, tmp_path: Path) -> None:
+    for tokenizer, message in ((None, "from 0 to"), (lm.tokenizer, "that of the tokenizer")):
+        with pytest.raises(InputError, match=f"eos_token_id is 999: give .*{message}"):
+            hmmlm.save_control(lm.hmm, tmp_path / "new", 999, tokenizer)
+    assert not (tmp_path / "new").exists()
+
+
 def test_control_layout_errors(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="hidden_states is None, not an integer of at least 1"):
         load_control(saved)

@@ -245,6 +245,10 @@ def test_the_weight_trades_naturalness_for_certainty() -> None:
         assert steering.report.tokens == 1 and steering.report.changed in (0, 1)
     with pytest.raises(InputError, match="weight must be a number of at least 0, not -1"):
         Steering(guide, guide.begin(), weight=-1)
+    mistakes: list[Any] = [lambda: Steering(guide, 2), lambda: Steering.batch((guide, guide.begin()))]  # type: ignore
+    for mistake in mistakes:
+        with pytest.raises(InputError, match="a guide and its position are needed"):
+            mistake()
     own = torch.tensor([[0.0, 5.0, 0.0, 9.0]])  # token 3 is forbidden
     steering = Steering(guide, guide.begin())
     steering(rows([]), own)

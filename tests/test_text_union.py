@@ -110,6 +110,12 @@ def test_mistakes(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not (tmp_path / "new").exists()
 
 
+def test_no_models() -> None:
+    for join in (join_models, UnionHMM.join):
+        with pytest.raises(InputError, match="a union needs at least one model"):
+            join([])
+
+
 def test_damaged_files_are_refused(runs: Path, tmp_path: Path) -> None:
     lm = load(runs / "joined")
     lm.save(tmp_path / "model")

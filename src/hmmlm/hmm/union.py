@@ -95,6 +95,8 @@ class UnionHMM(HiddenMarkovModel):
     @classmethod
     def join(cls, models: Sequence[HiddenMarkovModel], weights: Sequence[float] | None = None) -> UnionHMM:
         """Return the union of HMMs, which may be unions themselves, with the given weights (None: equal ones)."""
+        if not models:
+            raise InputError("a union needs at least one model")
         given = [1 / len(models)] * len(models) if weights is None else list(weights)
         if len(given) != len(models):
             raise InputError(f"{len(given)} weights for {len(models)} models: give one for each")

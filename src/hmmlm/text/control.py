@@ -11,6 +11,7 @@ from hmmlm.data.files import read_json
 from hmmlm.data.modelfolder import CONFIG, MODEL, require_dtype, require_size, require_tensors, write_folder
 from hmmlm.data.tensorfiles import read_tensors
 from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, HiddenMarkovModel
 from hmmlm.hmm.checks import check_distributions
 
@@ -22,6 +23,9 @@ def save_control(
 
     With the tokenizer's file, which those libraries ignore, `hmmlm.load` reads the folder.
     """
+    if eos_token_id not in range(hmm.vocab_size) or (tokenizer is not None and eos_token_id != tokenizer.eos_id):
+        own = f"from 0 to {hmm.vocab_size - 1}" if tokenizer is None else f"{tokenizer.eos_id}, that of the tokenizer"
+        raise InputError(f"eos_token_id is {eos_token_id!r}: give {own}")
     dense: HMM = hmm.dense()
     tensors = {"alpha_exp": dense.log_transition.exp(), "beta": dense.log_emission, "gamma": dense.log_start}
     header = {"hidden_states": hmm.states, "vocab_size": hmm.vocab_size, "eos_token_id": eos_token_id}

@@ -78,6 +78,12 @@ class Steering:
         return steering
 
     def _set(self, guided: Sequence[tuple[Guide, Position]], weight: float) -> None:
+        kinds = (Guide, Position)
+        pairs = (pair if isinstance(pair, tuple | list) else () for pair in guided)
+        if not all(len(pair) == 2 and all(map(isinstance, pair, kinds)) for pair in pairs):
+            raise InputError(
+                "a guide and its position are needed: Steering(*lm.guide(…)), or Steering.batch([lm.guide(…), …])"
+            )
         if not (isinstance(weight, int | float) and weight >= 0 and math.isfinite(weight)):
             raise InputError(f"weight must be a number of at least 0, not {weight!r}")
         self.guides, self.weight = [guide for guide, _ in guided], float(weight)

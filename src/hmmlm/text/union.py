@@ -26,6 +26,8 @@ def join_models(models: Sequence[LanguageModel], weights: Sequence[float] | None
 
 def check_alike(models: Sequence[LanguageModel]) -> None:
     """Raise an InputError unless the models have one vocabulary and read a text in the same way."""
+    if not models:
+        raise InputError("a union needs at least one model")
     first, *others = models
     for number, lm in enumerate(others, 2):
         if lm.tokenizer.fingerprint() != first.tokenizer.fingerprint():
