@@ -30,7 +30,7 @@ COMMANDS = {
 }
 """The formats of model folders, and the commands that write them."""
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", EOS_FILE)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", EOS_FILE)
 
 
 class ModelFolder(NamedTuple):
@@ -111,7 +111,7 @@ def write_folder(
             for file in files:
                 with file.open("rb") as written:
                     os.fsync(written.fileno())
-            stale = [name for name in _TOKENIZER_FILES if tokenizer is not None and not (fresh / name).exists()]
+            stale = [name for name in TOKENIZER_FILES if tokenizer is not None and not (fresh / name).exists()]
             replace_all(files, [folder / file.name for file in files])
             for name in stale:
                 (folder / name).unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,6 +104,18 @@ class HMM(HiddenMarkovModel):
             if not hasattr(model, name):
                 raise InputError(f"from_hmmlearn needs a fitted CategoricalHMM: {type(model).__name__} has no {name}")
         return cls.from_probs(model.startprob_, model.transmat_, model.emissionprob_)
+
+    @classmethod
+    def from_dynamax(cls, params: Any) -> "HMM":
+        """Create an HMM from the parameters of a `CategoricalHMM` of dynamax with one emission."""
+        try:
+            probs = params.initial.probs, params.transitions.transition_matrix, params.emissions.probs
+        except AttributeError as error:
+            raise InputError(f"from_dynamax needs the parameters of a CategoricalHMM: {error}") from None
+        start, transition, emission = map(np.array, probs)  # copies: arrays of JAX cannot be written to
+        if emission.ndim != 3 or emission.shape[1] != 1:
+            raise InputError(f"from_dynamax needs one emission, [states, 1, words], not {list(emission.shape)}")
+        return cls.from_probs(start, transition, emission[:, 0])
 
     def validate(self) -> None:
         """Raise an InputError that names the first distribution that does not sum to one."""

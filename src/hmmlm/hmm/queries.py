@@ -89,6 +89,21 @@ class HiddenMarkovModel(Primitives):
         model.startprob_, model.transmat_, model.emissionprob_ = start, transition, emission
         return model
 
+    def to_dynamax(self) -> tuple[Any, Any, Any]:
+        """Return the model as a `CategoricalHMM` of dynamax with one emission: model, parameters and their properties.
+
+        Its methods take tokens as emissions [T, 1]. The dtype is that of JAX: float32 unless JAX has 64 bits enabled.
+        """
+        try:
+            import jax.numpy as jnp
+            from dynamax.hidden_markov_model import CategoricalHMM
+        except ImportError:
+            raise InputError("dynamax is not installed: pip install dynamax") from None
+        start, transition, emission = (p.double().softmax(-1).cpu().numpy() for p in self.dense().detach().parameters)
+        model = CategoricalHMM(self.states, emission_dim=1, num_classes=self.vocab_size)
+        given = {"initial_probs": start, "transition_matrix": transition, "emission_probs": emission[:, None]}
+        return model, *model.initialize(**{name: jnp.asarray(probs) for name, probs in given.items()})
+
     # --- recursions ---
 
     def _batch(self, tokens: ArrayLike, lengths: ArrayLike | None) -> SortedBatch:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 import torch
 from torch import Tensor
 
-from hmmlm.data.files import require_like
+from hmmlm.data.files import require_like, write_bytes
 from hmmlm.data.hmmfolder import load_hmm
 from hmmlm.data.modelfolder import CONFIG, LANGUAGE_MODEL, save_model
 from hmmlm.data.text import UNITS, split_units
@@ -34,6 +34,7 @@ from hmmlm.text.constraint import Constraint, ConstraintOptions, Wanted
 from hmmlm.text.control import is_control, load_control
 from hmmlm.text.embeddings import long_run, states_of_words
 from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuations
+from hmmlm.text.hub import CARD, fetch_model, model_card
 from hmmlm.text.phrases import Phrases
 from hmmlm.text.textmodel import TextModel, check_text, check_texts
 
@@ -471,6 +472,30 @@ class LanguageModel(TextModel):
             "training": self.config,
         }
         save_model(folder, LANGUAGE_MODEL, header, self.hmm.tensors(), self.tokenizer)
+
+    def save_pretrained(self, path: str | Path, results: str | Path | None = None) -> None:
+        """Write the model into the folder `path` with a model card, for the Hugging Face hub.
+
+        A README.md that exists there is kept.
+
+        Args:
+            results: the `results.json` of the training run, for the figures of the card.
+        """
+        card = model_card(self, results)
+        self.save(path)
+        if not (file := _as_path(path) / CARD).exists():
+            write_bytes(file, card.encode())
+
+    @staticmethod
+    def from_pretrained(
+        name: str | Path, device: str | torch.device = "auto", revision: str | None = None
+    ) -> LanguageModel:
+        """Return the model in the folder `name`, as `load` does, or the one of this name on the Hugging Face hub.
+
+        Args:
+            revision: a branch, tag or commit on the hub.
+        """
+        return LanguageModel.load(fetch_model(_as_path(name), revision), device)
 
     @staticmethod
     def load(path: str | Path, device: str | torch.device = "auto") -> LanguageModel:
