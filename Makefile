@@ -45,6 +45,7 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict --follow-imports silent --cache-dir .mypy_cache/client tests/typing/client.py
 
 benchmark: env
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[benchmark,fast]'

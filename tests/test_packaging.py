@@ -1,5 +1,6 @@
 """The files of the project beside its code."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -13,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_license_citation_and_changelog_agree_with_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["license"]["text"] == "Apache-2.0"
+    assert project["license"] == "Apache-2.0"
     license_text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in license_text and "Version 2.0" in license_text
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
@@ -29,3 +30,31 @@ def test_commands_to_install_work_as_printed(folder: str) -> None:
     path = ROOT / folder
     files = [path] if path.is_file() else [file for kind in ("*.py", "*.md", "*.j2") for file in path.rglob(kind)]
     assert files and not [file for file in files if "hmmlm[" in file.read_text(encoding="utf-8")]
+
+
+def test_the_workflow_uses_targets_and_files_that_exist() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    script = "\n".join(step.get("run", "") for job in jobs.values() for step in job["steps"])
+    makefile = (ROOT / "Makefile").read_text()
+    targets, files = re.findall(r"^make (\w+)", script, re.MULTILINE), re.findall(r"tests/[\w/]+\.py", script)
+    assert targets and all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+    assert files and all((ROOT / file).exists() for file in files)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"'\.\[(\w+)\]'", script)) <= set(extras)
+
+
+def test_plugins_name_what_exists() -> None:
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["lm_eval.models"]
+    for name, target in points.items():
+        module, value = target.split(":")
+        source = (ROOT / "src" / module.replace(".", "/")).with_suffix(".py").read_text()
+        assert f'@register_model("{name}")\nclass {value}(' in source
+
+
+def test_every_file_of_the_documentation_for_contributors_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert links and all((ROOT / link).exists() for link in links)
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"(?:^|`)make (\w+)", text, re.MULTILINE)
+    assert targets and all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)

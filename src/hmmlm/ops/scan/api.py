@@ -78,7 +78,7 @@ def _choose_recursions(parameters: Parameters, evidence: Evidence, products: tor
     reasons = {
         f"needs tensors on the CPU, not on {like.device}": like.device.type != "cpu",
         f"does not support products in {products}": products != like.dtype,
-        "needs the package numba, which is not installed (pip install 'hmmlm[fast]')": not installed("numba"),
+        "needs the package numba, which is not installed (pip install numba)": not installed("numba"),
     }
     for reason, applies in reasons.items():
         if applies:

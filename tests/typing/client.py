@@ -1,0 +1,32 @@
+"""A program of a user, checked by `mypy --strict` (make lint): the public names have types that help."""
+
+from pathlib import Path
+
+import torch
+
+import hmmlm
+
+hmm: hmmlm.HMM = hmmlm.HMM.from_probs([0.6, 0.4], [[0.7, 0.3], [0.2, 0.8]], [[0.5, 0.5], [0.1, 0.9]])
+tokens, lengths = hmmlm.padded([[0, 1, 1], [1]])
+score: torch.Tensor = hmm.log_likelihood(tokens, lengths)
+path, log_prob = hmm.viterbi([[0, 1]])
+states: list[int] = path[0].tolist()
+filtered: hmmlm.Filtered = hmm.filter(tokens, lengths)
+final: torch.Tensor = filtered.final
+counts: hmmlm.Counts = hmm.expected_counts(tokens, lengths)
+other: hmmlm.HMM = hmmlm.HMM.random(3, 5, seed=1)
+
+
+def use(folder: Path) -> list[str]:
+    lm: hmmlm.LanguageModel = hmmlm.load(folder, device="cpu")
+    perplexity: float = lm.perplexity(["a line"])
+    one: str = lm.generate("the", max_new_tokens=5)
+    several: list[str] = lm.generate("the", num=2)
+    words: list[list[tuple[str, float]]] = lm.infill("the ___")
+    guide, position = lm.guide(must=["a list"])
+    chance: float = guide.chance(position)
+    lm.save_pretrained(folder / "copy")
+    again = hmmlm.LanguageModel.from_pretrained("owner/name")
+    if perplexity > chance:
+        raise hmmlm.InputError(f"{words[0][0][0]} {again.hmm.states}")
+    return [one, *several]
