@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test browser fuzz torture lint env benchmark clean
+.PHONY: demo docs test browser fuzz torture lint env benchmark clean
 
 # torch is installed first and by its exact version: that is the release with a CPU build, and later
 # requirements are then satisfied by it.
@@ -47,9 +47,14 @@ lint: env
 	$(BIN)/mypy
 	$(BIN)/mypy --strict --follow-imports silent --cache-dir .mypy_cache/client tests/typing/client.py
 
+# The documentation site, in site/: open site/index.html, or `python -m http.server -d site` for its search.
+docs: env
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 benchmark: env
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[benchmark,fast]'
 	$(BIN)/python -m benchmarks.run
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .coverage
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .coverage

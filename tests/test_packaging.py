@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import hmmlm
 from hmmlm import __version__
 
 ROOT = Path(__file__).parent.parent
@@ -58,3 +59,15 @@ def test_every_file_of_the_documentation_for_contributors_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = re.findall(r"(?:^|`)make (\w+)", text, re.MULTILINE)
     assert targets and all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+def test_every_page_and_public_name_is_in_the_documentation() -> None:
+    """`make docs` checks the links and that the names of the reference exist."""
+    text = (ROOT / "mkdocs.yml").read_text()
+    docs = ROOT / "docs"
+    pages = {str(file.relative_to(docs)) for file in docs.rglob("*.md")}
+    listed = set(re.findall(r"[\w/]+\.md", text[text.index("\nnav:") :]))
+    assert pages | {"index.md", "changelog.md", "contributing.md"} == listed
+    reference = "".join(file.read_text() for file in (docs / "api").glob("*.md"))
+    missing = [name for name in hmmlm.__all__ if not re.search(rf"::: hmmlm\.[\w.]*\b{name}\b", reference)]
+    assert missing == ["__version__", "load"]  # `load` is a method of LanguageModel

@@ -50,7 +50,8 @@ def sample_particles(
 
     Args:
         input_ids: [1, T] the prompt.
-        guide, position: of `lm.guide` for the same prompt.
+        guide: of `lm.guide` for the same prompt.
+        position: of `lm.guide`, after the prompt.
         resample_below: particles are resampled when their effective number is below this share of `num`.
     """
     check_count("num", num, 1)
