@@ -233,6 +233,12 @@ def test_the_harness_runs_local_tasks(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found["hmmlm_perplexity"]["byte_perplexity,none"] == pytest.approx(math.exp(-log_prob / len(text)))
 
 
+def test_the_default_device_of_the_harness_needs_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    random_lm(WordTokenizer(WORDS)).save(tmp_path / "model")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert HarnessModel(str(tmp_path / "model"), device="cuda:0").device == torch.device("cpu")
+
+
 def test_the_module_is_the_command_of_the_harness() -> None:
     command = [sys.executable, "-m", "hmmlm.text.harness", "--help"]
     assert "--model" in subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout

@@ -60,6 +60,8 @@ class HarnessModel(LM):
         max_batch_size: int | None = None,
     ) -> None:
         super().__init__()
+        if device == "cuda:0":  # the harness's default, on machines without a GPU too
+            device = torch.device(device) if torch.cuda.is_available() else "auto"
         self.lm = pretrained if isinstance(pretrained, LanguageModel) else LanguageModel.load(pretrained, device)
         self._device, self.seed = self.lm.device, seed
         if self.lm.tokenizer.kind == "word":
