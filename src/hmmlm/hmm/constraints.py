@@ -99,7 +99,10 @@ class Guide:
         for r in range(1, length):
             mask = live[min(r, len(live) - 1)]
             before = self._ahead[-1]
-            step = Ahead(_rows_of(mask), self.hmm.push(edges.read(before, mask)))
+            read = edges.read(before, mask)
+            step = Ahead(
+                _rows_of(mask), self.hmm.push(read) if len(read) else read
+            )  # without rows, nothing is accepted
             self._ahead.append(step)
             if torch.equal(before.row_of, step.row_of) and _converged(before.log_probs, step.log_probs):
                 break

@@ -141,7 +141,7 @@ def exp(scores: Tensor) -> Tensor:
     Denormal numbers are a hundred times slower on CPUs.
     """
     lowest = math.log(FLOOR[scores.dtype])
-    if scores.is_cuda or bool(scores.amin() >= lowest):
+    if scores.is_cuda or not scores.numel() or bool(scores.amin() >= lowest):
         return scores.exp()
     return scores.clamp_min(lowest).exp_().masked_fill_(scores < lowest, 0.0)
 

@@ -117,7 +117,7 @@ class _BlockedScan(torch.autograd.Function):
         saved, size = iter(ctx.saved_tensors), len(Problem._fields)
         problem, result = Problem(*islice(saved, size)), BlockedForward(*islice(saved, len(BlockedForward._fields)))
         if ctx.words is None:
-            out = ctx.kernels.backward(problem, result, grads[0], None)
+            out = ctx.kernels.backward(problem, result, grads[0])
         else:
             steps, scored = Problem(*islice(saved, size)), BlockedForward(*saved)
             out = _backward_with_words(ctx.kernels, problem, result, steps, scored, ctx.words, grads[0], grads[3])
@@ -151,7 +151,7 @@ def _backward_with_words(
     adds f_i b_i / Σ f b − f_i to the expected count of state i at t − 1, which the backward pass carries further back.
     """
     each = (grad_score / shape[2])[:, None, None].expand(shape).reshape(-1)
-    own: Gradients = kernels.backward(steps, scored, each, None)
+    own: Gradients = kernels.backward(steps, scored, each)
     ahead = torch.where((steps.source >= 0) & ~scored.suspect[:, None], own.initial, 0.0)
     weighted = steps.initial * ahead
     change = weighted - steps.initial * weighted.sum(1, keepdim=True)

@@ -144,7 +144,7 @@ def forward(problem: Problem) -> BlockedForward:
     return BlockedForward(log_likelihood, filtered, predicted, suspect)
 
 
-def backward(problem: Problem, result: BlockedForward, grad: Tensor, extra: Tensor | None) -> Gradients:
+def backward(problem: Problem, result: BlockedForward, grad: Tensor, extra: Tensor | None = None) -> Gradients:
     """Compute expected counts weighted by `grad` [B]; suspect sequences contribute nothing.
 
     Args:

@@ -126,7 +126,7 @@ def _run_filter(
         log_likelihood = log_likelihood.index_copy(0, doubt, logsumexp(joint, 1).to(log_likelihood.dtype))
         final = final.index_copy(0, doubt, torch.softmax(joint, 1).nan_to_num(0.0).to(final.dtype))
     suspect = torch.zeros(tokens.shape[:1], dtype=torch.bool, device=tokens.device)
-    if tokens.is_cuda:
+    if tokens.is_cuda or capturing(tokens):
         # Outside a graph no sequence is suspect any more. The kernels run anyway: warm-up steps compile them.
         found = chain.unsort(recursions.suspicious(result))
         suspect = found if capturing(tokens) else suspect
