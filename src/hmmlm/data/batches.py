@@ -5,7 +5,9 @@ Every batch is a function of (seed, epoch, index) alone, so that a run can resum
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -56,6 +58,29 @@ class Batches(Protocol):
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of one epoch from index `start`, the same as those of a full iteration."""
+
+
+@dataclass(frozen=True)
+class ExtendedBatches(ABC):
+    """Batches of another source with something added to each."""
+
+    batches: Batches
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.batches.steps_per_epoch
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        return self.batches.tokens_per_epoch
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Yield the batches of one epoch from index `start`."""
+        return (self.extend(batch, epoch, i) for i, batch in enumerate(self.batches.epoch(epoch, start), start))
+
+    @abstractmethod
+    def extend(self, batch: Batch, epoch: int, index: int) -> Batch:
+        """Return batch `index` of an epoch with what is added."""
 
 
 class StreamBatches:

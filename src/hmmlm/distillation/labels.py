@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hmmlm.data.batches import Batch, Batches
+from hmmlm.data.batches import Batch, ExtendedBatches
 from hmmlm.data.files import exclusive
 from hmmlm.distillation.cache import LabelStore
 from hmmlm.distillation.kmeans import Clusters, Piece
@@ -73,22 +73,13 @@ class StoredLabels:
 
 
 @dataclass(frozen=True)
-class LabeledBatches:
+class LabeledBatches(ExtendedBatches):
     """Batches with labels."""
 
-    batches: Batches
     source: LabelSource
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.batches.steps_per_epoch
-
-    @property
-    def tokens_per_epoch(self) -> int:
-        return self.batches.tokens_per_epoch
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        return (batch._replace(labels=self.source.labels(batch)) for batch in self.batches.epoch(epoch, start))
+    def extend(self, batch: Batch, epoch: int, index: int) -> Batch:
+        return batch._replace(labels=self.source.labels(batch))
 
 
 def nearest_states(clusters: Clusters, points: Tensor, group: Tensor | None, tokens: Tensor) -> Tensor:

@@ -5,14 +5,13 @@ Averaged over the draws, the log-probability of these words is the cross-entropy
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from hmmlm.data.batches import Batch, Batches
+from hmmlm.data.batches import Batch, ExtendedBatches
 from hmmlm.errors import InputError
 
 NEXT_WORDS = "next_words.npy"
@@ -38,27 +37,17 @@ def open_next_words(path: Path, tokens: int, drawn: int, vocab_size: int) -> np.
 
 
 @dataclass(frozen=True)
-class NextWordBatches:
+class NextWordBatches(ExtendedBatches):
     """Batches with `samples` of the stored words at every position, a function of (seed, epoch, index) alone."""
 
-    batches: Batches
     words: np.ndarray  # [tokens, drawn]
     samples: int
     seed: int
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.batches.steps_per_epoch
-
-    @property
-    def tokens_per_epoch(self) -> int:
-        return self.batches.tokens_per_epoch
-
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        for index, batch in enumerate(self.batches.epoch(epoch, start), start):
-            assert batch.places is not None
-            places = batch.places.clamp(min=0).numpy()[:, :, None]
-            # Another stream than that of the batches, which use [seed, epoch].
-            generator = np.random.default_rng([self.seed, epoch, index])
-            column = generator.integers(self.words.shape[1], size=(*batch.tokens.shape, self.samples))
-            yield batch._replace(next_words=torch.from_numpy(self.words[places, column].astype(np.int64)))
+    def extend(self, batch: Batch, epoch: int, index: int) -> Batch:
+        assert batch.places is not None
+        places = batch.places.clamp(min=0).numpy()[:, :, None]
+        # Another stream than that of the batches, which use [seed, epoch].
+        generator = np.random.default_rng([self.seed, epoch, index])
+        column = generator.integers(self.words.shape[1], size=(*batch.tokens.shape, self.samples))
+        return batch._replace(next_words=torch.from_numpy(self.words[places, column].astype(np.int64)))

@@ -19,7 +19,7 @@ from hmmlm.learning.adamw import AdamW
 from hmmlm.learning.baum_welch import RunningCounts, maximize
 from hmmlm.learning.evaluate import Evaluation, carried, evaluate
 from hmmlm.learning.graph import GraphedStep
-from hmmlm.models.base import Model
+from hmmlm.models.base import FactoredBlockedModel, Model
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.scoring import perplexity
 
@@ -171,8 +171,11 @@ class AdamWLearner(HmmLearner):
         with self.fabric.autocast():
             if batch.labels is not None:  # the whole model: states are not dropped
                 result = self.model().joint_scan(batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
-            else:
+            elif batch.next_words is not None:
+                assert isinstance(self.model, FactoredBlockedModel)  # the configuration was validated
                 result = self.model.scan(batch.tokens, batch.lengths, carry, batch.restart, batch.next_words)
+            else:
+                result = self.model.scan(batch.tokens, batch.lengths, carry, batch.restart)
         objective = result.log_likelihood
         if result.next_word_score is not None:
             objective = torch.lerp(objective, result.next_word_score, self.next_word_weight)

@@ -50,7 +50,7 @@ class ModelConfig(Section, ABC):
 
     @property
     def predicts_next_words(self) -> bool:
-        """Whether `scan` of the model accepts `next_words`."""
+        """Whether the model is a `FactoredBlockedModel`, whose `scan` accepts next words."""
         return False
 
     @property
@@ -144,17 +144,9 @@ class Model(nn.Module, ABC):
         """Return the HMM, differentiable in the parameters of the module."""
 
     def scan(
-        self,
-        tokens: Tensor,
-        lengths: Tensor | None = None,
-        carry: Carry | None = None,
-        restart: Tensor | None = None,
-        next_words: Tensor | None = None,
+        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> Scan:
-        """Compute log p(x) [B] of a training batch and its carry; see `Primitives.scan`.
-
-        `next_words` [B, T, S] is for families with `predicts_next_words`; the others ignore it.
-        """
+        """Compute log p(x) [B] of a training batch and its carry; see `Primitives.scan`."""
         return self.drop_underflowed(self().scan(tokens, lengths, carry, restart_lost(restart, carry, tokens)))
 
     def drop_underflowed(self, result: Scan) -> Scan:

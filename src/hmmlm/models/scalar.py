@@ -105,12 +105,7 @@ class BlockedScalar(BlockedModel):
         )
 
     def scan(
-        self,
-        tokens: Tensor,
-        lengths: Tensor | None = None,
-        carry: Carry | None = None,
-        restart: Tensor | None = None,
-        next_words: Tensor | None = None,
+        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> Scan:
         """Compute the likelihood of a batch under a fresh sample of states.
 

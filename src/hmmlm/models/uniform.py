@@ -174,12 +174,7 @@ class UniformNeural(Model):
             return HMM(log_start, (u @ w.t()).log_softmax(1), log_emission)
 
     def scan(
-        self,
-        tokens: Tensor,
-        lengths: Tensor | None = None,
-        carry: Carry | None = None,
-        restart: Tensor | None = None,
-        next_words: Tensor | None = None,
+        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> Scan:
         """Compute the likelihood of a batch under a fresh sample of columns; nothing here waits for the device.
 
