@@ -208,7 +208,7 @@ def _new_folder(run: StudyRun, work: Path) -> Path:
 
 def _combine(run: StudyRun, combination: Combination, work: Path, on_gpu: bool) -> dict[str, Any]:
     """Train the parts of a combination that `work` does not have, combine them, and return the metrics."""
-    from hmmlm.cli.join import JoinArguments
+    from hmmlm.cli.combine import CombineArguments
     from hmmlm.cli.join import build as join
     from hmmlm.cli.mix import MixArguments
     from hmmlm.cli.mix import build as mix
@@ -227,7 +227,7 @@ def _combine(run: StudyRun, combination: Combination, work: Path, on_gpu: bool) 
     common: dict[str, Any] = {"models": tuple(folders), "out": work / "combined", "device": device}
     model: TextModel
     if combination.mixed == "sequence":
-        model, weights, _ = join(JoinArguments(**common))
+        model, weights, _ = join(CombineArguments(**common))
     else:
         model, _, _ = mix(MixArguments(**common, ngram=combination.ngram, cache=combination.cache))
         weights = model.weights.tolist()

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers.llama import tiny_llama
+from helpers.causal import tiny_llama
 from helpers.oracle import random_hmm
 
 from hmmlm import HMM, InputError, sample_particles

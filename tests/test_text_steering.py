@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.llama import tiny_llama
+from helpers.causal import tiny_llama
 from helpers.oracle import random_hmm
 from torch import Tensor
 

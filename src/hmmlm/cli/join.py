@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING
 
-from pydantic import AfterValidator, Field, field_validator
-from pydantic_settings import CliPositionalArg
-
-from hmmlm.cli.parse import Arguments, parse
+from hmmlm.cli.combine import CombineArguments
+from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
-from hmmlm.runs.folders import find_run, refuse_used
 
 if TYPE_CHECKING:
     from hmmlm.learning.prepare import Prepared
@@ -29,48 +25,20 @@ examples:
   hmmlm join runs/first runs/second --out models/both
   hmmlm join runs/first runs/second --weights .3,.7 --out models/both"""
 
-Weight = Annotated[float, Field(ge=0, le=1)]
-ModelPaths = Annotated[
-    CliPositionalArg[tuple[Annotated[Path, AfterValidator(find_run)], ...]],
-    Field(description="Saved models, or folders of training runs (their best models); at least two."),
-]
-
-
-class JoinArguments(Arguments):
-    models: ModelPaths
-    out: Path
-    """Folder of the new model."""
-    weights: tuple[Weight, ...] = ()
-    """Weights of the models, separated by commas, that sum to one; none: by EM."""
-    data: Path | None = None
-    """Folder of a run, or made by `hmmlm data`, with the text of the weights; None: that of the first run."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU if there is one."""
-
-    @field_validator("weights", mode="before")
-    @classmethod
-    def _split_at_commas(cls, values: list[str]) -> list[str]:
-        return [number for value in values for number in value.split(",")]
-
 
 def run(argv: list[str]) -> int:
-    arguments = parse(JoinArguments, argv, "join", DESCRIPTION)
+    arguments = parse(CombineArguments, argv, "join", DESCRIPTION)
 
-    refuse_used(arguments.out)
     if len(arguments.models) < 2:
         raise InputError("a union needs at least two models: give their folders")
-    given = arguments.weights
-    if given and len(given) != len(arguments.models):
-        raise InputError(f"--weights has {len(given)} numbers for {len(arguments.models)} models: give one for each")
-    if given and abs(sum(given) - 1) > 1e-6:
-        raise InputError(f"--weights sum to {sum(given):g}, not to one")
+    arguments.check(len(arguments.models), "models")
     joined, weights, perplexities = build(arguments)
     joined.save(arguments.out)
     _print(arguments, weights, perplexities, joined.hmm.states)
     return 0
 
 
-def build(arguments: JoinArguments) -> tuple[LanguageModel, list[float], list[float] | None]:
+def build(arguments: CombineArguments) -> tuple[LanguageModel, list[float], list[float] | None]:
     """Return the union, its weights, and the validation perplexities of the models and itself, if there is a text."""
     from hmmlm.cli.models import open_model, tokens_of_models
     from hmmlm.learning.prepare import reopen
@@ -103,7 +71,7 @@ def _fit(
     return weights, [perplexity(total, len(tokens)) for total in totals]
 
 
-def _print(arguments: JoinArguments, weights: list[float], perplexities: list[float] | None, states: int) -> None:
+def _print(arguments: CombineArguments, weights: list[float], perplexities: list[float] | None, states: int) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

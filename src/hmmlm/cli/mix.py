@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from hmmlm.cli.join import ModelPaths, Weight
-from hmmlm.cli.parse import Arguments, parse
+from hmmlm.cli.combine import CombineArguments
+from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
-from hmmlm.runs.folders import refuse_used
 from hmmlm.section import MAX_TOKENS
 
 if TYPE_CHECKING:
@@ -29,26 +27,11 @@ examples:
   hmmlm mix models/both --data runs/mine --ngram 5 --out models/mixture"""
 
 
-class MixArguments(Arguments):
-    models: ModelPaths
-    out: Path
-    """Folder of the new model."""
+class MixArguments(CombineArguments):
     ngram: Annotated[int, Field(ge=0, le=10)] = 0
     """Order of a Kneser-Ney n-gram of the training text; 0: none."""
     cache: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     """Number of the last words whose frequencies are a component; 0: none."""
-    weights: tuple[Weight, ...] = ()
-    """Weights of the models, then of the n-gram and the cache, separated by commas, that sum to one; none: by EM."""
-    data: Path | None = None
-    """Folder of a run, or made by `hmmlm data`, with the text that is counted and fitted; None: that of the first
-    run."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: a GPU if there is one."""
-
-    @field_validator("weights", mode="before")
-    @classmethod
-    def _split_at_commas(cls, values: list[str]) -> list[str]:
-        return [number for value in values for number in value.split(",")]
 
 
 def run(argv: list[str]) -> int:
@@ -56,14 +39,10 @@ def run(argv: list[str]) -> int:
 
     from hmmlm.text.scoring import perplexity
 
-    refuse_used(arguments.out)
     count = len(arguments.models) + bool(arguments.ngram) + bool(arguments.cache)
     if count < 2:
         raise InputError("a mixture needs at least two models: give more folders, --ngram N or --cache N")
-    if arguments.weights and len(arguments.weights) != count:
-        raise InputError(f"--weights has {len(arguments.weights)} numbers for {count} components: give one for each")
-    if arguments.weights and abs(sum(arguments.weights) - 1) > 1e-6:
-        raise InputError(f"--weights sum to {sum(arguments.weights):g}, not to one")
+    arguments.check(count, "components")
     mixture, scores, tokens = build(arguments)
     mixture.save(arguments.out)
     _print(arguments, mixture, [perplexity(score, tokens) for score in scores])

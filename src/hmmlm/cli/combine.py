@@ -1,0 +1,47 @@
+"""What the commands share that make one model of several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, field_validator
+from pydantic_settings import CliPositionalArg
+
+from hmmlm.cli.parse import Arguments
+from hmmlm.errors import InputError
+from hmmlm.runs.folders import find_run, refuse_used
+
+Weight = Annotated[float, Field(ge=0, le=1)]
+ModelPaths = Annotated[
+    CliPositionalArg[tuple[Annotated[Path, AfterValidator(find_run)], ...]],
+    Field(description="Saved models, or folders of training runs (their best models); at least two components."),
+]
+
+
+class CombineArguments(Arguments):
+    """Models, their weights, and the folder of the result."""
+
+    models: ModelPaths
+    out: Path
+    """Folder of the new model."""
+    weights: tuple[Weight, ...] = ()
+    """Weights of the models in this order, then of an n-gram and a cache if there are, separated by commas, that sum to
+    one; none: by EM."""
+    data: Path | None = None
+    """Folder of a run, or made by `hmmlm data`, whose text is counted and fitted; None: that of the first run."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: a GPU if there is one."""
+
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _split_at_commas(cls, values: list[str]) -> list[str]:
+        return [number for value in values for number in value.split(",")]
+
+    def check(self, count: int, what: str) -> None:
+        """Raise an InputError if the folder is in use, or if the weights are not those of `count` components."""
+        refuse_used(self.out)
+        if self.weights and len(self.weights) != count:
+            raise InputError(f"--weights has {len(self.weights)} numbers for {count} {what}: give one for each")
+        if self.weights and abs(sum(self.weights) - 1) > 1e-6:
+            raise InputError(f"--weights sum to {sum(self.weights):g}, not to one")
