@@ -140,7 +140,7 @@ def test_bad_tensors_of_a_blocked_model_are_refused(blocked: Path, name: str, ki
 
 
 def test_rows_of_a_large_transition_matrix_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hmmlm.hmm.blocked._VALIDATED_CELLS", 32)  # every second row
+    monkeypatch.setattr("hmmlm.hmm.checks._VALIDATED_CELLS", 32)  # every second row
     hmm = blocked_hmm()
     factors = hmm.tensors()
     hmm.validate()

@@ -8,7 +8,7 @@ from helpers.oracle import random_blocked_hmm, random_hmm
 
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, HiddenMarkovModel, UnionHMM
-from hmmlm.hmm import union as module
+from hmmlm.hmm.union_scan import Segments
 
 WORDS = 6
 
@@ -126,7 +126,7 @@ def test_nothing_of_the_size_of_all_transitions_is_made(union: UnionHMM, monkeyp
 def test_segments_cut_at_restarts() -> None:
     tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     restart = torch.tensor([[False, False, True, False], [True, False, False, True]])
-    cut = module.Segments.of(tokens, torch.tensor([4, 3]), restart)
+    cut = Segments.of(tokens, torch.tensor([4, 3]), restart)
     assert cut.tokens.tolist() == [[1, 2, -1], [3, 4, -1], [5, 6, 7]]
     assert cut.lengths is not None and cut.lengths.tolist() == [2, 2, 3]
     assert cut.row.tolist() == [0, 0, 1] and cut.last.tolist() == [1, 2]

@@ -21,6 +21,7 @@ from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel
 from hmmlm.text import generation
+from hmmlm.text.blanks import encode_blanks
 from hmmlm.text.control import load_control, save_control
 from hmmlm.text.generation import SamplingOptions, invert, sample_continuations
 from hmmlm.text.lm import LanguageModel, load
@@ -595,7 +596,10 @@ def test_blanks_of_a_subword_tokenizer_are_single_tokens() -> None:
         filled = lm.encode(re.sub("___", lambda _: next(given), text))  # noqa: B023
         whole = [tokenizer.encode(" " + word) for word in words]
         assert all(len(tokens) == 1 for tokens in whole)  # each is one token
-        assert [-1 if [token] in whole else token for token in filled] == [*lm._encode_blanks(text), tokenizer.eos_id]
+        assert [-1 if [token] in whole else token for token in filled] == [
+            *encode_blanks(tokenizer, text),
+            tokenizer.eos_id,
+        ]
     (best,) = lm.infill("the ___ returns", top=3)
     assert len(best) == 3 and sum(p for _, p in best) < 1
     shown = dict(lm.infill("the ___ returns", top=tokenizer.vocab_size)[0])

@@ -1,6 +1,5 @@
 """An HMM for very many states: each emits the words of one block, and the transition matrix is factored."""
 
-import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -11,26 +10,19 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.device import total_memory
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import (
-    check_distributions,
-    check_finite,
-    check_log_state,
-    check_parameters,
-    check_totals,
-    check_words,
-)
+from hmmlm.hmm.blocked_counts import count_expected
+from hmmlm.hmm.checks import check_factors, check_log_state, check_parameters, check_words
 from hmmlm.hmm.dense import HMM, log_group_sums
+from hmmlm.hmm.lattice import Lattice
 from hmmlm.hmm.logmatrix import LogMatrix, LogTiles, least_sum
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
-from hmmlm.hmm.queries import HiddenMarkovModel, Lattice
+from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.hmm.tilestore import TileStore
 from hmmlm.hmm.word_products import WordProducts
 from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
 from hmmlm.ops.common import NEG_INF, exp, logsumexp
 
 _CELLS = 2**24  # largest piece of the transition matrix computed at once
-_VALIDATED_CELLS = 2**28  # products for the rows of the transition matrix that `validate` computes
-_NORMALIZER_TOLERANCE = 0.01  # of normalizers from TF32 products of large factors
 _STORED_SHARE = 1 / 8  # of the memory of the machine, for tiles that queries on a CPU keep
 _TABLE_CELLS = 2**22  # up to this size the whole transition matrix is computed once and kept
 
@@ -100,37 +92,7 @@ class BlockedHMM(HiddenMarkovModel):
             raise InputError(f"block_of_word must be between 0 and {states // k - 1}, the number of blocks minus one")
 
     def validate(self) -> None:
-        """Raise an InputError that names the first tensor with a distribution that does not sum to one.
-
-        Of a transition matrix so large that this would take longer than reading the model, rows spread over all states;
-        the normalizers of the others must be within bounds, which any wrong number leaves that is wrong by far.
-        """
-        factors, k = Factors(*(value.detach() for value in self.factors)), self.states_per_block
-        for name in ("u", "w", "log_normalizer"):
-            check_finite(getattr(factors, name), name)
-        check_distributions(factors.log_start, "log_start")
-        tolerance = 1e-4 if self.dtype == torch.float32 else 1e-6
-        totals = factors.log_emission.new_zeros(self.blocks, k)
-        totals.index_add_(0, factors.block_of_word, factors.log_emission.clamp(min=-80).exp_())
-        check_totals(totals.flatten(), tolerance, lambda state: f"log_emission of state {state}")
-        # Jensen's inequality from below, Cauchy and Schwarz's from above.
-        least, most = factors.u @ factors.w.mean(0), factors.u.norm(dim=1) * factors.w.norm(dim=1).max()
-        slack = _NORMALIZER_TOLERANCE + 1e-4 * most
-        least, most = least + math.log(self.states) - slack, most + math.log(self.states) + slack
-        outside = (~((least <= factors.log_normalizer) & (factors.log_normalizer <= most))).nonzero().flatten().tolist()
-        if outside:
-            found, low, high = (float(values[outside[0]]) for values in (factors.log_normalizer, least, most))
-            raise InputError(
-                f"log_normalizer of state {outside[0]} is {found:.4g}, but u and w allow {low:.4g} to {high:.4g}: "
-                "normalize it first"
-            )
-        stride = max(1, self.states * factors.w.numel() // _VALIDATED_CELLS)
-        scores = factors.u[::stride] @ factors.w.t() - factors.log_normalizer[::stride, None]
-        check_totals(
-            scores.exp_().sum(1),
-            _NORMALIZER_TOLERANCE,
-            lambda row: f"the transition from state {row * stride} by u, w and log_normalizer",
-        )
+        check_factors(Factors(*(value.detach() for value in self.factors)))
 
     @property
     def states(self) -> int:
@@ -247,7 +209,7 @@ class BlockedHMM(HiddenMarkovModel):
         peak = torch.where(peak == NEG_INF, 0.0, peak)
         return peak, exp(self.factors.log_emission - peak[:, None])
 
-    def _tiles(self, sources: Tensor, targets: Tensor) -> Tensor:
+    def tiles(self, sources: Tensor, targets: Tensor) -> Tensor:
         """Return log A [n, k, k] between pairs of blocks [n]."""
         if self._table is not None:
             return self._table[sources, targets]
@@ -255,12 +217,12 @@ class BlockedHMM(HiddenMarkovModel):
         u, w = factors.u.view(shape)[sources], factors.w.view(shape)[targets]
         return u @ w.transpose(1, 2) - factors.log_normalizer.view(shape[:2])[sources][:, :, None]
 
-    def _span(self, block: int) -> slice:
+    def span(self, block: int) -> slice:
         """Return the states of a block, or all states (−1)."""
         k = self.states_per_block
         return slice(0, self.states) if block < 0 else slice(block * k, (block + 1) * k)
 
-    def _pieces(self, source: slice, target: slice) -> Iterator[tuple[slice, Tensor]]:
+    def pieces(self, source: slice, target: slice) -> Iterator[tuple[slice, Tensor]]:
         """Yield pieces of `target`, relative to its start, with log A from all of `source` into them."""
         factors, size = self.factors, max(1, _CELLS // (source.stop - source.start))
         for first in range(target.start, target.stop, size):
@@ -291,13 +253,13 @@ class BlockedHMM(HiddenMarkovModel):
         if groups is None:
             size = max(1, _CELLS // self.states_per_block**2)
             parts = zip(values.split(size), source.blocks.split(size), target.blocks.split(size), strict=True)
-            return torch.cat([reduce(part, self._tiles(a, c)) for part, a, c in parts])
+            return torch.cat([reduce(part, self.tiles(a, c)) for part, a, c in parts])
         results = []
         for rows, a, c in groups:
             own = values[rows]
             if own.shape[1] == self.states:
-                own = own[:, self._span(a)]
-            results.append(torch.cat([reduce(own, tile) for _, tile in self._pieces(self._span(a), self._span(c))], 1))
+                own = own[:, self.span(a)]
+            results.append(torch.cat([reduce(own, tile) for _, tile in self.pieces(self.span(a), self.span(c))], 1))
         return self._assemble(groups, results, [c for _, _, c in groups], target)
 
     def _assemble(
@@ -308,7 +270,7 @@ class BlockedHMM(HiddenMarkovModel):
         if support is None or support.wide:
             padded = []
             for block, values in zip(blocks, results, strict=True):
-                span = self._span(block)
+                span = self.span(block)
                 padded.append(torch.nn.functional.pad(values, (span.start, self.states - span.stop), value=NEG_INF))
             results = padded
         return torch.cat(results)[order]
@@ -374,8 +336,8 @@ class BlockedHMM(HiddenMarkovModel):
 
     def _tile(self, source: int, target: int) -> Tensor:
         """Return log A [k, k] from one block to another."""
-        rows, factors = self._span(source), self.factors
-        return torch.addmm(-factors.log_normalizer[rows, None], factors.u[rows], factors.w[self._span(target)].t())
+        rows, factors = self.span(source), self.factors
+        return torch.addmm(-factors.log_normalizer[rows, None], factors.u[rows], factors.w[self.span(target)].t())
 
     def _log_product(self, values: Tensor, tiles: Tensor) -> Tensor:
         if tiles.dim() == 2 and not torch.is_grad_enabled():
@@ -395,14 +357,14 @@ class BlockedHMM(HiddenMarkovModel):
         if groups is None:
             size = max(1, _CELLS // self.states_per_block**2)
             parts = zip(log_values.split(size), source.blocks.split(size), target.blocks.split(size), strict=True)
-            return torch.cat([logsumexp(self._tiles(a, c) + part[:, None, :], 2) for part, a, c in parts])
+            return torch.cat([logsumexp(self.tiles(a, c) + part[:, None, :], 2) for part, a, c in parts])
         results = []
         for rows, a, c in groups:
             own = log_values[rows]
             if own.shape[1] == self.states:
-                own = own[:, self._span(c)]
+                own = own[:, self.span(c)]
             total = torch.full_like(own[:, :1], NEG_INF)
-            for part, tile in self._pieces(self._span(a), self._span(c)):
+            for part, tile in self.pieces(self.span(a), self.span(c)):
                 total = torch.logaddexp(total, LogMatrix(tile.t()).product(own[:, part]))
             results.append(total)
         return self._assemble(groups, results, [a for _, a, _ in groups], source)
@@ -506,86 +468,7 @@ class BlockedHMM(HiddenMarkovModel):
     def _expected_counts(self, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Counts:
         model = self.detach()
         lattice = model._forward(model._batch(tokens, lengths))
-        messages, log_likelihood = model._messages(lattice), lattice.log_likelihood()
-        weight = torch.ones_like(log_likelihood) if weights is None else weights[lattice.batch.order].double()
-        log_likelihood = torch.where(weight > 0, weight * log_likelihood, 0.0)
-        weight = torch.where(log_likelihood > NEG_INF, weight, 0.0).to(self.dtype)
-        marginals = [
-            torch.where(weight[: len(f), None] > 0, weight[: len(f), None] * (f + m).exp(), 0.0)
-            for f, m in zip(lattice.log_filtered, messages, strict=True)
-        ]
-        emitted = list[tuple[Tensor, Tensor]]()  # (flat indices, counts)
-        for t, marginal in enumerate(marginals):
-            rows, support = len(marginal), lattice.supports[t]
-            tokens_here = lattice.batch.tokens[:rows, t]
-            known = tokens_here >= 0
-            states = model.state_ids(support, torch.arange(marginal.shape[1], device=self.device)[:, None]).t()
-            flat = states.expand_as(marginal) * self.vocab_size + tokens_here[:, None]
-            emitted.append((flat[known].flatten(), marginal[known].flatten()))
-        moved = list(model._transition_counts(lattice, messages, weight))
-        return Counts(
-            model.spread(marginals[0], lattice.supports[0], 0.0).sum(0),
-            self._sparse(moved, self.states),
-            self._sparse(emitted, self.vocab_size),
-            log_likelihood.sum().to(self.dtype),
-        )
-
-    def _transition_counts(
-        self, lattice: Lattice, messages: list[Tensor], weight: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the expected transitions of sequences of weight [B] above 0: flat indices into [Z, Z] and counts."""
-        possible = weight > 0
-        k, in_block = self.states_per_block, torch.arange(self.states_per_block, device=self.device)
-        steps = []  # filtered before, ahead, and their supports
-        for t in range(1, len(messages)):
-            rows, ahead = len(messages[t]), lattice.scores[t] + messages[t]
-            source = lattice.supports[t - 1].rows(slice(0, rows))
-            steps.append((lattice.log_filtered[t - 1][:rows], ahead, source, lattice.supports[t]))
-        pairs = [source.blocks * self.blocks + target.blocks for _, _, source, target in steps]
-        inside = [(source.blocks >= 0) & (target.blocks >= 0) for _, _, source, target in steps]
-        some = [pair[here & possible[: len(pair)]] for pair, here in zip(pairs, inside, strict=True)]
-        known = torch.cat([*some, self.all_states[:0]]).unique()
-        totals = torch.zeros(len(known), k, k, dtype=self.dtype, device=self.device)
-        for (before, ahead, source, target), pair, here in zip(steps, pairs, inside, strict=True):
-            for rows in (here & possible[: len(here)]).nonzero().squeeze(1).split(max(1, _CELLS // k**2)):
-                scores = self._in_block(before, source, rows)[:, :, None] + self._in_block(ahead, target, rows)[:, None]
-                scores += self._tiles(source.blocks[rows], target.blocks[rows])
-                counts = scores.flatten(1).softmax(1).view_as(scores)
-                totals.index_add_(0, torch.searchsorted(known, pair[rows]), counts * weight[rows][:, None, None])
-            for row in (~here & possible[: len(here)]).nonzero().flatten().tolist():  # a missing token: all states
-                index, counts = self._wide_counts(before[row], ahead[row], source, target, row)
-                yield index, counts * weight[row]
-        origins, targets = known // self.blocks, known % self.blocks
-        flat = (origins[:, None] * k + in_block)[:, :, None] * self.states + (targets[:, None] * k + in_block)[:, None]
-        yield flat.flatten(), totals.flatten()
-
-    def _wide_counts(
-        self, before: Tensor, ahead: Tensor, source: BlockSupport, target: BlockSupport, row: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the expected transitions of one row of a step, from or to all states."""
-        first, second = (self._span(int(support.blocks[row])) for support in (source, target))
-        before, ahead = before[first] if source.wide else before, ahead[second] if target.wide else ahead
-        pieces = self._pieces(first, second)
-        scores = torch.cat([before[:, None] + tile + ahead[part] for part, tile in pieces], 1)
-        flat = self.all_states[first][:, None] * self.states + self.all_states[second]
-        return flat.flatten(), scores.flatten().softmax(0)
-
-    def _in_block(self, values: Tensor, support: BlockSupport, rows: Tensor) -> Tensor:
-        """Return the values [n, k] of rows [n] that are in one block each."""
-        if not support.wide:
-            return values[rows]
-        return values[rows].unflatten(1, (self.blocks, -1))[torch.arange(len(rows)), support.blocks[rows]]
-
-    def _sparse(self, entries: list[tuple[Tensor, Tensor]], columns: int) -> Tensor:
-        """Return a sparse [Z, columns] tensor of flat indices and values, duplicates added up."""
-        none = (
-            torch.empty(0, dtype=torch.long, device=self.device),
-            torch.empty(0, dtype=self.dtype, device=self.device),
-        )
-        flat, values = (torch.cat(column) for column in zip(none, *entries, strict=True))
-        index = torch.stack([flat // columns, flat % columns])
-        with torch.sparse.check_sparse_tensor_invariants():
-            return torch.sparse_coo_tensor(index, values, (self.states, columns)).coalesce()
+        return count_expected(model, lattice, model._messages(lattice), weights)
 
 
 def last_tokens(tokens: Tensor, lengths: Tensor | None) -> Tensor:

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
+from hmmlm.ops.blocked_scan import Factors
 
 _PIECE = 2**17  # elements of a distribution that are summed at once
 ArrayLike = Tensor | np.ndarray | Sequence[Any]
+_VALIDATED_CELLS = 2**28  # products for the rows of a transition matrix that `check_factors` computes
+_NORMALIZER_TOLERANCE = 0.01  # of normalizers from TF32 products of large factors
 
 
 def as_tensor(values: ArrayLike, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -218,3 +221,37 @@ def check_words(tokens: Tensor, vocab_size: int) -> None:
 
 def row_name(values: Tensor, row: int) -> str:
     return f" row {row}" if values.dim() == 2 else ""
+
+
+def check_factors(factors: Factors) -> None:
+    """Raise an InputError that names the first tensor of a blocked HMM with a distribution that does not sum to one.
+
+    Of a transition matrix so large that this would take longer than reading the model, rows spread over all states;
+    the normalizers of the others must be within bounds, which any wrong number leaves that is wrong by far.
+    """
+    states, k = len(factors.log_start), factors.log_emission.shape[1]
+    for name in ("u", "w", "log_normalizer"):
+        check_finite(getattr(factors, name), name)
+    check_distributions(factors.log_start, "log_start")
+    tolerance = 1e-4 if factors.u.dtype == torch.float32 else 1e-6
+    totals = factors.log_emission.new_zeros(states // k, k)
+    totals.index_add_(0, factors.block_of_word, factors.log_emission.clamp(min=-80).exp_())
+    check_totals(totals.flatten(), tolerance, lambda state: f"log_emission of state {state}")
+    # Jensen's inequality from below, Cauchy and Schwarz's from above.
+    least, most = factors.u @ factors.w.mean(0), factors.u.norm(dim=1) * factors.w.norm(dim=1).max()
+    slack = _NORMALIZER_TOLERANCE + 1e-4 * most
+    least, most = least + math.log(states) - slack, most + math.log(states) + slack
+    outside = (~((least <= factors.log_normalizer) & (factors.log_normalizer <= most))).nonzero().flatten().tolist()
+    if outside:
+        found, low, high = (float(values[outside[0]]) for values in (factors.log_normalizer, least, most))
+        raise InputError(
+            f"log_normalizer of state {outside[0]} is {found:.4g}, but u and w allow {low:.4g} to {high:.4g}: "
+            "normalize it first"
+        )
+    stride = max(1, states * factors.w.numel() // _VALIDATED_CELLS)
+    scores = factors.u[::stride] @ factors.w.t() - factors.log_normalizer[::stride, None]
+    check_totals(
+        scores.exp_().sum(1),
+        _NORMALIZER_TOLERANCE,
+        lambda row: f"the transition from state {row * stride} by u, w and log_normalizer",
+    )

@@ -21,10 +21,11 @@ from hmmlm.hmm.checks import (
     check_words,
 )
 from hmmlm.hmm.em import maximize_rows
+from hmmlm.hmm.lattice import Lattice, SortedBatch
 from hmmlm.hmm.logmatrix import LogMatrix
 from hmmlm.hmm.products import Observations, filter_products, message_products
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
-from hmmlm.hmm.queries import HiddenMarkovModel, Lattice, SortedBatch
+from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.ops.common import NEG_INF, Impl, logsumexp
 from hmmlm.ops.scan import Evidence, Parameters, loops_pay, scan
 from hmmlm.ops.scan.scaled import distinct

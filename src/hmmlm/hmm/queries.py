@@ -6,11 +6,10 @@ are the standard ones. Batches are sorted by length, so that step t processes th
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import (
@@ -22,6 +21,7 @@ from hmmlm.hmm.checks import (
     check_log_state,
     check_tokens,
 )
+from hmmlm.hmm.lattice import Lattice, SortedBatch, add_first, endings, first_rows, some_rows
 from hmmlm.hmm.protocol import Carry, Counts, Filtered, Primitives, Scan, Support
 from hmmlm.ops.common import NEG_INF, logsumexp
 
@@ -30,35 +30,6 @@ _SAMPLED = 10**8  # most tokens of a sample: a few gigabytes
 _WINDOW_CELLS = 2**25  # tokens × states of a window of queries that need no more than one at a time
 _WINDOW_STEPS = 2**13
 _STEPS_PER_SHIFT = 16  # of Viterbi, between two subtractions of the largest score
-
-
-class SortedBatch(NamedTuple):
-    """Token sequences, longest first: step t processes the first `active[t]` rows."""
-
-    tokens: Tensor  # [B, T]; −1 beyond a sequence's length
-    active: list[int]  # of every step with any row
-    missing: list[bool]  # whether some active row has a missing token at step t
-    order: Tensor  # [B] the original index of each row
-
-    def unsort(self, values: Tensor, dim: int = 0) -> Tensor:
-        """Return rows along `dim` in their original order."""
-        return values.index_select(dim, self.order.argsort())
-
-
-class Lattice(NamedTuple):
-    """The forward recursion: one entry per step, over the active rows and their supports."""
-
-    batch: SortedBatch
-    supports: list[Support]
-    scores: list[Tensor]  # [n, K] log p(x_t | z)
-    log_filtered: list[Tensor]  # [n, K] log p(z_t | x_1..t)
-    log_scales: list[Tensor]  # [n] log p(x_t | x_1..t−1)
-    stacked: Any = None  # what a kind of HMM that computed all steps at once keeps of them
-
-    def log_likelihood(self) -> Tensor:
-        """Return log p(x) [B] in float64, rows in the order of the batch; zero gradient for impossible sequences."""
-        total = pad_sequence(self.log_scales, batch_first=True).sum(0, dtype=torch.float64)
-        return torch.where(total.detach() == NEG_INF, NEG_INF, total)
 
 
 class HiddenMarkovModel(Primitives):
@@ -138,7 +109,7 @@ class HiddenMarkovModel(Primitives):
         for t, (support, scores) in enumerate(self._observations(batch, log_missing)):
             rows = len(scores)
             if t:
-                predicted = self.pull(lattice.log_filtered[-1][:rows], _first(lattice.supports[-1], rows), support)
+                predicted = self.pull(lattice.log_filtered[-1][:rows], first_rows(lattice.supports[-1], rows), support)
             elif log_initial is not None:
                 predicted = self.pull(log_initial, None, support)
             else:
@@ -174,7 +145,7 @@ class HiddenMarkovModel(Primitives):
             if messages:
                 ahead = lattice.scores[t + 1] + messages[-1]
                 rows = len(ahead)
-                moved = self.push(ahead, _first(lattice.supports[t], rows), lattice.supports[t + 1])
+                moved = self.push(ahead, first_rows(lattice.supports[t], rows), lattice.supports[t + 1])
                 # Normalized at every step, so that rounding errors do not add up over a long sequence.
                 moved = moved - logsumexp(lattice.log_filtered[t][:rows] + moved, 1)[:, None]
                 message = torch.cat([moved, message[rows:]])
@@ -278,7 +249,7 @@ class HiddenMarkovModel(Primitives):
         for t, (support, scores) in enumerate(model._observations(batch)):
             rows = len(scores)
             if t:
-                best = model.pull_max(kept[-1][:rows], _first(supports[-1], rows), support) + scores
+                best = model.pull_max(kept[-1][:rows], first_rows(supports[-1], rows), support) + scores
             else:
                 best = model.restrict(model.log_start_scores().expand(rows, -1), support) + scores
             if t % _STEPS_PER_SHIFT == 0:  # float32 then suffices for any length
@@ -287,7 +258,7 @@ class HiddenMarkovModel(Primitives):
                 best = best - peak[:, None]
             supports.append(support)
             kept.append(best)
-        for t, ending in _endings(batch):
+        for t, ending in endings(batch):
             log_prob[ending] += kept[t][ending].amax(1)
         if bool((log_prob == NEG_INF).any()):
             self._possible(tokens, lengths)  # names the impossible token
@@ -295,7 +266,7 @@ class HiddenMarkovModel(Primitives):
         for t in reversed(range(len(kept))):
             best, support, rows = kept[t], supports[t], len(states)
             if rows:
-                best = _add_first(best, model.transitions_into(_first(support, rows), states))
+                best = add_first(best, model.transitions_into(first_rows(support, rows), states))
             states = model.state_ids(support, best.argmax(1))
             path[: len(states), t] = states
         return batch.unsort(path), batch.unsort(log_prob).to(self.dtype)
@@ -339,7 +310,7 @@ class HiddenMarkovModel(Primitives):
             scores, support = lattice.log_filtered[t].expand(num, -1, -1), lattice.supports[t]
             rows = len(lattice.supports) > t + 1 and len(lattice.log_filtered[t + 1])
             if rows:
-                into = model.transitions_into(_first(support, rows), paths[:, :rows, t + 1])
+                into = model.transitions_into(first_rows(support, rows), paths[:, :rows, t + 1])
                 scores = torch.cat([scores[:, :rows] + into, scores[:, rows:]], 1)
             paths[:, : scores.shape[1], t] = model.state_ids(support, draw(scores, generator))
         return batch.unsort(paths, 1)
@@ -349,8 +320,8 @@ class HiddenMarkovModel(Primitives):
         """Compute log p(next token | tokens) [B, V]."""
         lattice, model = self._possible(tokens, lengths), self.detach()
         result = torch.empty(len(lattice.batch.tokens), self.vocab_size, dtype=self.dtype, device=self.device)
-        for t, ending in _endings(lattice.batch):
-            source = _rows(lattice.supports[t], ending)
+        for t, ending in endings(lattice.batch):
+            source = some_rows(lattice.supports[t], ending)
             result[ending] = model.predict(lattice.log_filtered[t][ending], source)
         return lattice.batch.unsort(result)
 
@@ -363,12 +334,12 @@ class HiddenMarkovModel(Primitives):
         lattice, model = self._possible(tokens, lengths), self.detach()
         messages = self._messages(lattice)
         total = torch.zeros(len(lattice.batch.tokens), dtype=torch.float64, device=self.device)
-        for t, ending in _endings(lattice.batch):
+        for t, ending in endings(lattice.batch):
             last = lattice.log_filtered[t][ending].exp()
             total[ending] -= torch.xlogy(last, last).sum(1)
         for t in range(1, len(messages)):
             rows = len(messages[t])
-            source = _first(lattice.supports[t - 1], rows)
+            source = first_rows(lattice.supports[t - 1], rows)
             conditional = model.origin_entropy(lattice.log_filtered[t - 1][:rows], source, lattice.supports[t])
             total[:rows] += (conditional * (lattice.log_filtered[t] + messages[t]).exp()).sum(1)
         return lattice.batch.unsort(total).to(self.dtype)
@@ -426,11 +397,11 @@ class HiddenMarkovModel(Primitives):
         model, rows = self.detach(), len(lattice.scores[t])
         around = model.log_start_scores().expand(rows, -1)
         if t:
-            source = _first(lattice.supports[t - 1], rows)
+            source = first_rows(lattice.supports[t - 1], rows)
             around = model.pull(lattice.log_filtered[t - 1][:rows], source, None)
         if t + 1 < len(messages):
             ahead = model.push(lattice.scores[t + 1] + messages[t + 1], None, lattice.supports[t + 1])
-            around = _add_first(around, ahead)
+            around = add_first(around, ahead)
         return around.log_softmax(1)
 
     def joint_scan(
@@ -493,28 +464,3 @@ def draw(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:
 def _finite(log_total: Tensor) -> Tensor:
     """Return log totals with −inf replaced by the lowest finite number: −inf minus it is −inf, not NaN."""
     return log_total.clamp_min(torch.finfo(log_total.dtype).min)
-
-
-def _add_first(values: Tensor, added: Tensor) -> Tensor:
-    """Return values [n, K] with `added` [m, K], m ≤ n, added to the first rows."""
-    rows = len(added)
-    return values + added if rows == len(values) else torch.cat([values[:rows] + added, values[rows:]])
-
-
-def _first(support: Support, rows: int) -> Support:
-    """Return the support of the first rows."""
-    return _rows(support, slice(0, rows))
-
-
-def _rows(support: Support, rows: slice) -> Support:
-    return None if support is None else support.rows(rows)
-
-
-def _endings(batch: SortedBatch) -> list[tuple[int, slice]]:
-    """Return the steps at which sequences end, and the rows that end there."""
-    following = [*batch.active[1:], 0]
-    return [
-        (t, slice(after, rows))
-        for t, (rows, after) in enumerate(zip(batch.active, following, strict=True))
-        if after < rows
-    ]

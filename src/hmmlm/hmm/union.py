@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from hmmlm.hmm.checks import check_distributions, check_parameters
 from hmmlm.hmm.dense import HMM
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
 from hmmlm.hmm.queries import HiddenMarkovModel
+from hmmlm.hmm.union_scan import first_states, join_carries, scan_components, split_carry
 from hmmlm.ops.common import NEG_INF, logsumexp
 
 COMPONENTS: dict[str, type[HMM] | type[BlockedHMM]] = {"dense": HMM, "blocked": BlockedHMM}
@@ -31,35 +32,6 @@ class UnionSupport(NamedTuple):
 
     def rows(self, rows: slice) -> UnionSupport:
         return UnionSupport(tuple(None if part is None else part.rows(rows) for part in self.parts), self.widths)
-
-
-class Segments(NamedTuple):
-    """The stretches of a batch between restarts, as sequences of their own."""
-
-    tokens: Tensor  # [S, T'] −1 beyond a length
-    lengths: Tensor | None  # [S]
-    row: Tensor  # [S] the sequence of the batch that each belongs to
-    restart: Tensor | None  # [S, T'] bool, True only at position 0; None: nowhere
-    last: Tensor  # [B] the last segment of each sequence
-
-    @classmethod
-    def of(cls, tokens: Tensor, lengths: Tensor | None, restart: Tensor | None) -> Segments:
-        rows, steps = tokens.shape
-        every = torch.arange(rows, device=tokens.device)
-        first = None if restart is None else restart & (torch.arange(steps, device=tokens.device) == 0)
-        if restart is None or not bool(restart[:, 1:].any()):
-            return cls(tokens, lengths, every, first, every)
-        place = torch.arange(steps, device=tokens.device)
-        ends = torch.full_like(every, steps) if lengths is None else lengths
-        begins = (restart | (place == 0)) & (place < ends[:, None])
-        row, start = begins.nonzero(as_tuple=True)
-        last = torch.cat([row[1:] != row[:-1], torch.ones_like(row[:1], dtype=torch.bool)])
-        sizes = torch.where(last, ends[row], start.roll(-1)) - start
-        inside = torch.arange(int(sizes.max()), device=tokens.device)
-        cut = tokens[row[:, None], (start[:, None] + inside).clamp(max=steps - 1)]
-        again = torch.zeros_like(cut, dtype=torch.bool)
-        again[:, 0] = restart[row, start]
-        return cls(cut.masked_fill(inside >= sizes[:, None], -1), sizes, row, again, last.nonzero().squeeze(1))
 
 
 class UnionHMM(HiddenMarkovModel):
@@ -195,7 +167,7 @@ class UnionHMM(HiddenMarkovModel):
 
     def _spans(self) -> Iterator[slice]:
         """Yield the states of each component."""
-        for first, size in zip(_starts(self.sizes), self.sizes, strict=True):
+        for first, size in zip(first_states(self.sizes), self.sizes, strict=True):
             yield slice(first, first + size)
 
     def _inside(self, states: Tensor) -> Iterator[tuple[HiddenMarkovModel, Tensor, Tensor]]:
@@ -219,7 +191,7 @@ class UnionHMM(HiddenMarkovModel):
         """Compute log p(component, x) [K, B]."""
         given = None
         if initial is not None:
-            given = _split_carry(Carry(initial), torch.arange(len(tokens), device=self.device), self.sizes, self.dtype)
+            given = split_carry(Carry(initial), torch.arange(len(tokens), device=self.device), self.sizes, self.dtype)
         rows = []
         for k, component in enumerate(self.components):
             log_weight, own = (self.log_weights[k], None) if given is None else given[k]
@@ -362,80 +334,7 @@ class UnionHMM(HiddenMarkovModel):
         for component, inside, own in self._inside(states):
             carries.append(component.carry_at(own))
             weights.append(inside.double())
-        return _join_carries(carries, torch.stack(weights), self.sizes)
-
-
-class Scanner(Protocol):
-    """An HMM, or a module that makes one: what a union can be scanned over."""
-
-    def scan(
-        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
-    ) -> Scan: ...
-
-
-def scan_components(
-    components: Sequence[Scanner],
-    sizes: Sequence[int],
-    log_weights: Tensor,
-    tokens: Tensor,
-    lengths: Tensor | None,
-    carry: Carry | None,
-    restart: Tensor | None,
-) -> Scan:
-    """Scan a union of components with `sizes` [K] states and log_weights [K]; see `Primitives.scan`.
-
-    A restart chooses a component again, so that each stretch between two restarts is a sequence of its own.
-    """
-    cut = Segments.of(tokens, lengths, restart)
-    given = None if carry is None else _split_carry(carry, cut.row, sizes, log_weights.dtype)
-    results = []
-    for k, component in enumerate(components):
-        log_weight, own = log_weights[k], None
-        if given is not None:
-            log_mass, own = given[k]
-            log_weight = log_mass if cut.restart is None else torch.where(cut.restart[:, 0], log_weight, log_mass)
-        result = component.scan(cut.tokens, cut.lengths, own, cut.restart)
-        results.append((result, log_weight + result.log_likelihood))
-    log_joint = torch.stack([joint for _, joint in results])
-    total = log_joint.new_zeros(len(tokens)).index_add(0, cut.row, logsumexp(log_joint, 0))
-    total = torch.where(total.detach() == NEG_INF, NEG_INF, total)  # impossible: no gradient of other segments
-    final = log_joint.detach()[:, cut.last].double().softmax(0).nan_to_num(0.0)  # [K, B]
-    carries = [Carry(result.carry.probs[cut.last], result.carry.states) for result, _ in results]
-    carries = [c if c.states is None else Carry(c.probs, c.states[cut.last]) for c in carries]
-    return Scan(total, _join_carries(carries, final, sizes))
-
-
-def _split_carry(carry: Carry, row: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> list[tuple[Tensor, Carry]]:
-    """Return the log-mass [S] of each component in a carry, and its carry given the component, for `row` [S]."""
-    widths, starts = list(sizes), _starts(sizes)
-    if carry.states is not None:  # of a scan: the states of a component are side by side, in every row as many
-        ends = torch.tensor([*starts[1:], sum(sizes)], device=carry.states.device)
-        widths = torch.bucketize(carry.states[0], ends, right=True).bincount(minlength=len(sizes)).tolist()
-    probs = carry.probs.split(widths, 1)
-    states = [None] * len(widths) if carry.states is None else list(carry.states.split(widths, 1))
-    result = []
-    for own, names, start in zip(probs, states, starts, strict=True):
-        wide = own[row].double()
-        mass = wide.sum(1, keepdim=True)
-        # A component without mass has weight zero, so that any distribution will do.
-        conditional = torch.where(mass > 0, wide / mass, 1 / wide.shape[1]).to(dtype)
-        result.append((mass[:, 0].log().to(dtype), Carry(conditional, None if names is None else names[row] - start)))
-    return result
-
-
-def _join_carries(carries: Sequence[Carry], weights: Tensor, sizes: Sequence[int]) -> Carry:
-    """Return the carry of a union, in float64: a component that is unlikely now may be likely later."""
-    probs = [own.probs.double() * weight[:, None] for own, weight in zip(carries, weights, strict=True)]
-    states = []
-    for own, start, size in zip(carries, _starts(sizes), sizes, strict=True):
-        every = torch.arange(start, start + size, device=own.probs.device)
-        states.append(every.expand(len(own.probs), -1) if own.states is None else own.states + start)
-    return Carry(torch.cat(probs, 1), torch.cat(states, 1))
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    """Return the first state of each component."""
-    return [sum(sizes[:k]) for k in range(len(sizes))]
+        return join_carries(carries, torch.stack(weights), self.sizes)
 
 
 def _components(names: Iterable[str]) -> set[tuple[str, str]]:

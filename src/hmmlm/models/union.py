@@ -13,7 +13,7 @@ from hmmlm.data.modelfolder import MODEL, find_model
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, BlockedHMM, Carry, HiddenMarkovModel, Scan, UnionHMM
-from hmmlm.hmm.union import scan_components
+from hmmlm.hmm.union_scan import scan_components
 from hmmlm.models.base import FactoredBlockedModel, Model, ModelConfig, restart_lost
 from hmmlm.models.scalar import Scalar, log_softmax_in_blocks
 from hmmlm.ops.blocked_scan import Factors
@@ -71,12 +71,7 @@ class Union(Model):
         return UnionHMM([component() for component in self._models()], self.weights.log_softmax(0))
 
     def scan(
-        self,
-        tokens: Tensor,
-        lengths: Tensor | None = None,
-        carry: Carry | None = None,
-        restart: Tensor | None = None,
-        next_words: Tensor | None = None,
+        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> Scan:
         models, log_weights = self._models(), self.weights.log_softmax(0)
         sizes = [model.states for model in models]

@@ -10,7 +10,7 @@ import torch
 from hmmlm.data.files import read_json
 from hmmlm.data.modelfolder import CONFIG, MODEL, require_dtype, require_size, require_tensors, write_folder
 from hmmlm.data.tensorfiles import read_tensors
-from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.data.tokenizers import Tokenizer, load_tokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, HiddenMarkovModel
 from hmmlm.hmm.checks import check_distributions
@@ -54,3 +54,14 @@ def load_control(path: str | Path) -> tuple[HMM, dict[str, Any]]:
     for name, log_probs in logs.items():
         check_distributions(log_probs, f"{file}: {name}")
     return HMM(logs["gamma"], logs["alpha_exp"], logs["beta"]), header
+
+
+def control_tokenizer(folder: Path, eos_token_id: object) -> Tokenizer:
+    """Return the tokenizer in a folder of Ctrl-G; raise an InputError if its end of text is another token."""
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.eos_id != eos_token_id:
+        raise InputError(
+            f"{folder}: eos_token_id is {eos_token_id!r:.40}, but {tokenizer.eos_id} in the tokenizer there: copy the "
+            "tokenizer's file of the model that was distilled"
+        )
+    return tokenizer

@@ -8,7 +8,6 @@ tokenizer's own file. No pickle.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from html import escape
@@ -18,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 import torch
 from torch import Tensor
 
-from hmmlm.data.files import require_like, write_bytes
+from hmmlm.data.files import write_bytes
 from hmmlm.data.hmmfolder import load_hmm
 from hmmlm.data.modelfolder import CONFIG, LANGUAGE_MODEL, save_model
-from hmmlm.data.text import UNITS, split_units
-from hmmlm.data.tokenizers import Tokenizer, load_tokenizer
+from hmmlm.data.text import split_units
+from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.device import pick_device
 from hmmlm.errors import InputError
@@ -30,23 +29,19 @@ from hmmlm.hmm import HiddenMarkovModel
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.checks import check_count, padded
 from hmmlm.hmm.constraints import Guide, Position
+from hmmlm.text.blanks import encode_blanks, readable_token
 from hmmlm.text.constraint import Constraint, ConstraintOptions, Wanted
-from hmmlm.text.control import is_control, load_control
+from hmmlm.text.control import control_tokenizer, is_control, load_control
 from hmmlm.text.embeddings import long_run, states_of_words
 from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuations
 from hmmlm.text.hub import CARD, fetch_model, model_card
 from hmmlm.text.phrases import Phrases
+from hmmlm.text.reading import check_training
 from hmmlm.text.textmodel import TextModel, check_text, check_texts
 
 if TYPE_CHECKING:
     from hmmlm.explorer.notebook import Display
 
-_BLANK = re.compile(r"(?<!\w)_{3,}(?!\w)")  # not inside a word: identifiers may contain three underscores
-_READING: dict[str, dict[str, Any]] = {
-    "batches": {"kind": "", "batch_size": 0, "length": 0, "reset_at_eos": False, "eval_reset_at_eos": False},
-    "text": {"unit": ""},
-}
-"""Settings of a training configuration that evaluation uses, with a value of the type of each."""
 _BATCH_TOKENS = 1 << 13  # tokens scored together
 _BATCH_CELLS = 1 << 25  # tokens × states of queries that keep all of them
 
@@ -407,7 +402,7 @@ class LanguageModel(TextModel):
         check_text("the text", text)
         check_count("top", top, 1)
         units = split_units(text, self._unit)
-        tokens = [token for unit in units for token in (*self._encode_blanks(unit), self._eos)]
+        tokens = [token for unit in units for token in (*encode_blanks(self.tokenizer, unit), self._eos)]
         if -1 not in tokens:
             raise InputError("the text has no blank: write ___ for a missing word")
         blanks = [i for i, token in enumerate(tokens) if token == -1]
@@ -425,27 +420,7 @@ class LanguageModel(TextModel):
         """Return the `top` most likely tokens, by probs [V], as words; `inside`: not at the start of a line."""
         best = probs.topk(min(top, len(probs)))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return [(self._word(i, inside), p) for i, p in pairs if p > 0]
-
-    def _word(self, token: int, inside: bool) -> str:
-        """Return a token as a reader sees it: a word or its first part, or "…" and what continues a word."""
-        text = self.tokenizer.token(token)
-        if self.tokenizer.kind == "word" or token in (self._eos, self.tokenizer.unk_id):
-            return text
-        starts = not inside or text.startswith("▁") or not text[:1].isalnum()
-        return (text.removeprefix("▁") or text) if starts else f"…{text}"
-
-    def _encode_blanks(self, line: str) -> list[int]:
-        """Return the tokens of a line, −1 for each blank."""
-        first, *others = _BLANK.split(line)
-        tokens = self.tokenizer.encode(first.rstrip())
-        for part in map(str.rstrip, others):
-            after = self.tokenizer.encode(part)
-            if self.tokenizer.kind != "word":  # subword tokens differ at the beginning of a text
-                word, both = self.tokenizer.encode("a"), self.tokenizer.encode("a" + part)
-                after = both[len(word) :] if both[: len(word)] == word else after
-            tokens += [-1, *after]
-        return tokens
+        return [(readable_token(self.tokenizer, i, inside), p) for i, p in pairs if p > 0]
 
     def explore(self, other: LanguageModel | None = None, height: int = 760) -> Display:
         """Show the panels of `hmmlm explore` in a notebook; elsewhere, `url` of the result is the page.
@@ -509,9 +484,9 @@ class LanguageModel(TextModel):
         chosen = pick_device(device)
         if is_control(_as_path(path)):
             hmm, header = load_control(path)
-            return LanguageModel(hmm.to(chosen), _control_tokenizer(Path(path), header["eos_token_id"]))
+            return LanguageModel(hmm.to(chosen), control_tokenizer(Path(path), header["eos_token_id"]))
         (folder, header, _, tokenizer), model = load_hmm(_as_path(path))
-        training = _check_training(folder / CONFIG, header.get("training"))
+        training = check_training(folder / CONFIG, header.get("training"))
         if header.get("eos_id", tokenizer.eos_id) != tokenizer.eos_id:
             raise InputError(
                 f"{folder / CONFIG}: eos_id is {header['eos_id']!r:.40}, but the tokenizer has {tokenizer.eos_id}: "
@@ -525,42 +500,11 @@ class LanguageModel(TextModel):
 load = LanguageModel.load
 
 
-def _control_tokenizer(folder: Path, eos_token_id: object) -> Tokenizer:
-    """Return the tokenizer in a folder of Ctrl-G; raise an InputError if its end of text is another token."""
-    tokenizer = load_tokenizer(folder)
-    if tokenizer.eos_id != eos_token_id:
-        raise InputError(
-            f"{folder}: eos_token_id is {eos_token_id!r:.40}, but {tokenizer.eos_id} in the tokenizer there: copy the "
-            "tokenizer's file of the model that was distilled"
-        )
-    return tokenizer
-
-
 def _as_path(path: object) -> Path:
     """Return the path of a model's folder; raise an InputError for anything else."""
     if not isinstance(path, str | Path):
         raise InputError(f"a model is a folder, not a {type(path).__name__}: give its path")
     return Path(path)
-
-
-def _check_training(path: Path, training: Any) -> dict[str, Any]:
-    """Return the training configuration in the model file `path`, of any version; how text is read depends on it."""
-    if training is None:
-        return {}
-    require_like(path, training, {}, "training")
-    for section, examples in _READING.items():
-        values = training.get(section, {})
-        require_like(path, values, {}, f"training.{section}")
-        require_like(path, values, {k: v for k, v in examples.items() if k in values}, f"training.{section}")
-    if training.get("batches", {}).get("length") == 0:
-        raise InputError(f"{path}: training.batches.length is 0, not a number of at least 1: save the model again")
-    unit = training.get("text", {}).get("unit", "line")
-    if unit not in UNITS:
-        raise InputError(f"{path}: training.text.unit is {unit!r:.40}, not {' or '.join(UNITS)}: save the model again")
-    for name in ("data", "data_folder"):
-        if not isinstance(training.get(name), str | None):
-            raise InputError(f"{path}: training.{name} is {training[name]!r:.40}, not a string: save the model again")
-    return dict(training)
 
 
 def _batches(lengths: Sequence[int], tokens: int | None = None) -> Iterator[list[int]]:
