@@ -81,6 +81,8 @@ OTHERS = (
     _pure(2**17, 0.75, 28, model__exchange_passes=0),
 )
 """Models with other clusters, which a union gains most from."""
+TAUGHT = (_pure(2**17, 0.75, 20, teacher=PTB_TEACHER), _pure(2**17, 0.75, 20, teacher=PTB_TEACHER, model__blocks=256))
+"""Models that also learn an LSTM's next words."""
 WIKITEXT = (_wikitext(2**16, 0.5, 16), _wikitext(2**17, 0.75, 16))
 WITH_COUNTS: dict[str, Any] = {"mixed": "token", "ngram": NGRAM, "cache": CACHE}
 COUNTS = f"Kneser-Ney {NGRAM}-gram and cache of {CACHE} words"
@@ -90,12 +92,15 @@ RECORD = Study(
     rows=(
         PTB,
         _pure(2**18, 0.875, 28),
-        _pure(2**17, 0.75, 22, teacher=PTB_TEACHER),
+        *TAUGHT,
         PTB_TEACHER,
         *OTHERS,
         _combined("PTB, pure HMM, union of 2", (PTB, OTHERS[0]), mixed="sequence"),
         _combined("PTB, pure HMM, union of 4", (PTB, *OTHERS), "Union of four HMMs, one HMM, PTB", mixed="sequence"),
+        _combined("PTB, pure HMM, union of 2, next words of an LSTM", TAUGHT, mixed="sequence"),
         _combined(f"PTB, mixture of one HMM, {COUNTS}", (PTB,), **WITH_COUNTS),
+        _combined(f"PTB, mixture of one HMM, next words of an LSTM, {COUNTS}", TAUGHT[:1], **WITH_COUNTS),
+        _combined(f"PTB, mixture of 2 HMMs, next words of an LSTM, {COUNTS}", TAUGHT, **WITH_COUNTS),
         _combined(f"PTB, mixture of 4 HMMs, {COUNTS}", (PTB, *OTHERS), "HMMs, 5-gram and cache, PTB", **WITH_COUNTS),
         *WIKITEXT,
         _combined(f"WikiText-2, mixture of one HMM, {COUNTS}", WIKITEXT[:1], **WITH_COUNTS),

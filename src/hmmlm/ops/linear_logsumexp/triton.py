@@ -95,11 +95,13 @@ def _forward_kernel(
             scores += tl.load(bias + columns, mask=columns < n_columns, other=0.0)[None, :]
         if not EVEN:
             scores = tl.where((columns < n_columns)[None, :], scores, -float("inf"))
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        shift = tl.where(new_largest == -float("inf"), 0.0, new_largest * _LOG2E)
-        total = total * tl.exp2(largest * _LOG2E - shift) + tl.sum(tl.exp2(scores * _LOG2E - shift[:, None]), 1)
+        # `largest` is rounded once, in units of log 2, and only ever compared with itself: were the factor of `total`
+        # computed from the maximum of the scores, its rounding would multiply `total` again with every tile.
+        new_largest = tl.maximum(largest, tl.max(scores, 1) * _LOG2E)
+        shift = tl.where(new_largest == -float("inf"), 0.0, new_largest)
+        total = total * tl.exp2(largest - shift) + tl.sum(tl.exp2(scores * _LOG2E - shift[:, None]), 1)
         largest = new_largest
-    result = tl.where(total > 0, largest + tl.log2(total) * _LN2, -float("inf"))
+    result = tl.where(total > 0, (largest + tl.log2(total)) * _LN2, -float("inf"))
     tl.store(out + split * split_rows + rows, result, mask=rows < n_rows)
 
 
@@ -113,7 +115,7 @@ def _merge_kernel(partial, n_rows, splits, BLOCK_SPLITS: tl.constexpr, BLOCK_ROW
     largest = tl.max(values, 0)
     shift = tl.where(largest == -float("inf"), 0.0, largest * _LOG2E)
     total = tl.sum(tl.exp2(values * _LOG2E - shift[None, :]), 0)
-    result = tl.where(total > 0, largest + tl.log2(total) * _LN2, -float("inf"))
+    result = tl.where(total > 0, (shift + tl.log2(total)) * _LN2, -float("inf"))
     tl.store(partial + rows, result, mask=rows < n_rows)
 
 
