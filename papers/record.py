@@ -74,14 +74,17 @@ def _combined(name: str, parts: tuple[StudyRow, ...], headline: str = "", **fiel
     return StudyRow(name=name, recipe=parts[0].recipe, seeds=(0, 1), combine=combine, headline=headline)
 
 
-PTB = _pure(2**17, 0.75, 28, headline="Very large HMM, 2^17 states, PTB")
+PTB = _pure(2**17, 0.75, 28)
 OTHERS = (
     _pure(2**17, 0.75, 28, model__blocks=256),
     _pure(2**16, 0.5, 28, model__blocks=64),
     _pure(2**17, 0.75, 28, model__exchange_passes=0),
 )
 """Models with other clusters, which a union gains most from."""
-TAUGHT = (_pure(2**17, 0.75, 20, teacher=PTB_TEACHER), _pure(2**17, 0.75, 20, teacher=PTB_TEACHER, model__blocks=256))
+TAUGHT = (
+    _pure(2**17, 0.75, 20, "Very large HMM, 2^17 states, PTB", PTB_TEACHER),
+    _pure(2**17, 0.75, 20, teacher=PTB_TEACHER, model__blocks=256),
+)
 """Models that also learn an LSTM's next words."""
 WIKITEXT = (_wikitext(2**16, 0.5, 16), _wikitext(2**17, 0.75, 16))
 WITH_COUNTS: dict[str, Any] = {"mixed": "token", "ngram": NGRAM, "cache": CACHE}
@@ -99,7 +102,12 @@ RECORD = Study(
         _combined("PTB, pure HMM, union of 4", (PTB, *OTHERS), "Union of four HMMs, one HMM, PTB", mixed="sequence"),
         _combined("PTB, pure HMM, union of 2, next words of an LSTM", TAUGHT, mixed="sequence"),
         _combined(f"PTB, mixture of one HMM, {COUNTS}", (PTB,), **WITH_COUNTS),
-        _combined(f"PTB, mixture of one HMM, next words of an LSTM, {COUNTS}", TAUGHT[:1], **WITH_COUNTS),
+        _combined(
+            f"PTB, mixture of one HMM, next words of an LSTM, {COUNTS}",
+            TAUGHT[:1],
+            "This HMM, 5-gram and cache, PTB",
+            **WITH_COUNTS,
+        ),
         _combined(f"PTB, mixture of 2 HMMs, next words of an LSTM, {COUNTS}", TAUGHT, **WITH_COUNTS),
         _combined(f"PTB, mixture of 4 HMMs, {COUNTS}", (PTB, *OTHERS), "HMMs, 5-gram and cache, PTB", **WITH_COUNTS),
         *WIKITEXT,
