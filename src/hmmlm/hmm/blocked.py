@@ -21,6 +21,7 @@ from hmmlm.hmm.tilestore import TileStore
 from hmmlm.hmm.word_products import WordProducts
 from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
 from hmmlm.ops.common import NEG_INF, exp, logsumexp
+from hmmlm.ops.linear_logsumexp import linear_logsumexp
 
 _CELLS = 2**24  # largest piece of the transition matrix computed at once
 _STORED_SHARE = 1 / 8  # of the memory of the machine, for tiles that queries on a CPU keep
@@ -243,11 +244,17 @@ class BlockedHMM(HiddenMarkovModel):
         return [((group == g).nonzero().squeeze(1), a, c) for g, (a, c) in enumerate(pairs.tolist())]
 
     def _over_sources(
-        self, values: Tensor, source: Support, target: Support, reduce: Callable[[Tensor, Tensor], Tensor]
+        self,
+        values: Tensor,
+        source: Support,
+        target: Support,
+        reduce: Callable[[Tensor, Tensor], Tensor],
+        reduce_row: Callable[[Tensor, slice, slice], Tensor] | None = None,
     ) -> Tensor:
         """Reduce values [n, K] over the source with log A into every state of the target: [n, K'].
 
-        `reduce` maps values [b, K] and tiles [b or none, K, K'] to [b, K'].
+        `reduce` maps values [b, K] and tiles [b or none, K, K'] to [b, K']; `reduce_row`, if any, does the same for
+        values [1, K], source and target without a tile.
         """
         groups = self._groups(source, target, len(values))
         if groups is None:
@@ -259,7 +266,11 @@ class BlockedHMM(HiddenMarkovModel):
             own = values[rows]
             if own.shape[1] == self.states:
                 own = own[:, self.span(a)]
-            results.append(torch.cat([reduce(own, tile) for _, tile in self.pieces(self.span(a), self.span(c))], 1))
+            between = self.span(a), self.span(c)
+            if reduce_row is not None and len(rows) == 1 and not torch.is_grad_enabled():
+                results.append(reduce_row(own, *between))
+            else:
+                results.append(torch.cat([reduce(own, tile) for _, tile in self.pieces(*between)], 1))
         return self._assemble(groups, results, [c for _, _, c in groups], target)
 
     def _assemble(
@@ -327,7 +338,7 @@ class BlockedHMM(HiddenMarkovModel):
             return self._forward_tiles.product(log_probs, (source.blocks, target.blocks))
         if _narrow(source, target) and self.device.type == "cpu" and not self.requires_grad:
             return self._store.product(log_probs, source.blocks, target.blocks)
-        return self._over_sources(log_probs, source, target, self._log_product)
+        return self._over_sources(log_probs, source, target, self._log_product, self._log_product_of_row)
 
     @cached_property
     def _store(self) -> TileStore:
@@ -343,6 +354,11 @@ class BlockedHMM(HiddenMarkovModel):
         if tiles.dim() == 2 and not torch.is_grad_enabled():
             return LogMatrix(tiles).product(values)
         return logsumexp(values[:, :, None] + tiles, 1)
+
+    def _log_product_of_row(self, values: Tensor, source: slice, target: slice) -> Tensor:
+        """Compute `_log_product` of values [1, K] in a third of the time: a tile is not worth preparing for one row."""
+        factors = self.factors
+        return linear_logsumexp(factors.w[target], factors.u[source], values[0] - factors.log_normalizer[source])[None]
 
     def pull_max(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
         return self._over_sources(log_probs, source, target, _max_sum)
@@ -363,6 +379,10 @@ class BlockedHMM(HiddenMarkovModel):
             own = log_values[rows]
             if own.shape[1] == self.states:
                 own = own[:, self.span(c)]
+            if len(rows) == 1 and not torch.is_grad_enabled():  # see `_log_product_of_row`
+                sums = linear_logsumexp(self.factors.u[self.span(a)], self.factors.w[self.span(c)], own[0])
+                results.append((sums - self.factors.log_normalizer[self.span(a)])[None])
+                continue
             total = torch.full_like(own[:, :1], NEG_INF)
             for part, tile in self.pieces(self.span(a), self.span(c)):
                 total = torch.logaddexp(total, LogMatrix(tile.t()).product(own[:, part]))
