@@ -121,6 +121,8 @@ def test_chances_of_several_positions_agree_with_each_alone(number: int, monkeyp
         positions.append(guide.advance(positions[place], token))
     alone = torch.stack([guide.chances(position) for position in positions])
     torch.testing.assert_close(guide.chances_of(positions), alone)
+    for token in range(hmm.vocab_size):
+        torch.testing.assert_close(guide.chances_after(positions, [token] * len(positions)), alone[:, token])
     monkeypatch.setattr(constraints, "CELLS", 1)  # the recursion in pieces of one automaton state
     torch.testing.assert_close(Guide(hmm, automaton, 5).chances_of(positions), alone)
 

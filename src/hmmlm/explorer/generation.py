@@ -159,8 +159,7 @@ def _chances(guide: Guide, position: Position, added: list[int]) -> list[float]:
     positions = [position]
     for token in added[:-1]:
         positions.append(guide.advance(positions[-1], token))
-    by_token = guide.chances_of(positions)
-    return by_token[torch.arange(len(added)), torch.tensor(added, device=by_token.device)].tolist()
+    return guide.chances_after(positions, added).tolist()
 
 
 def fill(explorer: Explorer, query: FillQuery) -> dict[str, Any]:

@@ -183,6 +183,23 @@ class Guide:
         """Compute `chances` of each position [B, V], in little more time than for one."""
         return chances_of([(self, position) for position in positions])
 
+    @torch.no_grad()
+    def chances_after(self, positions: Sequence[Position], tokens: Sequence[int]) -> Tensor:
+        """Compute log p(all accepted | tokens so far, next token) [B] for one next token of each position.
+
+        It reads no other column of the emission; −inf for a token of probability zero.
+        """
+        log_states = torch.stack([position.log_state for position in positions])
+        following = []
+        for position, token in zip(positions, tokens, strict=True):
+            ahead = self.ahead(position)
+            place = int(ahead.row_of[self.automaton.read([token], position.automaton)])
+            following.append(ahead.log_probs[place] if place >= 0 else torch.full_like(log_states[0], NEG_INF))
+        support, scores = self.hmm.observe(torch.tensor(tokens, device=log_states.device), missing=False)
+        plain = self.hmm.restrict(log_states, support) + scores
+        joint = plain + self.hmm.restrict(torch.stack(following), support)
+        return (logsumexp(joint, 1) - logsumexp(plain, 1)).nan_to_num_(nan=NEG_INF, neginf=NEG_INF).clamp_(max=0)
+
 
 def advance_states(hmm: HiddenMarkovModel, positions: Sequence[Position], tokens: Sequence[int]) -> Tensor:
     """Compute log p(z of the next token | tokens so far) [B, Z] after one more token of each position."""
