@@ -40,9 +40,8 @@ def test_kernels_without_a_gpu_are_named() -> None:
 
 
 def test_an_unknown_implementation_is_named() -> None:
-    hmm = HMM.from_probs(START, TRANSITION, EMISSION, impl="cuda")  # type: ignore[arg-type]
-    with pytest.raises(hmmlm.InputError, match="scan: unknown impl 'cuda': use auto, naive, scaled or triton"):
-        hmm.log_likelihood([[0, 1]])
+    with pytest.raises(hmmlm.InputError, match=r"impl must be one of 'auto', 'naive', 'scaled', .*, not 'cuda'"):
+        HMM.from_probs(START, TRANSITION, EMISSION, impl="cuda")  # type: ignore[arg-type]
 
 
 def test_from_probs_takes_lists_arrays_and_tensors() -> None:
@@ -179,31 +178,34 @@ def test_validate_checks_what_the_constructor_does_not() -> None:
 # --- mistakes ---
 
 MISTAKES: dict[str, tuple[Callable[[HMM], object], str]] = {
-    "length": (lambda hmm: hmm.sample(2, 10**40), r"length must be at most .*, not 1e\+40"),
+    "length": (lambda hmm: hmm.sample(2, 10**40), r"length must be at most .*, not 10{40}"),
     "num": (lambda hmm: hmm.sample(10**40, 1), "num must be at most"),
-    "both": (lambda hmm: hmm.sample(10**6, 10**6), r"num × length must be at most 100,000,000, not 1e\+12"),
+    "both": (lambda hmm: hmm.sample(10**6, 10**6), r"num × length must be at most 100,000,000, not 10{12}"),
     "paths": (lambda hmm: hmm.posterior_sample([[0]], num=10**40), "num must be at most"),
-    "generator": (lambda hmm: hmm.sample(1, 1, 5), "generator must be a torch.Generator, not an int"),  # type: ignore[arg-type]
+    "generator": (lambda hmm: hmm.sample(1, 1, 5), "generator must be a torch.Generator, not 5"),  # type: ignore[arg-type]
     "states": (lambda hmm: HMM.random(10**40, 2), "states must be at most"),
     "words": (lambda hmm: HMM.random(10**5, 10**6), "vocab_size\\) must be at most"),
     "seed": (lambda hmm: HMM.random(2, 2, seed="x"), "seed must be an integer, not 'x'"),  # type: ignore[arg-type]
     "large seed": (lambda hmm: HMM.random(2, 2, seed=2**64), "seed must be at most"),
     "hmmlearn": (lambda hmm: HMM.from_hmmlearn(5), "needs a fitted CategoricalHMM: int has no startprob_"),
-    "padded": (lambda hmm: padded([1, 2]), "sequence 0 is an int, not a list of integers"),  # type: ignore[list-item]
-    "padded number": (lambda hmm: padded(5), "must be a list of lists of integers, not an int"),  # type: ignore[arg-type]
+    "padded": (lambda hmm: padded([1, 2]), "sequence 0 is 1, not a list of integers"),  # type: ignore[list-item]
+    "padded number": (lambda hmm: padded(5), "must be a list of lists of integers, not 5"),  # type: ignore[arg-type]
     "padded floats": (lambda hmm: padded([[1.5], [1, 2]]), "tokens must be integers, not"),
     "padded nested": (lambda hmm: padded([[1], [[2]]]), "tokens must be integers, not"),
     "ragged objects": (lambda hmm: hmm.posterior([[0], [1, None]]), "tokens must be integers, not"),
     "objects": (lambda hmm: hmm.filter(np.array([[0, None]], dtype=object)), "tokens must be a tensor, an array or"),
     "sparse": (lambda hmm: hmm.filter(torch.tensor([[0, 1]]).to_sparse()), "tokens must be a dense tensor"),
-    "state": (lambda hmm: hmm.advance([0.5, 0.5], 0), "log_state must be a tensor of log-probabilities, not a list"),  # type: ignore[arg-type]
+    "state": (
+        lambda hmm: hmm.advance([0.5, 0.5], 0),
+        r"log_state must be a tensor .*, not \[0.5, 0.5\]",
+    ),  # type: ignore[arg-type]
     "width": (lambda hmm: hmm.advance(torch.zeros(1), 0), r"log_state must have shape \[..., 2\], not \[1\]"),
     "rows": (lambda hmm: hmm.advance(torch.zeros(2), torch.tensor([0, 1])), "is not a row for each of 2 tokens"),
     "emit": (lambda hmm: hmm.emit(torch.zeros(2), torch.tensor([7])), "tokens must be between 0 and 1"),
     "emit list": (lambda hmm: hmm.emit(torch.zeros(2), [0]), r"tokens must be a tensor of integers \[n\]"),  # type: ignore[arg-type]
     "excluded": (lambda hmm: hmm.infill_blanks([[-1]], 5), "excluded must be at most 1, not 5"),
-    "data": (lambda hmm: hmmlm.train(data=5), "data is a path or a name, not 5"),  # type: ignore[arg-type]
-    "out": (lambda hmm: hmmlm.train(out=5), "out is a path or a name, not 5"),  # type: ignore[arg-type]
+    "data": (lambda hmm: hmmlm.train(data=5), "data must be a string or a path, not 5"),  # type: ignore[arg-type]
+    "out": (lambda hmm: hmmlm.train(out=5), "out must be a string, a path or None, not 5"),  # type: ignore[arg-type]
 }
 
 

@@ -115,5 +115,5 @@ def test_what_is_no_name_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
             LanguageModel.from_pretrained(name)
     with pytest.raises(InputError, match="huggingface_hub, which reads the hub, is not installed"):
         LanguageModel.from_pretrained("owner/name")
-    with pytest.raises(InputError, match="a model is a folder, not a int"):
+    with pytest.raises(InputError, match="a model is a folder, not 5"):
         LanguageModel.from_pretrained(5)  # type: ignore[arg-type]

@@ -528,8 +528,8 @@ def test_unknown_words_can_be_excluded(lm: LanguageModel) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seed": 1.5}, "seed must be an integer of at most 64 bits, not 1.5"),
-        ({"seed": 2**64}, "seed must be an integer of at most 64 bits"),
+        ({"seed": 1.5}, "seed must be an integer, not 1.5"),
+        ({"seed": 2**64}, "seed must be at most"),
         ({"temperature": "x"}, "temperature must be a number of at least 0, not 'x'"),
         ({"top_k": 1.5}, "top_k must be an integer, not 1.5"),
         ({"max_new_tokens": "3"}, "max_new_tokens must be an integer, not '3'"),
@@ -631,8 +631,8 @@ def test_texts_without_blanks_are_named(lm: LanguageModel) -> None:
     [
         (lambda lm: lm.score(text for text in ["a"]), "not a generator: write list"),
         (lambda lm: lm.score({"a", "b"}), "not a set"),
-        (lambda lm: lm.score(None), "not a NoneType"),
-        (lambda lm: lm.score(b"a"), "not a bytes"),
+        (lambda lm: lm.score(None), "not None"),
+        (lambda lm: lm.score(b"a"), "not b'a'"),
         (lambda lm: lm.score([b"a"]), r"texts\[0\] is a bytes, not a string"),
         (lambda lm: lm.score(["a", "b\udcff"]), r"texts\[1\] has a lone surrogate, '\\udcff', at position 1"),
         (lambda lm: lm.perplexity(iter(["a"])), "not a list_iterator"),
@@ -642,8 +642,8 @@ def test_texts_without_blanks_are_named(lm: LanguageModel) -> None:
         (lambda lm: lm.infill("\udcff ___"), "the text has a lone surrogate"),
         (lambda lm: lm.guide(["a"], max_new_tokens="5"), "max_new_tokens must be an integer"),
         (lambda lm: lm.guide(["a"], max_new_tokens=1.5), "max_new_tokens must be an integer"),
-        (lambda lm: load(5), "a model is a folder, not a int"),
-        (lambda lm: lm.save(None), "a model is a folder, not a NoneType"),
+        (lambda lm: load(5), "a model is a folder, not 5"),
+        (lambda lm: lm.save(None), "a model is a folder, not None"),
         (lambda lm: lm.to("nowhere"), "unknown device 'nowhere'"),
     ],
 )

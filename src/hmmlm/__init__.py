@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from hmmlm.hmm.constraints import Guide
     from hmmlm.learning.run import distill, train
     from hmmlm.text.control import save_control
-    from hmmlm.text.lm import LanguageModel, load
+    from hmmlm.text.lm import LanguageModel
+    from hmmlm.text.mixture import MixtureModel, load
     from hmmlm.text.particles import sample_particles
     from hmmlm.text.steering import Steering
 
@@ -31,7 +32,8 @@ _MODULES = {
     "Steering": "hmmlm.text.steering",
     "UnionHMM": "hmmlm.hmm",
     "distill": "hmmlm.learning.run",
-    "load": "hmmlm.text.lm",
+    "MixtureModel": "hmmlm.text.mixture",
+    "load": "hmmlm.text.mixture",
     "padded": "hmmlm.hmm.checks",
     "sample_particles": "hmmlm.text.particles",
     "save_control": "hmmlm.text.control",
@@ -48,6 +50,7 @@ __all__ = [
     "InputError",
     "InputWarning",
     "LanguageModel",
+    "MixtureModel",
     "Steering",
     "UnionHMM",
     "__version__",

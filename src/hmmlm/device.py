@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from hmmlm.arguments import check_type, describe
 from hmmlm.errors import InputError
 from hmmlm.section import MAX_THREADS
 
@@ -14,12 +15,13 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 def pick_device(name: str | torch.device) -> torch.device:
     """Return the device for "auto" (a GPU if there is one), "cpu" or "cuda"; a torch.device is returned unchanged."""
-    if str(name).partition(":")[0] == "mps":
+    kind = name.type if isinstance(name, torch.device) else name
+    if isinstance(kind, str) and kind.partition(":")[0] == "mps":
         raise InputError("device 'mps' has no float64, in which log-likelihoods are summed: use 'auto' or 'cpu'")
     if isinstance(name, torch.device):
         return name
-    if name not in ("auto", "cpu", "cuda"):
-        raise InputError(f"unknown device {name!r}: use 'auto', 'cpu' or 'cuda'")
+    if not isinstance(name, str) or name not in ("auto", "cpu", "cuda"):
+        raise InputError(f"unknown device {describe(name)}: use 'auto', 'cpu' or 'cuda'")
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("device 'cuda' is not available: there is no CUDA device here; use 'auto' or 'cpu'")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
@@ -57,6 +59,7 @@ def device_name(device: torch.device) -> str:
 
 def set_threads(num: int) -> None:
     """Set the number of CPU threads of every computation; by default one per core."""
-    if not isinstance(num, int) or isinstance(num, bool) or not 1 <= num <= MAX_THREADS:
-        raise InputError(f"the number of threads must be an integer from 1 to {MAX_THREADS:,}, not {num!r}")
+    check_type("the number of threads", num, int)
+    if not 1 <= num <= MAX_THREADS:
+        raise InputError(f"the number of threads must be from 1 to {MAX_THREADS:,}, not {describe(num)}")
     torch.set_num_threads(num)

@@ -11,6 +11,10 @@ class InputError(ValueError):
     """
 
 
+class QueryError(InputError, AttributeError):
+    """A model is asked what its kind cannot answer; an AttributeError too, so that `hasattr` is False."""
+
+
 class InputWarning(UserWarning):
     """Something given to hmmlm may not mean what the user expects; the command line prints it on one line."""
 

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from hmmlm.arguments import check_arguments
 from hmmlm.errors import InputError
+from hmmlm.hmm.checks import check_count
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
+MAX_ORDER = 100
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,12 @@ class NgramModel:
     is predicted as if it followed `eos` (token 0 if None).
     """
 
+    @check_arguments
     def __init__(self, tokens: ArrayLike, vocab_size: int, order: int, eos: int | None = None) -> None:
-        if order < 1:
-            raise InputError(f"the order of an n-gram must be at least 1, not {order}")
+        check_count("order", order, 1, MAX_ORDER)
+        check_count("vocab_size", vocab_size, 1)
+        if eos is not None:
+            check_count("eos", eos, 0, vocab_size - 1)
         self.vocab_size, self.order, self.eos = vocab_size, order, eos
         text = self._checked(tokens)
         if len(text) == 1:
@@ -130,7 +136,10 @@ class NgramModel:
 
     def _checked(self, tokens: ArrayLike) -> IntArray:
         """Return tokens [N] as int64 [N+1] with the start token first; raise an InputError if they are invalid."""
-        array = np.asarray(tokens)
+        try:
+            array = np.asarray(tokens)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise InputError(f"tokens must be a flat array of integers: {error}") from None
         if array.ndim != 1 or (len(array) and not np.issubdtype(array.dtype, np.integer)):
             raise InputError(f"tokens must be a flat array of integers, not {array.dtype} of shape {array.shape}")
         bad = np.flatnonzero((array < 0) | (array >= self.vocab_size))

@@ -38,9 +38,9 @@ def open_model(path: Path, device: str) -> LanguageModel:
 
 def open_text_model(path: Path, device: str) -> LanguageModel | MixtureModel:
     """Return the model in a folder, an HMM or a mixture, on a device."""
-    from hmmlm.text.mixture import load_text_model
+    from hmmlm.text.mixture import load
 
-    return load_text_model(path, device)
+    return load(path, device)
 
 
 def tokens_of_models(data: Path | None, models: Sequence[Path]) -> Path | None:

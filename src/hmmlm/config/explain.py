@@ -45,7 +45,10 @@ def explain(kind: type[BaseModel], error: ValidationError, name: Callable[[str],
 
 def _short(value: object) -> str:
     """Return a value for an error, without its middle if it is long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no more than 4,300 digits
+        text = f"a long {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:40]}…{text[-20:]}"
 
 

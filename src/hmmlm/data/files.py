@@ -98,8 +98,8 @@ def read_bytes(path: Path) -> bytes:
     _check_regular(path)
     try:
         return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # ValueError: the path has a NUL
+        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _check_regular(path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hmmlm.arguments import describe
 from hmmlm.data.files import read_json, replace_all
 from hmmlm.data.tensorfiles import read_tensors, write_tensors
 from hmmlm.data.tokenizers import EOS_FILE, Tokenizer, load_tokenizer
@@ -31,6 +32,15 @@ COMMANDS = {
 """The formats of model folders, and the commands that write them."""
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", EOS_FILE)
+
+
+def as_folder(path: str | Path) -> Path:
+    """Return the path of a model's folder; raise an InputError for anything else."""
+    if not isinstance(path, str | Path):
+        raise InputError(f"a model is a folder, not {describe(path)}: give its path")
+    if not str(path) or "\0" in str(path):
+        raise InputError(f"{describe(str(path))} is no path: give that of the model's folder")
+    return Path(path)
 
 
 class ModelFolder(NamedTuple):

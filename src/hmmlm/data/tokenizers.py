@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import sentencepiece
 import tokenizers
@@ -47,6 +47,7 @@ def _bytes_of_characters() -> dict[str, int]:
 _BYTE_OF_CHARACTER = _bytes_of_characters()
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """A tokenizer. `encode` adds no eos; `decode` writes each eos as a line break."""
 

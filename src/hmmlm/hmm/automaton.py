@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hmmlm.arguments import check_arguments, describe
 from hmmlm.errors import InputError
+from hmmlm.hmm.checks import check_count
 
 LARGEST = 2**14  # automaton states of a product
 LARGEST_TABLE = 2**28  # automaton states × classes of a product
@@ -40,6 +42,7 @@ class Automaton:
     class_of: Tensor  # [V]
     accepting: Tensor  # [S]
 
+    @check_arguments
     def __init__(self, next: Tensor, accepting: Tensor) -> None:
         whole = not (next.dtype.is_floating_point or next.dtype.is_complex or next.dtype == torch.bool)
         if next.dim() != 2 or not whole or accepting.shape != next.shape[:1]:
@@ -81,13 +84,16 @@ class Automaton:
     def vocab_size(self) -> int:
         return len(self.class_of)
 
+    @check_arguments
     def read(self, tokens: Sequence[int], state: int = 0) -> int:
         """Return the automaton state after `tokens`."""
-        _check(tokens, self.vocab_size)
+        check_count("state", state, 0, self.states - 1)
+        check_words(tokens, self.vocab_size)
         for token in tokens:
             state = int(self.by_class[state, self.class_of[token]])
         return state
 
+    @check_arguments
     def accepts(self, tokens: Sequence[int]) -> bool:
         return bool(self.accepting[self.read(tokens)])
 
@@ -117,6 +123,7 @@ class Automaton:
 
     __invert__ = complement
 
+    @check_arguments
     def __and__(self, other: Automaton) -> Automaton:
         """Return the intersection; its automaton states are the reachable pairs, with all hopeless pairs merged."""
         if self.vocab_size != other.vocab_size:
@@ -150,23 +157,28 @@ class Automaton:
         accepting = self.accepting[reached // other.states] & other.accepting[reached % other.states]
         return Automaton.of_classes(torch.cat(rows), class_of, accepting & (reached != lost))
 
+    @check_arguments
     def __or__(self, other: Automaton) -> Automaton:
         """Return the union."""
         return ~(~self & ~other)
 
+    @check_arguments
     def until(self, end: int, ended: bool = True) -> Automaton:
         """Return the automaton of a sequence that this one accepts and that has no `end`, then `end`, then anything.
 
         With ended=False, the sequence is also accepted without `end`. Keeps the numbers of automaton states.
         """
+        check_words([end], self.vocab_size)
         done, lost = self.states, self.states + 1
         rows = torch.cat([self.by_class, torch.tensor([[done], [lost]]).expand(-1, self.classes)])
         after = torch.cat([torch.where(self.accepting, done, lost), torch.tensor([done, lost])])
         before = self.accepting & (not ended)
         return self._with_column(end, rows, after, torch.cat([before, torch.tensor([True, False])]))
 
+    @check_arguments
     def without(self, token: int) -> Automaton:
         """Forbid `token`; keeps the numbers of automaton states and adds a hopeless one."""
+        check_words([token], self.vocab_size)
         lost = torch.full((self.states + 1,), self.states)
         rows = torch.cat([self.by_class, lost[:1].expand(1, self.classes)])
         return self._with_column(token, rows, lost, torch.cat([self.accepting, torch.tensor([False])]))
@@ -177,8 +189,10 @@ class Automaton:
         class_of[token] = self.classes
         return Automaton.of_classes(torch.cat([rows, after[:, None]], 1), class_of, accepting)
 
+    @check_arguments
     def starting_at(self, state: int) -> Automaton:
         """Return the automaton that starts in `state`: the automaton states 0 and `state` are exchanged."""
+        check_count("state", state, 0, self.states - 1)
         order = torch.arange(self.states)
         order[0], order[state] = state, 0  # its own inverse
         return Automaton.of_classes(order[self.by_class[order].long()], self.class_of, self.accepting[order])
@@ -212,7 +226,7 @@ def containing(phrase: Sequence[int], vocab_size: int) -> Automaton:
     """Return the automaton of sequences that contain the tokens of `phrase` in a row (Knuth, Morris and Pratt)."""
     if not len(phrase):
         raise InputError("a phrase needs at least one token")
-    _check(phrase, vocab_size)
+    check_words(phrase, vocab_size)
     own = sorted(set(phrase))
     class_of = torch.full((vocab_size,), len(own))
     class_of[own] = torch.arange(len(own))
@@ -257,7 +271,8 @@ def _first_places(table: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
     return table[:, first], order.argsort()[which]
 
 
-def _check(tokens: Sequence[int], vocab_size: int) -> None:
+def check_words(tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise an InputError unless all tokens are words of the vocabulary."""
     for token in tokens:
         if token not in range(vocab_size):
-            raise InputError(f"token {token} is outside the vocabulary (0 to {vocab_size - 1})")
+            raise InputError(f"token {describe(token)} is outside the vocabulary (0 to {vocab_size - 1})")

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hmmlm.device import total_memory
 from hmmlm.errors import InputError
 from hmmlm.hmm.blocked_counts import count_expected
-from hmmlm.hmm.checks import check_factors, check_log_state, check_parameters, check_words
+from hmmlm.hmm.checks import check_factors, check_log_state, check_parameters, check_words, move
 from hmmlm.hmm.dense import HMM, log_group_sums
 from hmmlm.hmm.lattice import Lattice
 from hmmlm.hmm.logmatrix import LogMatrix, LogTiles, least_sum
@@ -130,7 +130,7 @@ class BlockedHMM(HiddenMarkovModel):
     def to(self, *args: Any, **kwargs: Any) -> "BlockedHMM":
         """Return the model on another device or in another dtype, like `Tensor.to`."""
         block_of_word, *rest = self.factors
-        moved = [value.to(*args, **kwargs) for value in rest]
+        moved = move(rest, *args, **kwargs)
         return BlockedHMM(block_of_word.to(moved[0].device), *moved)
 
     def detach(self) -> "BlockedHMM":
@@ -428,7 +428,7 @@ class BlockedHMM(HiddenMarkovModel):
 
         In products relative to the largest entries; sums that underflow may have changed are recomputed in log space.
         """
-        check_log_state(log_states, self.states)
+        check_log_state(log_states, self.states, self.device)
         if tokens is not None:
             check_words(tokens, self.vocab_size)
         factors, model = self.factors, self.detach()

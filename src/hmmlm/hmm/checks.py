@@ -3,27 +3,32 @@
 import math
 from collections.abc import Callable, Sequence
 from itertools import chain
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hmmlm.arguments import check_type, describe
 from hmmlm.errors import InputError
 from hmmlm.ops.blocked_scan import Factors
 
 _PIECE = 2**17  # elements of a distribution that are summed at once
 ArrayLike = Tensor | np.ndarray | Sequence[Any]
 _VALIDATED_CELLS = 2**28  # products for the rows of a transition matrix that `check_factors` computes
+_LARGEST = 1e18  # of a number that torch multiplies by: it takes integers of 64 bits
 _NORMALIZER_TOLERANCE = 0.01  # of normalizers from TF32 products of large factors
 
 
 def as_tensor(values: ArrayLike, name: str, dtype: torch.dtype | None = None) -> Tensor:
     """Return `values` as a tensor; `dtype` applies only to values that are not a tensor yet."""
+    if isinstance(values, Tensor):
+        check_type(name, values, Tensor)
+        return values
     try:
-        return values if isinstance(values, Tensor) else torch.as_tensor(values, dtype=dtype)
-    except (TypeError, ValueError, RuntimeError) as error:
+        return torch.as_tensor(values, dtype=dtype)
+    except (OverflowError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"{name} must be a tensor, an array or equally long lists of numbers: {error}") from None
 
 
@@ -49,6 +54,7 @@ def check_parameters(named: dict[str, Tensor], hint: str = "") -> None:
         if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.float64):
             what = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
             raise InputError(f"{name} must be a float32 or float64 tensor, not {what}{hint}")
+        check_type(name, value, Tensor)
     if len({(value.dtype, value.device) for value in named.values()}) > 1:
         *names, last = named
         raise InputError(f"{', '.join(names)} and {last} must share one dtype and device")
@@ -56,12 +62,14 @@ def check_parameters(named: dict[str, Tensor], hint: str = "") -> None:
 
 def padded(sequences: Sequence[ArrayLike]) -> tuple[Tensor, Tensor]:
     """Return the tokens [B, T] of sequences of different lengths, with −1 beyond each length, and the lengths [B]."""
-    if isinstance(sequences, (str, bytes, dict, set)) or not hasattr(sequences, "__iter__"):
-        raise InputError(f"sequences must be a list of lists of integers, not {_kind(sequences)}")
+    if isinstance(sequences, (str, bytes, dict, set, type)) or not hasattr(sequences, "__iter__"):
+        raise InputError(f"sequences must be a list of lists of integers, not {describe(sequences)}")
+    if isinstance(sequences, Tensor):
+        check_type("sequences", sequences, Sequence[Any])
     rows = [row.tolist() if isinstance(row, (Tensor, np.ndarray)) else row for row in sequences]
     for i, row in enumerate(rows):
         if not isinstance(row, (list, tuple)):
-            raise InputError(f"sequence {i} is {_kind(row)}, not a list of integers")
+            raise InputError(f"sequence {i} is {describe(row)}, not a list of integers")
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     try:
         values = np.array(list(chain.from_iterable(rows)))
@@ -73,12 +81,6 @@ def padded(sequences: Sequence[ArrayLike]) -> tuple[Tensor, Tensor]:
     tokens = np.full(inside.shape, -1, dtype=np.int64)
     tokens[inside] = values
     return torch.from_numpy(tokens), torch.from_numpy(lengths)
-
-
-def _kind(value: object) -> str:
-    """Return the type of a value with its article."""
-    name = type(value).__name__
-    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def check_batch(
@@ -100,8 +102,6 @@ def check_batch(
 def check_tokens(tokens: ArrayLike, vocab_size: int, device: torch.device) -> Tensor:
     """Return tokens [B, T] as int64 on `device`; each must be −1 (missing) or 0 … vocab_size − 1."""
     tokens = as_tensor(tokens, "tokens")
-    if tokens.layout != torch.strided:
-        raise InputError("tokens must be a dense tensor: use tokens.to_dense()")
     if not tokens.numel():  # before the dtype: an empty list becomes float32
         raise InputError(f"tokens of shape {list(tokens.shape)} are empty: at least one token is needed")
     if tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
@@ -188,27 +188,54 @@ def check_finite(values: Tensor, name: str) -> None:
 def check_count(name: str, value: int, least: int, most: int = 2**63 - 1) -> None:
     """Raise an InputError unless `value` is an integer between `least` and `most`."""
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise InputError(f"{name} must be an integer, not {value!r}")
+        raise InputError(f"{name} must be an integer, not {describe(value)}")
     if value < least:
         raise InputError(f"{name} must be at least {least}, not {value}")
     if value > most:
-        raise InputError(f"{name} must be at most {most:,}, not {value:.3g}")
+        raise InputError(f"{name} must be at most {most:,}, not {describe(value)}")
+
+
+def check_number(name: str, value: float) -> None:
+    """Raise an InputError unless `value` is a finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not value >= 0:
+        raise InputError(f"{name} must be a number of at least 0, not {describe(value)}")
+    if value > _LARGEST:
+        raise InputError(f"{name} must be at most {_LARGEST:g}, not {describe(value)}")
+
+
+def check_seed(seed: int | None, num: int = 1) -> None:
+    """Raise an InputError unless `seed` is None, or it and the `num` − 1 after it are seeds of torch."""
+    if seed is not None:
+        check_count("seed", seed, -(2**63), 2**64 - num)
 
 
 def check_generator(generator: object) -> None:
     """Raise an InputError unless `generator` is a torch.Generator or None."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise InputError(
-            f"generator must be a torch.Generator, not {_kind(generator)}: use torch.Generator().manual_seed(seed)"
+            f"generator must be a torch.Generator, not {describe(generator)}: use torch.Generator().manual_seed(seed)"
         )
 
 
-def check_log_state(log_state: Tensor, states: int) -> None:
-    """Raise an InputError unless `log_state` is a tensor of log-probabilities [..., states]."""
-    if not isinstance(log_state, Tensor):
-        raise InputError(f"log_state must be a tensor of log-probabilities, not {_kind(log_state)}")
+def check_log_state(log_state: Tensor, states: int, device: torch.device) -> None:
+    """Raise an InputError unless `log_state` is a tensor of log-probabilities [..., states] on `device`."""
+    if not isinstance(log_state, Tensor) or not log_state.dtype.is_floating_point or log_state.is_sparse:
+        raise InputError(f"log_state must be a tensor of log-probabilities, not {describe(log_state)}")
+    if log_state.device != device:
+        raise InputError(f"log_state is on {log_state.device}, the model on {device}: use log_state.to(model.device)")
     if not log_state.dim() or log_state.shape[-1] != states:
         raise InputError(f"log_state must have shape [..., {states}], not {list(log_state.shape)}")
+
+
+def move(values: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+    """Return tensors on another device or in another dtype, like `Tensor.to`; the arguments are checked."""
+    try:
+        torch.empty(0).to(*args, **kwargs)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        given = ", ".join(map(describe, (*args, *kwargs.values())))
+        reason = str(error).strip().partition("\n")[0]
+        raise InputError(f"cannot move a model to {given}: give a device or a dtype ({reason:.80})") from None
+    return [value.to(*args, **kwargs) for value in values]
 
 
 def check_words(tokens: Tensor, vocab_size: int) -> None:

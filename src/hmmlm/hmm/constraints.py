@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from hmmlm.arguments import check_arguments
 from hmmlm.errors import InputError
-from hmmlm.hmm.automaton import Automaton
+from hmmlm.hmm.automaton import Automaton, check_words
 from hmmlm.hmm.checks import check_count
 from hmmlm.hmm.dense import log_group_sums
 from hmmlm.hmm.logmatrix import least_sum
@@ -71,6 +72,7 @@ class Guide:
     """
 
     @torch.no_grad()
+    @check_arguments
     def __init__(self, hmm: HiddenMarkovModel, automaton: Automaton, length: int) -> None:
         if automaton.vocab_size != hmm.vocab_size:
             raise InputError(
@@ -110,6 +112,7 @@ class Guide:
     def __repr__(self) -> str:
         return f"Guide({self.hmm!r}, {self.automaton!r}, length={self.length})"
 
+    @check_arguments
     def begin(self, tokens: Sequence[int] = ()) -> Position:
         """Return the position after `tokens`, which the automaton reads but which do not count toward the length."""
         position = Position(self.hmm.begin(), 0, self.length)
@@ -117,13 +120,18 @@ class Guide:
             position = self.advance(position, token)._replace(remaining=self.length)
         return position._replace(prompt=tuple(tokens))
 
+    @check_arguments
     def advance(self, position: Position, token: int) -> Position:
         """Return the position after one more token."""
         return self.advance_all([position], [token])[0]
 
     @torch.no_grad()
+    @check_arguments
     def advance_all(self, positions: Sequence[Position], tokens: Sequence[int]) -> list[Position]:
         """Return each position after one more token, in little more time than for one."""
+        _check_any(positions)
+        if len(tokens) != len(positions):
+            raise InputError(f"{len(tokens)} tokens for {len(positions)} positions: give one for each")
         log_states = advance_states(self.hmm, positions, tokens)
         automaton = self.automaton
         return [
@@ -131,18 +139,22 @@ class Guide:
             for log_state, before, token in zip(log_states, positions, tokens, strict=True)
         ]
 
+    @check_arguments
     def joint(self, position: Position) -> Tensor:
         """Compute log p(next token = v, all accepted | tokens so far) [V]."""
         return score_positions([(self, position)])[0][0]
 
+    @check_arguments
     def ahead(self, position: Position) -> Ahead:
         """Return the recursion for the tokens that follow the next one."""
         if position.remaining < 1:
             raise InputError(f"all {self.length} tokens of the guide have been generated")
         return self._ahead[min(position.remaining, len(self._ahead)) - 1]
 
+    @check_arguments
     def moves(self, state: int) -> Moves:
         """Return the tokens that may follow an automaton state."""
+        check_count("state", state, 0, self.automaton.states - 1)
         if state not in self._known_moves:
             if len(self._known_moves) == KNOWN_MOVES:
                 self._known_moves.clear()
@@ -156,12 +168,15 @@ class Guide:
             self._known_moves[state] = Moves(reached[many], number[group_of].to(device), few.to(device), following[few])
         return self._known_moves[state]
 
+    @check_arguments
     def next_token(self, position: Position) -> Tensor:
         """Compute log p(next token = v | tokens so far, all accepted) [V]."""
         return self.next_tokens([position])[0]
 
+    @check_arguments
     def next_tokens(self, positions: Sequence[Position]) -> Tensor:
         """Compute `next_token` of each position [B, V], in little more time than for one."""
+        _check_any(positions)
         joint, _ = score_positions([(self, position) for position in positions])
         impossible = (joint.amax(1) == NEG_INF).nonzero().flatten().tolist()
         if impossible:
@@ -169,18 +184,22 @@ class Guide:
             raise InputError(f"no continuation of {remaining} tokens that the model can generate is accepted")
         return joint.log_softmax(1)
 
+    @check_arguments
     def chance(self, position: Position) -> float:
         """Compute log p(all accepted | tokens so far)."""
         if position.remaining == 0:
             return 0.0 if bool(self.automaton.accepting[position.automaton]) else NEG_INF
         return min(0.0, float(logsumexp(self.joint(position), 0)))
 
+    @check_arguments
     def chances(self, position: Position) -> Tensor:
         """Compute log p(all accepted | tokens so far, next token = v) [V]; −inf for tokens of probability zero."""
         return chances_of([(self, position)])[0]
 
+    @check_arguments
     def chances_of(self, positions: Sequence[Position]) -> Tensor:
         """Compute `chances` of each position [B, V], in little more time than for one."""
+        _check_any(positions)
         return chances_of([(self, position) for position in positions])
 
     @torch.no_grad()
@@ -201,8 +220,14 @@ class Guide:
         return (logsumexp(joint, 1) - logsumexp(plain, 1)).nan_to_num_(nan=NEG_INF, neginf=NEG_INF).clamp_(max=0)
 
 
+def _check_any(positions: Sequence[Position]) -> None:
+    if not len(positions):
+        raise InputError("there are no positions: give at least one")
+
+
 def advance_states(hmm: HiddenMarkovModel, positions: Sequence[Position], tokens: Sequence[int]) -> Tensor:
     """Compute log p(z of the next token | tokens so far) [B, Z] after one more token of each position."""
+    check_words(tokens, hmm.vocab_size)
     log_states = hmm.advance(torch.stack([position.log_state for position in positions]), torch.tensor(tokens))
     impossible = (log_states.amax(1) == NEG_INF).nonzero().flatten().tolist()
     if impossible:

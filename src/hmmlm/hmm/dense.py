@@ -1,6 +1,5 @@
 """An HMM with dense matrices: start [Z], transition [Z, Z] and emission [Z, V]."""
 
-import math
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hmmlm.arguments import check_type
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import (
     ArrayLike,
@@ -17,8 +17,10 @@ from hmmlm.hmm.checks import (
     check_count,
     check_distributions,
     check_log_state,
+    check_number,
     check_parameters,
     check_words,
+    move,
 )
 from hmmlm.hmm.em import maximize_rows
 from hmmlm.hmm.lattice import Lattice, SortedBatch
@@ -69,6 +71,7 @@ class HMM(HiddenMarkovModel):
         if log_emission.dim() != 2 or log_emission.shape[0] != states or log_emission.shape[1] == 0:
             raise InputError(f"log_emission must have shape [{states}, words], not {list(log_emission.shape)}")
         self.log_start, self.log_transition, self.log_emission = log_start, log_transition, log_emission
+        check_type("impl", impl, Impl)
         self.impl: Impl = impl
 
     @classmethod
@@ -153,8 +156,7 @@ class HMM(HiddenMarkovModel):
 
     def to(self, *args: Any, **kwargs: Any) -> "HMM":
         """Return the model on another device or in another dtype, like `Tensor.to`."""
-        start, transition, emission = (p.to(*args, **kwargs) for p in self.parameters)
-        return HMM(start, transition, emission, self.impl)
+        return HMM(*Parameters(*move(self.parameters, *args, **kwargs)), self.impl)
 
     def detach(self) -> "HMM":
         """Return the model without gradients; the model itself if it has none."""
@@ -209,9 +211,8 @@ class HMM(HiddenMarkovModel):
             pseudocount: added to every expected count.
         """
         check_count("iterations", iterations, 1)
-        for name, value in (("tolerance", tolerance), ("pseudocount", pseudocount)):
-            if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise InputError(f"{name} must be a number of at least 0, not {value!r}")
+        check_number("tolerance", tolerance)
+        check_number("pseudocount", pseudocount)
         checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
         total = int(checked.numel() if sizes is None else sizes.sum())
         rows = max(1, _BULK_CELLS // (checked.shape[1] * self.states))
@@ -376,7 +377,7 @@ class HMM(HiddenMarkovModel):
     @torch.no_grad()
     def emit(self, log_states: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Compute log Σ_z p(z) p(word | z) for log-distributions [..., Z]: [..., V], or [..., n] for `tokens` [n]."""
-        check_log_state(log_states, self.states)
+        check_log_state(log_states, self.states, self.device)
         if tokens is None:
             return self.detach()._emission_product.product(log_states)
         check_words(tokens, self.vocab_size)

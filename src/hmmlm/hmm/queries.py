@@ -363,8 +363,9 @@ class HiddenMarkovModel(Primitives):
         """
         lattice = self._possible(tokens, None)
         rows, steps = lattice.batch.tokens.shape
-        if rows != 1 or position not in range(steps):
-            raise InputError(f"position {position} is not one of the {steps} of a single sequence")
+        if rows != 1:
+            raise InputError(f"infill_at takes one sequence, not {rows}: call it once per sequence")
+        check_count("position", position, 0, steps - 1)
         return self.emit(self._surroundings(lattice, self._messages(lattice), position))[0]
 
     @torch.no_grad()
@@ -445,7 +446,7 @@ class HiddenMarkovModel(Primitives):
         All −inf if the token is impossible. For several sequences at once, log_state is [B, Z] and token [B].
         """
         model = self.detach()
-        check_log_state(log_state, self.states)
+        check_log_state(log_state, self.states, self.device)
         tokens = token[None] if isinstance(token, Tensor) else [[token]]
         words = check_tokens(tokens, self.vocab_size, self.device)[0]
         if log_state.numel() != len(words) * self.states:

@@ -10,9 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from hmmlm.arguments import check_arguments
 from hmmlm.errors import InputError
 from hmmlm.hmm.blocked import BlockedHMM
-from hmmlm.hmm.checks import check_distributions, check_parameters
+from hmmlm.hmm.checks import check_distributions, check_log_state, check_parameters, move
 from hmmlm.hmm.dense import HMM
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
 from hmmlm.hmm.queries import HiddenMarkovModel
@@ -45,8 +46,9 @@ class UnionHMM(HiddenMarkovModel):
     kind: ClassVar[str] = "union"
     TENSORS: ClassVar[dict[str, str]] = {"log_weights": "?"}
 
+    @check_arguments
     def __init__(self, components: Sequence[HiddenMarkovModel], log_weights: Tensor) -> None:
-        if not components:
+        if not len(components):
             raise InputError("a union needs at least one HMM")
         self.components, self.log_weights = tuple(components), log_weights
         if log_weights.shape != (len(components),):
@@ -65,9 +67,10 @@ class UnionHMM(HiddenMarkovModel):
         check_parameters({**starts, "log_weights": log_weights})
 
     @classmethod
+    @check_arguments
     def join(cls, models: Sequence[HiddenMarkovModel], weights: Sequence[float] | None = None) -> UnionHMM:
         """Return the union of HMMs, which may be unions themselves, with the given weights (None: equal ones)."""
-        if not models:
+        if not len(models):
             raise InputError("a union needs at least one model")
         given = [1 / len(models)] * len(models) if weights is None else list(weights)
         if len(given) != len(models):
@@ -145,8 +148,8 @@ class UnionHMM(HiddenMarkovModel):
 
     def to(self, *args: Any, **kwargs: Any) -> UnionHMM:
         """Return the model on another device or in another dtype, like `Tensor.to`."""
-        components = [component.to(*args, **kwargs) for component in self.components]
-        return UnionHMM(components, self.log_weights.to(*args, **kwargs))
+        (log_weights,) = move([self.log_weights], *args, **kwargs)
+        return UnionHMM([component.to(*args, **kwargs) for component in self.components], log_weights)
 
     def detach(self) -> UnionHMM:
         """Return the model without gradients; the model itself if it has none."""
@@ -312,6 +315,7 @@ class UnionHMM(HiddenMarkovModel):
         return words, result
 
     def emit(self, log_states: Tensor, tokens: Tensor | None = None) -> Tensor:
+        check_log_state(log_states, self.states, self.device)
         parts = zip(self.components, log_states.split(self.sizes, -1), strict=True)
         return torch.stack([component.emit(own, tokens) for component, own in parts]).logsumexp(0)
 

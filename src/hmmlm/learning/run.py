@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hmmlm.arguments import check_arguments
 from hmmlm.config.distill import DistillConfig
 from hmmlm.config.explain import explain
 from hmmlm.config.recipe import default_recipe, merge, recipe_values
@@ -20,6 +21,7 @@ from hmmlm.runs.progress import terminal_progress
 from hmmlm.text.lm import LanguageModel, load
 
 
+@check_arguments
 def train(
     data: str | Path = "embedded", out: str | Path | None = None, recipe: str | None = None, **settings: Any
 ) -> LanguageModel:
@@ -35,9 +37,6 @@ def train(
         settings: sections of the configuration, as in a recipe: model={"kind": "linear", "states": 512},
             train={"epochs": 3}.
     """
-    for name, path in (("data", data), ("out", out or "")):
-        if not isinstance(path, str | Path):
-            raise InputError(f"{name} is a path or a name, not {path!r:.60}")
     given = {"data": str(data), **settings}
     start = recipe or default_recipe(settings)
     values = {} if start is None else drop_other_kinds(RunConfig, recipe_values(start), given)
@@ -49,6 +48,7 @@ def train(
     return load(folder, config.train.device)
 
 
+@check_arguments
 def distill(model: str | Path, out: str | Path | None = None, **settings: Any) -> LanguageModel:
     """Distill a causal language model of Hugging Face into an HMM as `hmmlm distill` does, and return it.
 

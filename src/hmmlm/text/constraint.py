@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
+from hmmlm.arguments import describe
 from hmmlm.errors import InputError
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.text.regex import regex_automaton
@@ -75,12 +76,12 @@ class Constraint:
         set_field("never", _texts("never", self.never))
         set_field("choice", _texts("choice", self.choice))
         if self.match not in get_args(Match):
-            raise InputError(f"match must be one of {', '.join(get_args(Match))}, not {self.match!r}")
+            raise InputError(f"match must be one of {', '.join(get_args(Match))}, not {describe(self.match)}")
         for name in ("words", "tokens"):
             set_field(name, _bounds(name, getattr(self, name)))
         for name in ("regex", "suffix"):
             if not isinstance(getattr(self, name), str | None) or getattr(self, name) == "":
-                raise InputError(f"{name}: give a string that is not empty, not {getattr(self, name)!r}")
+                raise InputError(f"{name}: give a string that is not empty, not {describe(getattr(self, name))}")
         if self.json is not None:
             set_field("json", _schema(self.json))
         if not isinstance(self.automaton, Automaton | None):
@@ -159,7 +160,7 @@ def _bounds(name: str, bounds: Any) -> Bounds:
     numbers = [bound for bound in pair if bound is not None]
     whole = all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= MOST for n in numbers)
     if len(pair) != 2 or not whole:
-        raise InputError(f"{name}: give (min, max), integers from 0 to {MOST:,} or None, not {bounds!r}")
+        raise InputError(f"{name}: give (min, max), integers from 0 to {MOST:,} or None, not {describe(bounds)}")
     if len(numbers) == 2 and numbers[0] > numbers[1]:
         raise InputError(f"{name}: {numbers[0]} to {numbers[1]} is empty: give the smaller number first")
     return pair[0], pair[1]
@@ -168,12 +169,12 @@ def _bounds(name: str, bounds: Any) -> Bounds:
 def _texts(name: str, texts: Any, several: bool = False) -> tuple[Any, ...]:
     """Return a list of strings as a tuple; with `several`, its items may be lists of strings."""
     if not isinstance(texts, (list, tuple)):
-        raise InputError(f"{name}: give a list of words or phrases, not {texts!r}")
+        raise InputError(f"{name}: give a list of words or phrases, not {describe(texts)}")
     for text in texts:
         if several and isinstance(text, (list, tuple)):
             _texts(f"an item of {name}", text)
             if not text:
                 raise InputError(f"{name} has an empty list: remove it")
         elif not isinstance(text, str):
-            raise InputError(f"{name}: give a list of words or phrases, not {texts!r}")
+            raise InputError(f"{name}: give a list of words or phrases, not {describe(texts)}")
     return tuple(texts)

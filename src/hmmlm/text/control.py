@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from hmmlm.arguments import check_arguments, describe
 from hmmlm.data.files import read_json
-from hmmlm.data.modelfolder import CONFIG, MODEL, require_dtype, require_size, require_tensors, write_folder
+from hmmlm.data.modelfolder import CONFIG, MODEL, as_folder, require_dtype, require_size, require_tensors, write_folder
 from hmmlm.data.tensorfiles import read_tensors
 from hmmlm.data.tokenizers import Tokenizer, load_tokenizer
 from hmmlm.errors import InputError
@@ -16,6 +17,7 @@ from hmmlm.hmm import HMM, HiddenMarkovModel
 from hmmlm.hmm.checks import check_distributions
 
 
+@check_arguments
 def save_control(
     hmm: HiddenMarkovModel, path: str | Path, eos_token_id: int, tokenizer: Tokenizer | None = None
 ) -> None:
@@ -25,11 +27,11 @@ def save_control(
     """
     if eos_token_id not in range(hmm.vocab_size) or (tokenizer is not None and eos_token_id != tokenizer.eos_id):
         own = f"from 0 to {hmm.vocab_size - 1}" if tokenizer is None else f"{tokenizer.eos_id}, that of the tokenizer"
-        raise InputError(f"eos_token_id is {eos_token_id!r}: give {own}")
+        raise InputError(f"eos_token_id is {describe(eos_token_id)}: give {own}")
     dense: HMM = hmm.dense()
     tensors = {"alpha_exp": dense.log_transition.exp(), "beta": dense.log_emission, "gamma": dense.log_start}
     header = {"hidden_states": hmm.states, "vocab_size": hmm.vocab_size, "eos_token_id": eos_token_id}
-    write_folder(Path(path), tensors, header, {"format": "pt"}, tokenizer)
+    write_folder(as_folder(path), tensors, header, {"format": "pt"}, tokenizer)
 
 
 def is_control(path: Path) -> bool:

@@ -13,10 +13,8 @@ over all states.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from torch import Tensor
 
 from hmmlm.errors import InputError
 from hmmlm.hmm import HiddenMarkovModel
-from hmmlm.hmm.checks import check_count
+from hmmlm.hmm.checks import check_count, check_number, check_seed
 from hmmlm.hmm.constraints import Guide, Position
 from hmmlm.hmm.reader import Reader, read_context
 from hmmlm.ops.common import NEG_INF
@@ -51,14 +49,10 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         check_count("max_new_tokens", self.max_new_tokens, 0)
         check_count("num", self.num, 1)
-        if not (isinstance(self.temperature, Real) and self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise InputError(f"temperature must be a number of at least 0, not {self.temperature!r}")
+        check_number("temperature", self.temperature)
         if self.top_k is not None:
             check_count("top_k", self.top_k, 1)
-        if self.seed is not None and not (
-            isinstance(self.seed, Integral) and -(2**63) <= self.seed < 2**64 - self.num + 1
-        ):
-            raise InputError(f"seed must be an integer of at most 64 bits, not {self.seed!r}")
+        check_seed(self.seed, self.num)
 
     def choose(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
         """Draw a token from each row of log_probs [n, V], by uniform numbers [n]."""

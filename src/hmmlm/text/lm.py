@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Unpack, overload
 import torch
 from torch import Tensor
 
+from hmmlm.arguments import check_arguments, check_type
 from hmmlm.data.files import write_bytes
 from hmmlm.data.hmmfolder import load_hmm
-from hmmlm.data.modelfolder import CONFIG, LANGUAGE_MODEL, save_model
+from hmmlm.data.modelfolder import CONFIG, LANGUAGE_MODEL, as_folder, save_model
 from hmmlm.data.text import split_units
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.data.words import split_at
@@ -55,6 +56,7 @@ class LanguageModel(TextModel):
     (batches.kind = "chunks"). Every method, `hmmlm eval` included, reads a text in this way.
     """
 
+    @check_arguments
     def __init__(self, hmm: HiddenMarkovModel, tokenizer: Tokenizer, config: dict[str, Any] | None = None) -> None:
         if hmm.vocab_size != tokenizer.vocab_size:
             raise InputError(
@@ -102,6 +104,7 @@ class LanguageModel(TextModel):
 
     # --- text ---
 
+    @check_arguments
     def sequences(self, tokens: Sequence[int]) -> list[list[int]]:
         """Split the tokens of a text into the sequences that are scored: one, or one per line or chunk.
 
@@ -130,6 +133,7 @@ class LanguageModel(TextModel):
         return scores.to(self.hmm.dtype)
 
     @torch.no_grad()
+    @check_arguments
     def score_sequences(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Compute the log-likelihood of each sequence of tokens, float64 [N]; see `sequences`."""
         scores = torch.zeros(len(sequences), dtype=torch.float64)
@@ -193,6 +197,7 @@ class LanguageModel(TextModel):
         return max(1, min(_BATCH_TOKENS, _BATCH_CELLS // self.hmm.states))
 
     @torch.no_grad()
+    @check_arguments
     def token_log_probs(self, encoded: Sequence[Sequence[int]]) -> list[Tensor]:
         """Compute log p(token | tokens before it) of each text, given as tokens: [T] float64, on the CPU.
 
@@ -305,6 +310,7 @@ class LanguageModel(TextModel):
         `<eos>` counted: `must`, `never` (with `match`), `choice`, `regex`, `json`, `words`, `tokens`, `suffix`,
         `automaton`; see `hmmlm.text.constraint.Constraint`. With unknown=False the new part also has no `<unk>`.
         """
+        check_type("unknown", unknown, bool)
         options = SamplingOptions(max_new_tokens, temperature, top_k, seed, 1 if num is None else num)
         given, asked = self._encode_prompt(prompt), Constraint(must, never, **constraint)
         if asked:
@@ -332,6 +338,8 @@ class LanguageModel(TextModel):
         lines end within `max_new_tokens`; otherwise they may continue once they satisfy the constraint. The guide is
         cached until another one is requested.
         """
+        check_type("unknown", unknown, bool)
+        check_type("ended", ended, bool)
         given = self._encode_prompt(prompt)
         return self._guide_after(given, Constraint(must, never, **constraint), max_new_tokens, unknown, ended)
 
@@ -382,6 +390,7 @@ class LanguageModel(TextModel):
             )
         return guide, position
 
+    @check_arguments
     def context(self, given: list[int]) -> list[int]:
         """Return the tokens of a prompt that its continuation depends on."""
         context = split_at(given, self._eos)[-1] if self.restarts else given
@@ -401,6 +410,7 @@ class LanguageModel(TextModel):
         """
         check_text("the text", text)
         check_count("top", top, 1)
+        check_type("unknown", unknown, bool)
         units = split_units(text, self._unit)
         tokens = [token for unit in units for token in (*encode_blanks(self.tokenizer, unit), self._eos)]
         if -1 not in tokens:
@@ -422,6 +432,7 @@ class LanguageModel(TextModel):
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return [(readable_token(self.tokenizer, i, inside), p) for i, p in pairs if p > 0]
 
+    @check_arguments
     def explore(self, other: LanguageModel | None = None, height: int = 760) -> Display:
         """Show the panels of `hmmlm explore` in a notebook; elsewhere, `url` of the result is the page.
 
@@ -429,6 +440,7 @@ class LanguageModel(TextModel):
             other: a second model to compare with; by default an n-gram of the text that the run was trained on.
             height: of the frame, in pixels.
         """
+        check_count("height", height, 1, 100_000)
         # On first use: the page needs reports and baselines, which are above.
         from hmmlm.explorer.notebook import Display
 
@@ -438,7 +450,7 @@ class LanguageModel(TextModel):
 
     def save(self, path: str | Path) -> None:
         """Write the model into the folder `path`. A failure leaves an existing model unchanged."""
-        folder = _as_path(path)
+        folder = as_folder(path)
         header = {
             "model": self.hmm.kind,
             "states": self.hmm.states,
@@ -448,6 +460,7 @@ class LanguageModel(TextModel):
         }
         save_model(folder, LANGUAGE_MODEL, header, self.hmm.tensors(), self.tokenizer)
 
+    @check_arguments
     def save_pretrained(self, path: str | Path, results: str | Path | None = None) -> None:
         """Write the model into the folder `path` with a model card, for the Hugging Face hub.
 
@@ -458,7 +471,7 @@ class LanguageModel(TextModel):
         """
         card = model_card(self, results)
         self.save(path)
-        if not (file := _as_path(path) / CARD).exists():
+        if not (file := as_folder(path) / CARD).exists():
             write_bytes(file, card.encode())
 
     @staticmethod
@@ -470,7 +483,8 @@ class LanguageModel(TextModel):
         Args:
             revision: a branch, tag or commit on the hub.
         """
-        return LanguageModel.load(fetch_model(_as_path(name), revision), device)
+        check_type("revision", revision, str | None)
+        return LanguageModel.load(fetch_model(as_folder(name), revision), device)
 
     @staticmethod
     def load(path: str | Path, device: str | torch.device = "auto") -> LanguageModel:
@@ -482,10 +496,10 @@ class LanguageModel(TextModel):
             device: "auto" (a GPU if there is one), "cpu", "cuda", or a torch.device.
         """
         chosen = pick_device(device)
-        if is_control(_as_path(path)):
+        if is_control(as_folder(path)):
             hmm, header = load_control(path)
             return LanguageModel(hmm.to(chosen), control_tokenizer(Path(path), header["eos_token_id"]))
-        (folder, header, _, tokenizer), model = load_hmm(_as_path(path))
+        (folder, header, _, tokenizer), model = load_hmm(as_folder(path))
         training = check_training(folder / CONFIG, header.get("training"))
         if header.get("eos_id", tokenizer.eos_id) != tokenizer.eos_id:
             raise InputError(
@@ -498,13 +512,6 @@ class LanguageModel(TextModel):
 
 
 load = LanguageModel.load
-
-
-def _as_path(path: object) -> Path:
-    """Return the path of a model's folder; raise an InputError for anything else."""
-    if not isinstance(path, str | Path):
-        raise InputError(f"a model is a folder, not a {type(path).__name__}: give its path")
-    return Path(path)
 
 
 def _batches(lengths: Sequence[int], tokens: int | None = None) -> Iterator[list[int]]:

@@ -19,15 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hmmlm.arguments import check_arguments, check_type
 from hmmlm.baselines.mixture import fit_weights, mix
 from hmmlm.baselines.neural import FORMAT as BASELINE
 from hmmlm.baselines.neural import Hidden, NeuralBaseline, load_baseline
 from hmmlm.baselines.ngram import NgramModel
 from hmmlm.data.files import read_json
-from hmmlm.data.modelfolder import CONFIG, find_model, load_model, save_model
+from hmmlm.data.modelfolder import CONFIG, as_folder, find_model, load_model, save_model
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.device import pick_device
-from hmmlm.errors import InputError
+from hmmlm.errors import InputError, QueryError
 from hmmlm.hmm.checks import check_count, padded
 from hmmlm.ops.common import NEG_INF
 from hmmlm.text.constraint import Constraint, ConstraintOptions, Wanted
@@ -83,6 +84,7 @@ class HmmPredictor(Predictor):
 
     kind = "hmm"
 
+    @check_arguments
     def __init__(self, lm: LanguageModel) -> None:
         self.lm = lm
         batches = lm.config.get("batches", {})
@@ -122,6 +124,7 @@ class NetworkPredictor(Predictor):
 
     kind = "network"
 
+    @check_arguments
     def __init__(self, network: NeuralBaseline) -> None:
         self.network = network.eval()
 
@@ -166,10 +169,11 @@ class NgramPredictor(Predictor):
 
     kind = "ngram"
 
+    @check_arguments
     def __init__(self, text: np.ndarray, vocab_size: int, order: int, restart: int | None) -> None:
         """`restart`: the token after which the context starts again; None: nowhere."""
+        self.model = NgramModel(text, vocab_size, order, restart)
         self.text = np.asarray(text).astype(np.int64)
-        self.model = NgramModel(self.text, vocab_size, order, restart)
 
     def token_log_probs(self, encoded: Sequence[Sequence[int]]) -> list[Tensor]:
         return [torch.from_numpy(self.model.log_probs(np.array(tokens, dtype=np.int64))) for tokens in encoded]
@@ -193,7 +197,10 @@ class CachePredictor(Predictor):
 
     kind = "cache"
 
+    @check_arguments
     def __init__(self, size: int, vocab_size: int) -> None:
+        check_count("size", size, 1)
+        check_count("vocab_size", vocab_size, 1)
         self.size, self.vocab_size = size, vocab_size
 
     def token_log_probs(self, encoded: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -231,6 +238,7 @@ class CachePredictor(Predictor):
 class MixtureModel(TextModel):
     """Predictors over the tokens of one tokenizer with their weights [M]; `config` says how text was prepared."""
 
+    @check_arguments
     def __init__(
         self,
         predictors: Sequence[Predictor],
@@ -239,7 +247,7 @@ class MixtureModel(TextModel):
         config: dict[str, Any] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        if not predictors or len(weights) != len(predictors):
+        if not len(predictors) or len(weights) != len(predictors):
             raise InputError(f"{len(weights)} weights for {len(predictors)} models: give one for each")
         values = np.array(weights, dtype=np.float64)
         if not (values >= 0).all() or not abs(values.sum() - 1) < 1e-6:
@@ -247,6 +255,11 @@ class MixtureModel(TextModel):
         self.predictors, self.weights = list(predictors), values / values.sum()
         self.tokenizer, self.config = tokenizer, dict(config or {})
         self._device = device or torch.device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(LanguageModel, name):
+            raise AttributeError(f"'MixtureModel' object has no attribute {name!r}")
+        raise QueryError(f"a mixture is not an HMM, so it has no {name}: use one of its HMMs, predictors[…].lm")
 
     def __repr__(self) -> str:
         parts = zip(self.weights, self.predictors, strict=True)
@@ -258,6 +271,7 @@ class MixtureModel(TextModel):
 
     # --- text ---
 
+    @check_arguments
     def token_log_probs(self, encoded: Sequence[Sequence[int]]) -> list[Tensor]:
         parts = [part.token_log_probs(encoded) for part in self.predictors]
         return [torch.from_numpy(mix(_stack(each), self.weights)) for each in zip(*parts, strict=True)]
@@ -288,6 +302,7 @@ class MixtureModel(TextModel):
         **constraint: Unpack[ConstraintOptions],
     ) -> list[str]:
         """Return samples that continue a prompt until `<eos>`; see `LanguageModel.generate`."""
+        check_type("unknown", unknown, bool)
         if Constraint(must, never, **constraint):
             raise InputError("a mixture is not an HMM, so it cannot sample under a constraint: use one of its HMMs")
         options = SamplingOptions(max_new_tokens, temperature, top_k, seed, num)
@@ -319,7 +334,7 @@ class MixtureModel(TextModel):
 
     def save(self, path: str | Path) -> None:
         """Write the model into the folder `path`."""
-        folder, components, tensors = Path(path), list[dict[str, Any]](), dict[str, Tensor]()
+        folder, components, tensors = as_folder(path), list[dict[str, Any]](), dict[str, Tensor]()
         for i, part in enumerate(self.predictors):
             header, own = part.save(folder / str(i), self.tokenizer)
             components.append({"kind": part.kind, **header})
@@ -332,7 +347,7 @@ class MixtureModel(TextModel):
     def load(path: str | Path, device: str | torch.device = "auto") -> MixtureModel:
         """Return the mixture in the folder `path`."""
         chosen = pick_device(device)
-        folder, header, tensors, tokenizer = load_model(Path(path), FORMAT)
+        folder, header, tensors, tokenizer = load_model(as_folder(path), FORMAT)
         where, components, weights = folder / CONFIG, header.get("components"), header.get("weights")
         training = header.get("training")
         if not isinstance(components, list) or not 0 < len(components) <= MAX_COMPONENTS:
@@ -392,10 +407,17 @@ def _format(path: Path) -> Any:
     return read_json(find_model(path) / CONFIG).get("format")
 
 
-def load_text_model(path: str | Path, device: str | torch.device = "auto") -> LanguageModel | MixtureModel:
-    """Return the model in a folder, whichever kind it is."""
-    folder = Path(path)
-    return MixtureModel.load(folder, device) if _format(folder) == FORMAT else LanguageModel.load(folder, device)
+def load(path: str | Path, device: str | torch.device = "auto") -> LanguageModel | Any:
+    """Return the model in the folder `path`, or the best one of a training run there.
+
+    It is a `LanguageModel`, or a `MixtureModel` if `hmmlm mix` wrote the folder.
+
+    Args:
+        device: "auto" (a GPU if there is one), "cpu", "cuda", or a torch.device.
+    """
+    folder = as_folder(path)
+    mixed = (folder / CONFIG).is_file() and read_json(folder / CONFIG).get("format") == FORMAT
+    return MixtureModel.load(folder, device) if mixed else LanguageModel.load(folder, device)
 
 
 def fit_mixture(

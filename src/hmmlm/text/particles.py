@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hmmlm.arguments import check_arguments, describe
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import check_count
+from hmmlm.hmm.checks import check_count, check_number, check_seed
 from hmmlm.hmm.constraints import Guide, Position
 from hmmlm.ops.common import NEG_INF
+
+_LARGEST = 1_000_000  # number of particles
 
 
 class Particles(NamedTuple):
@@ -27,8 +30,10 @@ class Particles(NamedTuple):
     log_evidence: float
     """Estimate of the model's log-probability that the constraint is satisfied."""
 
+    @check_arguments
     def draw(self, seed: int | None = None) -> list[int]:
         """Return the tokens of one text, drawn by its weight."""
+        check_seed(seed)
         generator = torch.Generator()
         generator.seed() if seed is None else generator.manual_seed(seed)
         chosen = int(torch.multinomial(self.log_weights.exp().cpu(), 1, generator=generator))
@@ -37,6 +42,7 @@ class Particles(NamedTuple):
 
 
 @torch.no_grad()
+@check_arguments
 def sample_particles(
     model: Any,
     input_ids: Tensor,
@@ -54,8 +60,14 @@ def sample_particles(
         position: of `lm.guide`, after the prompt.
         resample_below: particles are resampled when their effective number is below this share of `num`.
     """
-    check_count("num", num, 1)
-    if input_ids.dim() != 2 or len(input_ids) != 1:
+    check_count("num", num, 1, _LARGEST)
+    check_seed(seed)
+    check_number("resample_below", resample_below)
+    if not callable(model) or isinstance(model, type):
+        raise InputError(f"model must be a causal model of transformers, not {describe(model)}")
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise InputError(f"input_ids must be integers, not {str(input_ids.dtype).removeprefix('torch.')}")
+    if input_ids.dim() != 2 or len(input_ids) != 1 or not input_ids.numel():
         raise InputError(f"input_ids must have shape [1, tokens], one prompt, not {list(input_ids.shape)}")
     if position.prompt and tuple(input_ids[0, -len(position.prompt) :].tolist()) != position.prompt:
         raise InputError("input_ids does not end with the tokens of the prompt of the guide: make a guide for this one")
@@ -74,6 +86,11 @@ def sample_particles(
             break
         output = model(input_ids=given, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
+        if output.logits.shape[-1] < words:
+            raise InputError(
+                f"the model has {output.logits.shape[-1]:,} tokens, but the guide is for {words:,}: both models need "
+                "the same tokenizer"
+            )
         log_probs = output.logits[going, -1].double().log_softmax(1)[:, :words]
         chances = guide.chances_of([positions[row] for row in going]).to(log_probs)
         steered = log_probs + chances

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -12,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hmmlm.arguments import check_arguments
 from hmmlm.errors import InputError, InputWarning
+from hmmlm.hmm.checks import check_number
 from hmmlm.hmm.constraints import Guide, Position, advance_states, chances_of
 from hmmlm.ops.common import NEG_INF
 
@@ -66,12 +67,13 @@ class Steering:
         self._set([(guide, position)], weight)
 
     @classmethod
+    @check_arguments
     def batch(cls, guided: Sequence[tuple[Guide, Position]], weight: float = 1.0) -> Steering:
         """Return a processor for a batch of prompts, each with the guide and position of `lm.guide`.
 
         Prompts are in the order of the rows; with several samples or beams, each prompt has as many rows in a row.
         """
-        if not guided:
+        if not len(guided):
             raise InputError("give at least one pair of a guide and its position")
         steering = cls.__new__(cls)
         steering._set(guided, weight)
@@ -84,8 +86,7 @@ class Steering:
             raise InputError(
                 "a guide and its position are needed: Steering(*lm.guide(…)), or Steering.batch([lm.guide(…), …])"
             )
-        if not (isinstance(weight, int | float) and weight >= 0 and math.isfinite(weight)):
-            raise InputError(f"weight must be a number of at least 0, not {weight!r}")
+        check_number("weight", weight)
         self.guides, self.weight = [guide for guide, _ in guided], float(weight)
         if any(guide.hmm is not self.guides[0].hmm for guide in self.guides):
             raise InputError("the guides of a batch need the same HMM: make them with one LanguageModel")
@@ -108,12 +109,21 @@ class Steering:
         return SteeringReport(self._tokens, int(self._changed))
 
     @torch.no_grad()
+    @check_arguments
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return steered scores [B, V] for prompt and generated tokens [B, T], and scores [B, V] of the next token.
 
         V may exceed the HMM's vocabulary: tokens outside it are forbidden until every continuation is accepted.
         """
         words = self.guides[0].automaton.vocab_size
+        whole = not (input_ids.dtype.is_floating_point or input_ids.dtype.is_complex or input_ids.dtype == torch.bool)
+        if input_ids.dim() != 2 or not whole or scores.dim() != 2 or not 0 < len(input_ids) == len(scores):
+            raise InputError(
+                f"input_ids must be integers [rows, tokens] and scores [rows, words], not {list(input_ids.shape)} of "
+                f"{str(input_ids.dtype).removeprefix('torch.')} and {list(scores.shape)}"
+            )
+        if not scores.dtype.is_floating_point:
+            raise InputError(f"scores must be log-probabilities, not {str(scores.dtype).removeprefix('torch.')}")
         if scores.shape[1] < words:
             raise InputError(
                 f"the scores are for {scores.shape[1]:,} tokens, but the guide is for {words:,}: both models need "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hmmlm.arguments import describe, is_sequence
 from hmmlm.data.text import split_units
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError, warn
@@ -117,7 +118,7 @@ def check_texts(texts: Sequence[str]) -> None:
     """Raise an InputError unless `texts` is a list of strings."""
     if isinstance(texts, str):
         raise InputError("texts must be a list of strings: write [text] for a single one")
-    if isinstance(texts, bytes) or not (hasattr(texts, "__getitem__") and hasattr(texts, "__len__")):
-        raise InputError(f"texts must be a list of strings, not a {type(texts).__name__}: write list(texts)")
+    if not is_sequence(texts):
+        raise InputError(f"texts must be a list of strings, not {describe(texts)}: write list(texts)")
     for i, text in enumerate(texts):
         check_text(f"texts[{i}]", text)

@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hmmlm.arguments import check_arguments
 from hmmlm.baselines.mixture import fit_weights
 from hmmlm.errors import InputError
 from hmmlm.hmm import UnionHMM
 from hmmlm.text.lm import LanguageModel
 
 
+@check_arguments
 def join_models(models: Sequence[LanguageModel], weights: Sequence[float] | None = None) -> LanguageModel:
     """Return the union of models as one: each sequence is drawn from one of them, by the weights (None: equal).
 
@@ -26,7 +28,7 @@ def join_models(models: Sequence[LanguageModel], weights: Sequence[float] | None
 
 def check_alike(models: Sequence[LanguageModel]) -> None:
     """Raise an InputError unless the models have one vocabulary and read a text in the same way."""
-    if not models:
+    if not len(models):
         raise InputError("a union needs at least one model")
     first, *others = models
     for number, lm in enumerate(others, 2):
