@@ -160,6 +160,34 @@ def test_rows_of_a_large_transition_matrix_are_sampled(monkeypatch: pytest.Monke
             BlockedHMM(**{**factors, "log_normalizer": normalizer}).validate()
 
 
+def test_a_checksum_finds_what_the_other_checks_do_not(blocked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A normalizer, of a row that is not summed, wrong by two per cent; and a change within the tolerance of sums."""
+    monkeypatch.setattr("hmmlm.hmm.checks._VALIDATED_CELLS", 32)  # every second row
+
+    def scale_row(log_normalizer: Tensor) -> Tensor:
+        changed = log_normalizer.clone()
+        changed[1] *= 1.02
+        return changed
+
+    saved = (blocked / "model.safetensors").read_bytes()
+    changes: list[tuple[str, Callable[[Tensor], Tensor]]] = [
+        ("log_normalizer", scale_row),
+        ("u", lambda u: u * 1.000001),
+    ]
+    for name, change in changes:
+        change_tensor(blocked, name, change)
+        message = refusal(blocked)
+        assert message.startswith(f"{blocked / 'model.safetensors'} is damaged: its tensors do not have the checksum")
+        assert message.endswith("remove checksum from its metadata if they were changed on purpose")
+        tensors, metadata = read_tensors(blocked / "model.safetensors")
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        del metadata["checksum"]
+        write_tensors(blocked / "model.safetensors", tensors, metadata)  # as older versions did
+        hmmlm.load(blocked)
+        (blocked / "model.safetensors").write_bytes(saved)
+    hmmlm.load(blocked)
+
+
 def test_the_commands_refuse_before_any_answer(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change_tensor(dense, "log_emission", lambda x: x + 1)
     for command in (["eval"], ["sample"], ["inspect"], ["infill", "a ___ b"]):

@@ -16,6 +16,7 @@ from hmmlm.data.modelfolder import (
     require_size,
     require_tensors,
 )
+from hmmlm.data.tensorfiles import check_checksum
 from hmmlm.errors import InputError
 from hmmlm.hmm import KINDS, HiddenMarkovModel
 
@@ -43,4 +44,5 @@ def load_hmm(path: Path) -> tuple[ModelFolder, HiddenMarkovModel]:
         hmm.validate()
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
+    check_checksum(file, tensors)  # after the other checks, which name what is wrong
     return model, hmm

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hmmlm.arguments import describe
 from hmmlm.data.files import read_json, replace_all
-from hmmlm.data.tensorfiles import read_tensors, write_tensors
+from hmmlm.data.tensorfiles import CHECKSUM, check_checksum, checksum, read_tensors, write_tensors
 from hmmlm.data.tokenizers import EOS_FILE, Tokenizer, load_tokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import check_finite
@@ -58,7 +58,8 @@ def save_model(
     """Write a model in the format `kind`, such as "hmmlm teacher". A failure leaves an existing model unchanged."""
     fingerprint = tokenizer.fingerprint()
     content = {"format": kind, "version": VERSION, **header, "tokenizer": fingerprint}
-    write_folder(folder, tensors, content, {"format": kind, "tokenizer": fingerprint}, tokenizer)
+    metadata = {"format": kind, "tokenizer": fingerprint, CHECKSUM: checksum(tensors)}
+    write_folder(folder, tensors, content, metadata, tokenizer)
 
 
 def load_model(path: Path, kind: str, weights: bool = True) -> ModelFolder:
@@ -180,6 +181,7 @@ def load_network(build: Callable[[], AnyNetwork], layers: int, path: Path, tenso
     for name, weight in weights.items():
         require_dtype(path, tensors, [name], weight.dtype)
         check_finite(tensors[name], f"{path}: {name}")
+    check_checksum(path, tensors)
     network = build()
     network.load_state_dict(tensors)
     return network

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,6 +23,8 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 """The names of dtypes in the format."""
+CHECKSUM = "checksum"
+"""The entry of a file's metadata."""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -41,7 +44,30 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            file.write(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.write(_bytes(tensors[name]))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Return a checksum of the names and bytes of tensors, for the metadata of their file."""
+    crc = 0
+    for name in sorted(tensors):
+        crc = zlib.crc32(_bytes(tensors[name]), zlib.crc32(name.encode(), crc))
+    return f"crc32:{crc:08x}"
+
+
+def check_checksum(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Raise an InputError if tensors of the file `path` are not those of its checksum; other programs write none."""
+    with safe_open(path, framework="pt") as file:
+        saved = (file.metadata() or {}).get(CHECKSUM)
+    if saved is not None and saved != checksum(tensors):
+        raise InputError(
+            f"{path} is damaged: its tensors do not have the checksum that was saved with them ({saved:.40}): restore "
+            f"the file, or remove {CHECKSUM} from its metadata if they were changed on purpose"
+        )
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -25,7 +25,8 @@ from hmmlm.baselines.neural import FORMAT as BASELINE
 from hmmlm.baselines.neural import Hidden, NeuralBaseline, load_baseline
 from hmmlm.baselines.ngram import NgramModel
 from hmmlm.data.files import read_json
-from hmmlm.data.modelfolder import CONFIG, as_folder, find_model, load_model, save_model
+from hmmlm.data.modelfolder import CONFIG, MODEL, as_folder, find_model, load_model, save_model
+from hmmlm.data.tensorfiles import check_checksum
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.device import pick_device
 from hmmlm.errors import InputError, QueryError
@@ -350,6 +351,7 @@ class MixtureModel(TextModel):
         folder, header, tensors, tokenizer = load_model(as_folder(path), FORMAT)
         where, components, weights = folder / CONFIG, header.get("components"), header.get("weights")
         training = header.get("training")
+        check_checksum(folder / MODEL, tensors)
         if not isinstance(components, list) or not 0 < len(components) <= MAX_COMPONENTS:
             raise InputError(f"{where} has no list of components: save the mixture again")
         if not isinstance(weights, list) or not all(isinstance(w, float | int) for w in weights):
