@@ -234,3 +234,23 @@ def test_compiled_loops_run_more_sequences_than_a_tile_and_their_best_paths() ->
     best, wanted = (hmm.viterbi(tokens[possible], lengths[possible]) for hmm in (ours, theirs))
     torch.testing.assert_close(best[1], wanted[1])
     assert bool((best[0] == wanted[0]).all()) and int(possible.sum()) > 70
+
+
+@pytest.mark.skipif(not installed("numba"), reason="numba is not installed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("states", [7, 8, 16, 33])  # below, at and beyond whole vectors
+def test_compiled_loops_of_padded_rows_agree_with_log_space(states: int, dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(states)
+    given = log_parameters(random_hmm(states, 12, seed=states, zeros=0.1))
+    tokens, lengths = torch.randint(-1, 12, (19, 9), generator=rng), torch.randint(1, 10, (19,), generator=rng)
+    carried, restart = torch.rand(19, states, generator=rng), torch.rand(19, 9, generator=rng) < 0.1
+    found = []
+    impl: Impl
+    for impl, wanted in (("compiled", dtype), ("naive", torch.float64)):  # type: ignore[assignment]
+        inputs = *leaves(given, wanted), carried.softmax(1).to(wanted).requires_grad_()
+        result = scan(Parameters(*inputs[:3]), Evidence(tokens, lengths, inputs[3], restart), impl)
+        possible = result.log_likelihood.isfinite()
+        gradients = torch.autograd.grad(result.log_likelihood[possible].sum(), inputs)
+        found.append([result.log_likelihood.detach()[possible], result.carry.probs[possible], *gradients])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got.double(), want.double(), **CLOSE[dtype])

@@ -4,6 +4,7 @@ Every step is normalized, so the bounds on what underflow can lose are those of 
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,75 +12,133 @@ from torch import Tensor
 
 from hmmlm.ops import loops
 from hmmlm.ops.common import FLOOR
+from hmmlm.ops.lanes import padded_width
 from hmmlm.ops.scan import scaled
 from hmmlm.ops.scan.naive import Evidence, Parameters
-from hmmlm.ops.scan.scaled import ScaledChain, ScaledForward, sort_by_length, transition_counts
+from hmmlm.ops.scan.scaled import ScaledForward, sort_by_length
 
 STEPS_PER_SHIFT = 16  # of Viterbi, between two subtractions of the largest score: float32 then suffices for any length
 
 
-def make_chain(parameters: Parameters, evidence: Evidence, products: torch.dtype) -> ScaledChain:
+class CompiledChain(NamedTuple):
+    """A batch prepared for the loops: time-major, longest sequence first, rows padded to W numbers."""
+
+    table: np.ndarray  # [1 + Z + U, W] start, transition and emissions: see `loops.prepare_chain`
+    log_peak: np.ndarray  # [U] log max_z p(word | z)
+    words: np.ndarray  # [T, B] row of the emissions for each token
+    vocabulary: np.ndarray  # [U] token of each row of the emissions
+    lengths: np.ndarray  # [B]
+    initial: np.ndarray  # [B, Z], or [0, Z]
+    restart: np.ndarray  # [T, B], or [0, B]
+    log_ratio: float  # largest difference between two entries of a column of the transition matrix
+    order: Tensor | None  # [B] original index of each row; None: not sorted
+    evidence: Evidence
+
+    @property
+    def start(self) -> Tensor:
+        """Return the start distribution [Z]."""
+        return torch.from_numpy(self.table[0, : self.initial.shape[1]])
+
+    @property
+    def transition(self) -> Tensor:
+        """Return the transition matrix [Z, Z]."""
+        states = self.initial.shape[1]
+        return torch.from_numpy(self.table[1 : 1 + states, :states])
+
+    def sort(self, values: Tensor) -> Tensor:
+        """Return `values` with rows in the order of the chain."""
+        return values if self.order is None else values[self.order]
+
+    def unsort(self, values: Tensor) -> Tensor:
+        """Return `values` with rows in their original order."""
+        return values if self.order is None else values[torch.argsort(self.order)]
+
+
+class CompiledForward(NamedTuple):
+    """Result of the filter."""
+
+    alpha: np.ndarray  # [T·B, W] p(z_t | x_1..t), or [0, W]; not set where a sequence has ended
+    scale: np.ndarray  # [T, B] p(x_t | x_1..t−1) / peak of x_t, one where a sequence has ended
+    least: float  # smallest scale
+    log_likelihood: Tensor  # [B]
+    final: Tensor  # [B, Z]
+
+
+def make_chain(parameters: Parameters, evidence: Evidence, products: torch.dtype) -> CompiledChain:
     """Convert parameters to probabilities; see `scaled.make_chain`. Products are in the dtype of the parameters."""
-    log_start, log_transition, log_emission = parameters
-    (tokens, _, initial, restart), active, order = sort_by_length(evidence, log_start.dtype)
-    lowest = math.log(FLOOR[log_start.dtype])
-    words = loops.prepare_words(*_arrays(tokens, log_emission), lowest)
-    vocabulary, index, relative, log_peak = (torch.from_numpy(array) for array in words)
-    matrices = _arrays(log_start[None], log_transition)
-    start, transition = (torch.from_numpy(loops.probabilities(matrix, lowest)) for matrix in matrices)
-    emission = relative.exp_()
-    return ScaledChain(start[0], transition, emission, log_peak, index, vocabulary, active, order, initial, restart)
+    dtype = parameters.log_start.dtype
+    ordered, _, order = sort_by_length(evidence, dtype)
+    table, log_peak, vocabulary, words, log_ratio = _make_table(parameters, ordered.tokens, math.log(FLOOR[dtype]))
+    torch.from_numpy(table).exp_()
+    (steps, batch), states = words.shape, parameters.log_start.shape[0]
+    lengths = np.full(batch, steps) if ordered.lengths is None else _array(ordered.lengths)
+    initial = np.empty((0, states), table.dtype) if ordered.initial is None else _array(ordered.initial)
+    restart = np.empty((0, batch), np.bool_) if ordered.restart is None else _array(ordered.restart)
+    return CompiledChain(table, log_peak, words, vocabulary, lengths, initial, restart, log_ratio, order, evidence)
 
 
-def forward(chain: ScaledChain, keep: bool = True) -> ScaledForward:
+def forward(chain: CompiledChain, keep: bool = True) -> CompiledForward:
     """Run the filter; see `scaled.forward`."""
-    (steps, batch), like = chain.words.shape, chain.start
-    make = like.new_zeros if chain.active[-1] < batch else like.new_empty
-    alpha, predicted = (make(steps if keep else 0, batch, like.shape[0]) for _ in range(2))
-    scale, final = like.new_ones(steps, batch), like.new_empty(batch, like.shape[0])
-    log_likelihood = np.empty(batch)
-    loops.run_filter(
-        *_arrays(chain.start, chain.transition, chain.emission, chain.log_peak, chain.words),
-        _lengths(chain.active),
-        *_optional(chain),
-        *_bounds(like),
-        *_arrays(alpha, predicted, scale, final),
+    (steps, batch), states, dtype = chain.words.shape, chain.initial.shape[1], chain.table.dtype
+    alpha = np.empty((steps * batch if keep else 0, chain.table.shape[1]), dtype)
+    scale, final, log_likelihood = np.ones((steps, batch), dtype), np.empty((batch, states), dtype), np.empty(batch)
+    least = loops.run_filter(
+        chain.table,
+        chain.log_peak,
+        chain.words,
+        chain.lengths,
+        chain.initial,
+        chain.restart,
+        *_bounds(dtype),
+        alpha,
+        scale,
+        final,
         log_likelihood,
     )
-    total = torch.from_numpy(log_likelihood).to(like.dtype)
-    kept = (alpha, predicted) if keep else (None, None)
-    return ScaledForward(kept[0], kept[1], scale, total, final, FLOOR[like.dtype])
+    return CompiledForward(alpha, scale, least, torch.from_numpy(log_likelihood.astype(dtype)), torch.from_numpy(final))
 
 
-def doubtful(parameters: Parameters, chain: ScaledChain, result: ScaledForward) -> Tensor:
+def doubtful(parameters: Parameters, chain: CompiledChain, result: CompiledForward) -> Tensor:
     """Return a mask [B] as `scaled.doubtful`, whose cheap bound decides for most batches."""
-    states, dtype = chain.start.shape[0], chain.start.dtype
-    log_ratio = loops.largest_log_ratio(*_arrays(parameters.log_transition))
-    margin = math.log(scaled.least_mass(result.floor, states, dtype)) + log_ratio
-    least = float(result.scale.amin())
-    if least > 0 and math.log(least) >= margin:
-        return torch.zeros(result.scale.shape[1], dtype=torch.bool)
-    return scaled.doubtful(parameters, chain, result)
+    (states,), dtype = parameters.log_start.shape, parameters.log_start.dtype
+    floor = FLOOR[dtype]
+    margin = math.log(scaled.least_mass(floor, states, dtype)) + chain.log_ratio
+    if result.least > 0 and math.log(result.least) >= margin:
+        return torch.zeros(chain.words.shape[1], dtype=torch.bool)
+    scale = torch.from_numpy(result.scale)
+    found = ScaledForward(None, None, scale, result.log_likelihood, result.final, floor)
+    return scaled.doubtful(parameters, scaled.make_chain(parameters, chain.evidence, dtype), found)
 
 
-def accumulate(chain: ScaledChain, result: ScaledForward, seed: Tensor, shape: torch.Size) -> tuple[Parameters, Tensor]:
+def accumulate(
+    chain: CompiledChain, result: CompiledForward, seed: Tensor, shape: torch.Size
+) -> tuple[Parameters, Tensor]:
     """Compute the expected counts; see `scaled.accumulate`."""
-    assert result.alpha is not None and result.predicted is not None
-    ragged = chain.active[-1] < chain.words.shape[1]
-    weights = torch.zeros_like(result.alpha) if ragged else torch.empty_like(result.alpha)
-    by_word = torch.zeros_like(chain.emission)
+    states, width, dtype = shape[0], chain.table.shape[1], chain.table.dtype
+    rows = chain.words.shape[1], 1, states, len(chain.vocabulary)
+    entering, starts, transitions, by_word = (np.zeros((n, width), dtype) for n in rows)
     loops.run_backward(
-        *_arrays(chain.transition.t().contiguous(), chain.emission, chain.words),
-        _lengths(chain.active),
-        _optional(chain)[1],
-        seed.numpy(),
-        *_bounds(seed),
-        *_arrays(result.alpha, result.predicted, result.scale, weights, by_word),
+        chain.table,
+        chain.words,
+        chain.lengths,
+        chain.initial,
+        chain.restart,
+        _array(seed),
+        *_bounds(dtype),
+        result.alpha,
+        result.scale,
+        entering,
+        starts,
+        transitions,
+        by_word,
     )
-    start, transition = transition_counts(chain, result.alpha, weights)
-    emission = by_word.new_zeros(shape)
-    loops.spread_words(*_arrays(by_word, chain.vocabulary, emission))
-    return Parameters(start, transition, emission), weights[0]
+    emission = seed.new_empty(shape)
+    loops.spread_words(by_word, chain.vocabulary, emission.numpy())
+    start, transition = starts[0] * chain.table[0], transitions * chain.table[1 : 1 + states]
+    counts = Parameters(
+        torch.from_numpy(start[:states]), torch.from_numpy(transition)[:, :states].contiguous(), emission
+    )
+    return counts, torch.from_numpy(entering)[:, :states]
 
 
 def best_paths(parameters: Parameters, tokens: Tensor, active: list[int]) -> tuple[Tensor, Tensor]:
@@ -89,46 +148,40 @@ def best_paths(parameters: Parameters, tokens: Tensor, active: list[int]) -> tup
         tokens: [B, T], longest sequence first.
         active: number of sequences at each step.
     """
-    log_start, log_transition, log_emission = parameters
-    _, words, relative, log_peak = loops.prepare_words(*_arrays(tokens, log_emission), -math.inf)
+    table, log_peak, _, words, _ = _make_table(parameters, tokens, -math.inf)
     path, log_prob = np.full(tokens.shape, -1), np.empty(tokens.shape[0])
-    lowest = _bounds(log_start, torch.finfo(log_start.dtype).min)
-    loops.find_best_paths(
-        *_arrays(log_start, log_transition),
-        relative,
-        log_peak,
-        words,
-        _lengths(active),
-        STEPS_PER_SHIFT,
-        *lowest,
-        path,
-        log_prob,
-    )
+    lowest = table.dtype.type(np.finfo(table.dtype).min)
+    loops.find_best_paths(table, log_peak, words, _lengths(active), STEPS_PER_SHIFT, lowest, path, log_prob)
     return torch.from_numpy(path), torch.from_numpy(log_prob)
 
 
-def _arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:
-    return tuple(tensor.detach().contiguous().numpy() for tensor in tensors)
+def _make_table(
+    parameters: Parameters, tokens: Tensor, lowest: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
+    """Return table, log_peak, vocabulary and words of `loops.prepare_chain`, and the log ratio."""
+    arrays = [_array(log_probs) for log_probs in parameters]
+    (states, size), (batch, steps), dtype = arrays[2].shape, tokens.shape, arrays[0].dtype
+    least = dtype.type(lowest)
+    most = min(batch * steps, size + 1)
+    table, log_peak = np.empty((1 + states + most, padded_width(states)), dtype), np.empty(most, dtype)
+    vocabulary, words = np.empty(most, np.int64), np.empty((steps, batch), np.int64)
+    count, log_ratio = loops.prepare_chain(_array(tokens), *arrays, least, table, log_peak, vocabulary, words)
+    return table[: 1 + states + count], log_peak[:count], vocabulary[:count], words, log_ratio
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().contiguous().numpy()
 
 
 def _lengths(active: list[int]) -> np.ndarray:
     """Return the number of steps of each sequence [B], longest first, from the number of sequences at each step."""
+    if active[-1] == active[0]:
+        return np.full(active[0], len(active))
     ended = np.asarray(active) - np.asarray([*active[1:], 0])
     return np.repeat(np.arange(1, len(active) + 1), ended)[::-1].copy()
 
 
-def _optional(chain: ScaledChain) -> tuple[np.ndarray, np.ndarray]:
-    """Return `initial` [B, Z] and `restart` [T, B], each without rows if there is none."""
-    dtype = chain.start.numpy().dtype
-    initial, restart = np.empty((0, chain.start.shape[0]), dtype), np.empty((0, chain.words.shape[1]), np.bool_)
-    if chain.initial is not None:
-        (initial,) = _arrays(chain.initial)
-    if chain.restart is not None:
-        (restart,) = _arrays(chain.restart)
-    return initial, restart
-
-
-def _bounds(like: Tensor, *values: float) -> tuple[np.generic, ...]:
-    """Return values (by default FLOOR and the least normal number) in the dtype of `like`: the loops stay in it."""
-    scalar = like.numpy().dtype.type
-    return tuple(scalar(value) for value in values or (FLOOR[like.dtype], torch.finfo(like.dtype).tiny))
+def _bounds(dtype: np.dtype) -> tuple[np.generic, np.generic]:
+    """Return FLOOR and the least normal number in `dtype`: the loops stay in it."""
+    floor = FLOOR[torch.float32 if dtype == np.float32 else torch.float64]
+    return dtype.type(floor), dtype.type(np.finfo(dtype).tiny)

@@ -1,0 +1,177 @@
+"""Vectors of a CPU's registers for compiled loops (numba): LANES neighboring numbers of a row of a matrix.
+
+The compiler vectorizes a loop only if it can prove that its arrays do not overlap, and keeps no sums in registers from
+one row of a matrix to the next. With these a product of small matrices takes a quarter of the time. Functions are
+called from compiled code; matrices are C-contiguous, and their rows as long as `padded_width` says.
+"""
+# mypy: allow-untyped-defs
+# (arguments are types of numba or values of LLVM)
+
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8  # float32 numbers of one or two registers
+
+_operation: Any = intrinsic  # its type is that of the function as the compiler sees it, with one argument more
+
+
+def padded_width(states: int) -> int:
+    """Return the smallest multiple of LANES that is no less than `states`."""
+    return -(-states // LANES) * LANES
+
+
+class Lanes(types.Type):
+    """The type of a vector, of float32 or float64 numbers."""
+
+    def __init__(self, dtype: types.Float) -> None:
+        self.dtype = dtype
+        super().__init__(f"Lanes({dtype})")
+
+
+@register_model(Lanes)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Lanes) -> None:
+        number = ir.FloatType() if kind.dtype == types.float32 else ir.DoubleType()
+        super().__init__(manager, kind, ir.VectorType(number, LANES))
+
+
+@_operation
+def load(_, matrix, row, column):
+    """Return the numbers from matrix[row, column] on."""
+
+    def generate(context, builder, signature, args):
+        pointer = _pointer(context, builder, signature.args[0], *args)
+        return builder.load(pointer, align=signature.return_type.dtype.bitwidth // 8)
+
+    return Lanes(matrix.dtype)(matrix, types.intp, types.intp), generate
+
+
+@_operation
+def store(_, matrix, row, column, lanes):
+    """Write the numbers to matrix[row, column] and its neighbors."""
+
+    def generate(context, builder, signature, args):
+        pointer = _pointer(context, builder, signature.args[0], *args[:3])
+        builder.store(args[3], pointer, align=signature.args[3].dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(matrix, types.intp, types.intp, lanes), generate
+
+
+@_operation
+def repeat(_, number):
+    """Return a number in every lane."""
+
+    def generate(context, builder, signature, args):
+        return _repeat(builder, context.get_value_type(signature.return_type), args[0])
+
+    return Lanes(number)(number), generate
+
+
+@_operation
+def multiply(_, a, b):
+    """Return a · b."""
+    return a(a, a), lambda context, builder, signature, args: builder.fmul(*args)
+
+
+@_operation
+def add(_, a, b):
+    """Return a + b."""
+    return a(a, a), lambda context, builder, signature, args: builder.fadd(*args)
+
+
+@_operation
+def add_product(_, total, number, lanes):
+    """Return total + number · lanes, rounded once."""
+
+    def generate(context, builder, signature, args):
+        factor = _repeat(builder, args[0].type, args[1])
+        return builder.fadd(builder.fmul(factor, args[2], flags=("contract",)), args[0], flags=("contract",))
+
+    return lanes(lanes, lanes.dtype, lanes), generate
+
+
+@_operation
+def add_number(_, lanes, number):
+    """Return lanes + number."""
+
+    def generate(context, builder, signature, args):
+        return builder.fadd(args[0], _repeat(builder, args[0].type, args[1]))
+
+    return lanes(lanes, lanes.dtype), generate
+
+
+@_operation
+def maximum(_, a, b):
+    """Return the larger of a and b; b where one of them is NaN."""
+
+    def generate(context, builder, signature, args):
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return a(a, a), generate
+
+
+@_operation
+def zero_below(_, lanes, values, least):
+    """Return the lanes, zero where `values` are less than `least` (not where they are NaN)."""
+
+    def generate(context, builder, signature, args):
+        below = builder.fcmp_ordered("<", args[1], _repeat(builder, args[0].type, args[2]))
+        return builder.select(below, ir.Constant(args[0].type, None), args[0])
+
+    return lanes(lanes, lanes, lanes.dtype), generate
+
+
+@_operation
+def drop_below(_, lanes, least):
+    """Return the lanes, −inf where they are less than `least`."""
+
+    def generate(context, builder, signature, args):
+        below = builder.fcmp_ordered("<", args[0], _repeat(builder, args[0].type, args[1]))
+        nothing = ir.Constant(args[0].type.element, float("-inf"))
+        return builder.select(below, _repeat(builder, args[0].type, nothing), args[0])
+
+    return lanes(lanes, lanes.dtype), generate
+
+
+@_operation
+def total(_, lanes):
+    """Return the sum over lanes."""
+    return lanes.dtype(lanes), _reduction(lambda builder, a, b: builder.fadd(a, b))
+
+
+@_operation
+def largest(_, lanes):
+    """Return the largest lane."""
+    return lanes.dtype(lanes), _reduction(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+
+
+def _reduction(combine):
+    """Return the code that combines the upper with the lower half of a vector until one number is left."""
+
+    def generate(context, builder, signature, args):
+        vector, half = args[0], LANES // 2
+        while half:
+            order = [*range(half, 2 * half), *range(half), *range(2 * half, LANES)]
+            mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), order)
+            vector = combine(builder, vector, builder.shuffle_vector(vector, vector, mask))
+            half //= 2
+        return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
+
+    return generate
+
+
+def _pointer(context, builder, kind, matrix, row, column):
+    array = context.make_array(kind)(context, builder, matrix)
+    pointer = cgutils.get_item_pointer(context, builder, kind, array, [row, column], wraparound=False)
+    return builder.bitcast(pointer, context.get_value_type(Lanes(kind.dtype)).as_pointer())
+
+
+def _repeat(builder, vector, number):
+    empty, first = ir.Constant(vector, ir.Undefined), ir.Constant(ir.IntType(32), 0)
+    everywhere = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    return builder.shuffle_vector(builder.insert_element(empty, number, first), empty, everywhere)
