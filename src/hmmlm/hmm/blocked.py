@@ -12,7 +12,8 @@ from hmmlm.device import total_memory
 from hmmlm.errors import InputError
 from hmmlm.hmm.blocked_counts import count_expected
 from hmmlm.hmm.checks import check_factors, check_log_state, check_parameters, check_words, move
-from hmmlm.hmm.dense import HMM, log_group_sums
+from hmmlm.hmm.dense import HMM
+from hmmlm.hmm.emissions import log_group_sums
 from hmmlm.hmm.lattice import Lattice
 from hmmlm.hmm.logmatrix import LogMatrix, LogTiles, least_sum
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support

@@ -22,7 +22,7 @@ from hmmlm.arguments import check_arguments
 from hmmlm.errors import InputError
 from hmmlm.hmm.automaton import Automaton, check_words
 from hmmlm.hmm.checks import check_count
-from hmmlm.hmm.dense import log_group_sums
+from hmmlm.hmm.emissions import log_group_sums
 from hmmlm.hmm.logmatrix import least_sum
 from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.ops.common import FLOOR, NEG_INF, exp, logsumexp
@@ -94,19 +94,18 @@ class Guide:
         zeros = torch.zeros(len(accepting), hmm.states, dtype=hmm.dtype, device=hmm.device)
         # For 0, 1, … more tokens. The recursion is linear, with coefficients of at least 0, so the relative change
         # never grows from one step to the next: once it is a rounding error, more tokens change nothing.
-        self._ahead = [Ahead(_rows_of(automaton.accepting), zeros)]
+        rows_of = [torch.where(mask, mask.cumsum(0) - 1, -1) for mask in live]
+        self._ahead = [Ahead(rows_of[0], zeros)]
         if length == 1:
             return
         edges = _Edges(self.hmm, automaton)
         for r in range(1, length):
-            mask = live[min(r, len(live) - 1)]
             before = self._ahead[-1]
-            read = edges.read(before, mask)
-            step = Ahead(
-                _rows_of(mask), self.hmm.push(read) if len(read) else read
-            )  # without rows, nothing is accepted
+            row_of = rows_of[min(r, len(live) - 1)]
+            read = edges.read(before, row_of)
+            step = Ahead(row_of, self.hmm.push(read) if len(read) else read)  # without rows, nothing is accepted
             self._ahead.append(step)
-            if torch.equal(before.row_of, step.row_of) and _converged(before.log_probs, step.log_probs):
+            if row_of is before.row_of and _converged(before.log_probs, step.log_probs):
                 break
 
     def __repr__(self) -> str:
@@ -301,6 +300,16 @@ def _split(items: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]
         first += size
 
 
+class _Terms(NamedTuple):
+    """What a step of the recursion adds up."""
+
+    kept: Tensor  # [n] the edges
+    source: Tensor  # [n] their rows after the step
+    from_row: Tensor  # [n] their rows before it
+    rows: int
+    least: float  # smallest sum that underflow cannot have changed
+
+
 class _Edges:
     """The edges of an automaton and log p(a token of the edge | z), for one step of the recursion."""
 
@@ -318,27 +327,29 @@ class _Edges:
         order = edge.argsort(stable=True)
         self.log_weights = _log_sums(log_classes, of_class[order], edge[order], len(self._source))  # [E, Z]
         self._weights = exp(self.log_weights)
+        self._before = self._after = torch.empty(0)
+        self._terms = _Terms(*(torch.empty(0),) * 3, 0, 0.0)
 
-    def read(self, before: Ahead, live: Tensor) -> Tensor:
-        """Compute log Σ_edges p(edge | z) ahead(target, z) [rows, Z], for the automaton states in `live` [S]."""
-        row_of = _rows_of(live).to(self._device)
-        from_row = before.row_of.to(self._device)[self._target]
-        kept = (from_row >= 0).nonzero()[:, 0]
-        source, from_row = row_of[self._source[kept]], from_row[kept]
-        rows, states = int(live.sum()), before.log_probs.shape[1]
-        dtype = before.log_probs.dtype
+    def read(self, before: Ahead, row_of: Tensor) -> Tensor:
+        """Compute log Σ_edges p(edge | z) ahead(target, z) [rows, Z], for automaton states with rows row_of [S]."""
+        if before.row_of is not self._before or row_of is not self._after:  # else the terms of the last step
+            self._before, self._after, self._terms = before.row_of, row_of, self._find_terms(before.row_of, row_of)
+        kept, source, from_row, rows, least = self._terms
+        states, dtype = before.log_probs.shape[1], before.log_probs.dtype
         # Relative to the largest value of each row, and each source's rows to the largest of these.
         peak = before.log_probs.amax(1).clamp_min(torch.finfo(dtype).min)
         relative = torch.nn.functional.threshold((before.log_probs - peak[:, None]).exp_(), FLOOR[dtype], 0.0)
         top = torch.full((rows,), NEG_INF, dtype=dtype, device=self._device)
-        top = top.scatter_reduce(0, source, peak[from_row], "amax")
-        factor = (peak[from_row] - top[source]).exp()
+        peak_of = peak[from_row]
+        top = top.scatter_reduce(0, source, peak_of, "amax")
+        factor = (peak_of - top[source]).exp_()
         total = torch.zeros(rows, states, dtype=dtype, device=self._device)
-        for piece in torch.arange(len(kept), device=self._device).split(max(1, CELLS // states)):
+        size = max(1, CELLS // states)
+        for first in range(0, len(kept), size):
+            piece = slice(first, first + size)
             terms = relative[from_row[piece]].mul_(self._weights[kept[piece]]).mul_(factor[piece, None])
             total.index_add_(0, source[piece], terms)
-        most = int(torch.bincount(source, minlength=1).max()) if len(source) else 1
-        faint = (total.amin(1) < least_sum(most, dtype)).nonzero()[:, 0]
+        faint = (total.amin(1) < least).nonzero()[:, 0]
         result = total.log_().add_(top[:, None])
         if len(faint):  # some sums may have underflowed: in log space
             chosen = torch.isin(source, faint).nonzero()[:, 0]
@@ -347,6 +358,15 @@ class _Edges:
             log_terms = self.log_weights[kept[chosen]] + before.log_probs[from_row[chosen]]
             result[faint] = log_group_sums(log_terms, number[source[chosen]], len(faint))
         return result
+
+    def _find_terms(self, before: Tensor, after: Tensor) -> _Terms:
+        """Return the terms of a step from rows `before` [S] to rows `after` [S]."""
+        from_row = before.to(self._device)[self._target]
+        kept = (from_row >= 0).nonzero()[:, 0]
+        source = after.to(self._device)[self._source[kept]]
+        most = int(torch.bincount(source, minlength=1).max()) if len(source) else 1
+        least = least_sum(most, self.log_weights.dtype)
+        return _Terms(kept, source, from_row[kept], int(after.max()) + 1, least)
 
 
 def _log_sums(log_classes: Tensor, of_class: Tensor, edge: Tensor, edges: int) -> Tensor:
@@ -379,13 +399,7 @@ def _live(automaton: Automaton, length: int) -> list[Tensor]:
     return live
 
 
-def _rows_of(live: Tensor) -> Tensor:
-    """Return the row of each automaton state in `live` [S]; −1 of the others."""
-    return torch.where(live, live.cumsum(0) - 1, -1)
-
-
 def _converged(before: Tensor, after: Tensor) -> bool:
     """Return whether two steps of a recursion in log space differ by rounding errors only."""
-    change = torch.where(before == after, 0.0, after - before).abs()  # −inf equals −inf
-    size = 1 + torch.minimum(before.abs(), after.abs())
-    return bool((change <= 4 * torch.finfo(after.dtype).eps * size).all())
+    tolerance = 4 * torch.finfo(after.dtype).eps
+    return torch.allclose(after, before, rtol=tolerance, atol=tolerance)  # −inf equals −inf

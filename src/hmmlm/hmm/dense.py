@@ -23,6 +23,7 @@ from hmmlm.hmm.checks import (
     move,
 )
 from hmmlm.hmm.em import maximize_rows
+from hmmlm.hmm.emissions import EmissionMatrix
 from hmmlm.hmm.lattice import Lattice, SortedBatch
 from hmmlm.hmm.logmatrix import LogMatrix
 from hmmlm.hmm.products import Observations, filter_products, message_products
@@ -36,7 +37,6 @@ _CELLS = 2**24  # largest intermediate
 _RANDOM_CELLS = 2**30  # probabilities of a random model: 8 GB while they are drawn
 _BULK_CELLS = 2**25  # largest [T, B, Z] tensor of a recursion over all steps at once
 _CACHE_CELLS = 2**17  # largest intermediate of `pull_max` on a CPU: fits in its cache
-_LARGE_GROUP = 64  # rows that are summed on their own
 _FAINT = 1e-20  # scaled predictions below this make the entropy of origins inexact in products
 
 
@@ -252,8 +252,8 @@ class HMM(HiddenMarkovModel):
         return LogMatrix(self._into)
 
     @cached_property
-    def _emission_product(self) -> LogMatrix:
-        return LogMatrix(self.log_emission)
+    def _emissions(self) -> EmissionMatrix:
+        return EmissionMatrix(self.log_emission)
 
     def observe(self, tokens: Tensor, missing: bool, log_missing: Tensor | None = None) -> tuple[Support, Tensor]:
         scores = self.log_emission.index_select(1, tokens.clamp(min=0) if missing else tokens).t().contiguous()
@@ -379,15 +379,14 @@ class HMM(HiddenMarkovModel):
         """Compute log Σ_z p(z) p(word | z) for log-distributions [..., Z]: [..., V], or [..., n] for `tokens` [n]."""
         check_log_state(log_states, self.states, self.device)
         if tokens is None:
-            return self.detach()._emission_product.product(log_states)
+            return self.detach()._emissions.product(log_states)
         check_words(tokens, self.vocab_size)
         return logsumexp(log_states[..., None] + self.log_emission.index_select(1, tokens), -2)
 
     @torch.no_grad()
     def group_emission(self, group_of_word: Tensor, groups: int) -> Tensor:
         """Compute log p(a word of the group | z) [groups, Z] for a partition of the vocabulary, group_of_word [V]."""
-        pieces = self.log_emission.split(max(1, _CELLS // self.vocab_size))
-        return torch.cat([log_group_sums(piece.t(), group_of_word, groups) for piece in pieces], 1)
+        return self.detach()._emissions.group_sums(group_of_word, groups)
 
     def joint_scores(self, origins: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         moved = self.log_transition.flatten().index_select(0, origins * self.states + states)
@@ -397,28 +396,6 @@ class HMM(HiddenMarkovModel):
     def carry_at(self, states: Tensor) -> Carry:
         certain = torch.zeros(len(states), self.states, dtype=self.dtype, device=self.device)
         return Carry(certain.scatter_(1, states[:, None], 1.0))
-
-
-def log_group_sums(log_values: Tensor, group: Tensor, groups: int) -> Tensor:
-    """Compute log Σ over the rows of each group [groups, n] for log_values [V, n] and group [V].
-
-    The sum is in float64: thousands of rare words are lost when they are added to a sum of frequent ones.
-    """
-    result = torch.full((groups, log_values.shape[1]), NEG_INF, dtype=log_values.dtype, device=log_values.device)
-    counts = group.bincount(minlength=groups)
-    for large in (counts > _LARGE_GROUP).nonzero().flatten().tolist():
-        values = log_values[group == large]
-        peak = values.amax(0)
-        peak = torch.where(peak > NEG_INF, peak, 0.0)
-        result[large] = (values.sub_(peak).exp_().sum(0, dtype=torch.float64).log() + peak).to(log_values)
-    rest = (counts <= _LARGE_GROUP)[group]
-    log_values, group = log_values[rest], group[rest]
-    peak = result.scatter_reduce(0, group[:, None].expand_as(log_values), log_values, "amax")
-    peak = torch.where(peak > NEG_INF, peak, 0.0)
-    relative = (log_values - peak[group]).exp_().double()
-    total = torch.zeros_like(peak, dtype=torch.float64).index_add(0, group, relative)
-    small = (total.log() + peak).to(log_values)
-    return torch.where((counts > _LARGE_GROUP)[:, None], result, small)
 
 
 def active_rows(values: Tensor, batch: SortedBatch) -> list[Tensor]:

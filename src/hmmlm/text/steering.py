@@ -148,8 +148,9 @@ class Steering:
         before = scores if whole else scores[open_rows]
         after = self._combine(before, chances)
         self._tokens += len(open_rows)
-        chosen = before.gather(1, after.argmax(1, keepdim=True))
-        self._changed = self._changed.to(scores.device) + (chosen < before.amax(1, keepdim=True)).sum()
+        # Faster on a CPU than argmax.
+        both = (after == after.amax(1, keepdim=True)) & (before == before.amax(1, keepdim=True))
+        self._changed = self._changed.to(scores.device) + len(both) - both.any(1).sum()
         return after if whole else scores.index_copy(0, torch.tensor(open_rows, device=scores.device), after)
 
     def _combine(self, scores: Tensor, chances: Tensor) -> Tensor:
