@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hmmlm import HMM
+from hmmlm.errors import InputError
 from hmmlm.hmm.emissions import EmissionMatrix, equal_columns, log_group_sums
 
 
@@ -53,3 +54,12 @@ def test_sums_of_groups_are_exact_at_any_scale(merged: bool) -> None:
     group[:8] = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2])
     expected = log_group_sums(log_emission.double().t(), group, 7).float()  # no word is in group 6
     torch.testing.assert_close(EmissionMatrix(log_emission).group_sums(group, 7), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_that_log_softmax_rounds_are_distributions() -> None:
+    logits = torch.full((1, 32_000), -14.2678)
+    logits[0, 0] = -0.0205
+    log_emission = logits.log_softmax(1)
+    HMM(torch.zeros(1), torch.zeros(1, 1), log_emission).validate()
+    with pytest.raises(InputError, match="sums to 1.001"):
+        HMM(torch.zeros(1), torch.zeros(1, 1), log_emission + 1e-3).validate()
