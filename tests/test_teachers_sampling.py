@@ -96,3 +96,21 @@ def test_a_model_that_cannot_be_sampled_is_refused(tmp_path: Path) -> None:
     (tmp_path / "words" / "tokenizer.json").unlink()
     refused(tmp_path / "words", "has no tokenizer")
     refused(tmp_path / "absent", "no teacher at")
+
+
+def test_a_cache_that_grows_in_place_has_the_keys_and_values_of_a_copied_one() -> None:
+    from transformers import DynamicCache
+
+    from hmmlm.teachers.growing_cache import GROWTH, GrowingLayer, grow_in_place
+
+    plain, growing = DynamicCache(), DynamicCache()
+    for step in range(2 * GROWTH):
+        keys, values = torch.randn(2, 5 - step // GROWTH, 3, 1 + (step == 0), 4)  # a prompt of two tokens
+        expected, found = plain.update(keys, values, 0), growing.update(keys, values, 0)
+        assert all(map(torch.equal, found, expected))
+        if step == 0:
+            grow_in_place(growing)
+            assert isinstance(growing.layers[0], GrowingLayer)
+        if step == GROWTH - 1:  # a row is removed in the middle of a buffer
+            for cache in (plain, growing):
+                cache.batch_select_indices(torch.tensor([0, 2, 3, 4]))

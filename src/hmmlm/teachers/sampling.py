@@ -99,11 +99,15 @@ class TextSampler:
         log_probs = torch.zeros(len(prompts), length, device=self.device)
         rows = torch.arange(len(prompts), device=self.device)
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=self.device)
+        from hmmlm.teachers.growing_cache import grow_in_place  # loads transformers
+
         read, mask = _left_padded(prompts, self.device)
         cache: Any = None
         counted = torch.zeros((), dtype=torch.int64, device=self.device)
         for step in range(length):
             logits, cache = self._next(read, mask, cache)
+            if step == 0:
+                grow_in_place(cache)
             drawn, log_probs[rows, step] = draw_tokens(logits, uniform[step, rows])
             tokens[rows, step] = drawn
             counted += (~ended).sum()
