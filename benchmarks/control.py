@@ -2,24 +2,32 @@
 
     python -m benchmarks.control calls --ctrl-g CTRLG --out results/control.json
     python -m benchmarks.control texts MODEL RUN --ctrl-g CTRLG --constraints 200 --out results/control.json
+    python -m benchmarks.control positions MODEL RUN --out results/control.json
     python -m benchmarks.control overhead MODEL RUN --out results/control.json
     python -m benchmarks.control large --out results/control.json
+    python -m benchmarks.control all MODEL RUN --ctrl-g CTRLG --budget 500 --out results/control.json
 
 MODEL is a causal model of transformers, RUN a model of hmmlm with the same tokenizer, CTRLG a checkout of
 github.com/joshuacnf/Ctrl-G (optional; eager unless --compile). `calls` uses random HMMs. `texts` takes its constraints
 from texts that the model generates: three of their words in any order, a regular expression, their beginning and end,
-their number of words; "rejection" draws texts without a constraint and keeps those that satisfy it.
+their number of words; "rejection" draws texts without a constraint and keeps those that satisfy it. `positions`
+counts the tokens before a word that must occur. `all` first distils MODEL into the new folder RUN, then measures
+everything, each part until its share of --budget seconds is spent; results are written as they come.
 """
 
 # ruff: noqa: B023 (functions of a loop are called in it)
 
 import argparse
 import contextlib
+import os
 import random
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +149,9 @@ def measure_calls(options: argparse.Namespace) -> None:
         hmm = random_model(states, device)
         their_model = theirs.model(hmm) if theirs else None
         for phrases in (1, 3):
+            if time.perf_counter() > options.deadline:
+                print(f"the time is up before {states} states, {phrases} phrases", flush=True)
+                return
             line = anything(WORDS)
             for number in range(phrases):
                 line &= containing([100 + 10 * number, 101 + 10 * number], WORDS)
@@ -208,7 +219,8 @@ class Writer:
     def __init__(self, options: argparse.Namespace) -> None:
         import transformers
 
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(options.model).to(options.device).eval()
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        self.model = load(options.model, dtype=torch.float32).to(options.device).eval()
         self.lm: LanguageModel = hmmlm.load(options.run, options.device)
         self.device, self.end = options.device, self.lm.tokenizer.eos_id
         bos = self.model.config.bos_token_id
@@ -228,46 +240,107 @@ class Writer:
             kept.append(self.model.generate(ids, logits_processor=list(processors), **options, **ends))
 
         spent = seconds(generate, self.device)
-        new = kept[0][:, ids.shape[1] :].tolist()
-        return [row[: row.index(self.end) + 1] if self.end in row else row for row in new], spent
+        return [self.cut(row) for row in kept[0][:, ids.shape[1] :].tolist()], spent
+
+    def cut(self, row: list[int]) -> list[int]:
+        """Return the row up to and including its end."""
+        return row[: row.index(self.end) + 1] if self.end in row else row
 
     @torch.no_grad()
     def log_prob(self, prompt: str, rows: list[list[int]]) -> float:
         """Return the log-probability of continuations under the model, summed."""
         start, total = self.ids(prompt), 0.0
-        for row in rows:
-            ids = torch.tensor([[*start, *row]], device=self.device)
-            logits = self.model(ids[:, :-1]).logits[0, len(start) - 1 :].float().log_softmax(-1)
-            total += float(logits.gather(1, ids[0, len(start) :, None]).sum())
+        for first in range(0, len(rows), 64):
+            part = rows[first : first + 64]
+            new = padded(part, -1).to(self.device)
+            ids = torch.cat([torch.tensor([start], device=self.device).expand(len(part), -1), new.clamp_min(0)], 1)
+            log_probs = self.model(ids[:, :-1]).logits[:, len(start) - 1 :].log_softmax(-1)
+            total += float((log_probs.gather(2, new.clamp_min(0)[..., None])[..., 0] * (new >= 0)).double().sum())
         return total
 
 
-def draw_constraints(writer: Writer, options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield kinds, prompts and constraints, from texts that the model generates."""
+def padded(rows: list[list[int]], value: int) -> Tensor:
+    """Return rows of tokens as one tensor [B, T], `value` after the end of each."""
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
+
+
+def states_along(automaton: Automaton, start: int, tokens: Tensor) -> Tensor:
+    """Return the automaton states [B, T] after tokens [B, T], which it starts to read in `start`; −1 is not read."""
+    state, states = torch.full((len(tokens),), start), []
+    for column in tokens.t():
+        following = automaton.by_class[state, automaton.class_of[column.clamp_min(0)]].long()
+        state = torch.where(column >= 0, following, state)
+        states.append(state)
+    return torch.stack(states, 1)
+
+
+def accepted(guide: Guide, position: Position, tokens: Tensor) -> Tensor:
+    """Return which rows of tokens [B, T] the guide accepts [B]."""
+    return guide.automaton.accepting[states_along(guide.automaton, position.automaton, tokens)[:, -1]]
+
+
+def draw_pool(writer: Writer, options: argparse.Namespace) -> tuple[list[list[int]], float]:
+    """Return texts without a constraint, and the duration per token."""
+    rows: list[list[int]] = []
+    spent = 0.0
+    while len(rows) < options.pool and time.perf_counter() < options.deadline:
+        more, duration = writer.write(options.prompt, options.length, min(1000, options.pool - len(rows)))
+        rows, spent = rows + more, spent + duration
+    return rows, spent / max(1, sum(map(len, rows)))
+
+
+def draw_constraints(writer: Writer, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield kinds and constraints, from texts that the model generates."""
     generator, length = random.Random(options.seed), options.length
     kinds = ("three words", "regex", "infilling", "number of words")
     texts: list[str] = []
     while len(texts) < options.constraints:
         rows, _ = writer.write(options.prompt, length // 2, 32)
         decoded = [writer.lm.tokenizer.decode([t for t in row if t != writer.end]) for row in rows]
-        texts += [" ".join(text.split()) for text in decoded if len(re.findall(r"\b[a-z]{3,}\b", text)) >= 6]
+        texts += [" ".join(text.split()) for text in decoded if len(set(re.findall(r"\b[a-z]{3,}\b", text))) >= 4]
     for number, text in enumerate(texts[: options.constraints]):
-        words, kind = re.findall(r"\b[a-z]{3,}\b", text), kinds[number % 4]
+        words, kind = sorted(set(re.findall(r"\b[a-z]{3,}\b", text))), kinds[number % 4]
         if kind == "three words":
-            yield kind, options.prompt, {"must": generator.sample(sorted(set(words)), 3)}
+            yield kind, {"must": generator.sample(words, 3)}
         elif kind == "regex":
             one, two = generator.sample(words, 2)
-            yield (
-                kind,
-                options.prompt,
-                {"regex": rf"[^.]*\b{one}".replace(r"\b", " ") + rf"[a-z]*[^.]*\. [A-Z][a-z]+ .*{two}.*\."},
-            )
+            yield kind, {"regex": rf"[^.]* {one}[a-z]*[^.]*\. [A-Z][a-z]+ .*{two}.*\."}
         elif kind == "infilling":
-            split = text.split()
-            yield kind, options.prompt, {"suffix": " ".join(split[-4:])}
+            yield kind, {"suffix": " ".join(text.split()[-4:])}
         else:
             count = len(text.split())
-            yield kind, options.prompt, {"words": (count, count + 2)}
+            yield kind, {"words": (count, count + 2)}
+
+
+@dataclass
+class Total:
+    """Sums over the constraints of a kind, for one way of generating."""
+
+    constraints: int = 0
+    texts: int = 0
+    satisfied: int = 0
+    tokens: int = 0
+    log_prob: float = 0.0
+    spent: float = 0.0
+    setup: float = 0.0
+    feasible: int = 0  # constraints that exact samples are known for, and the sums over them
+    feasible_tokens: int = 0
+    feasible_log_prob: float = 0.0
+
+    def metrics(self, plain_ms: float) -> dict[str, float]:
+        per_token = 1e3 * self.spent / max(1, self.tokens)
+        result = {
+            "satisfied": self.satisfied / max(1, self.texts),
+            "log_prob_per_token": self.log_prob / max(1, self.tokens),
+            "ms_per_token": per_token,
+            "times_unconstrained": per_token / plain_ms,
+            "setup_ms": 1e3 * self.setup / max(1, self.constraints),
+            "constraints": self.constraints,
+            "feasible": self.feasible,
+        }
+        if self.feasible:
+            result["feasible_log_prob_per_token"] = self.feasible_log_prob / max(1, self.feasible_tokens)
+        return result
 
 
 def measure_texts(options: argparse.Namespace) -> None:
@@ -276,95 +349,153 @@ def measure_texts(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     theirs = CtrlG(options.ctrl_g, options.compile) if options.ctrl_g else None
     their_model = theirs.model(writer.lm.hmm.dense()) if theirs else None
-    length, rows, lm = options.length, options.rows, writer.lm
-    free = [writer.write(options.prompt, length, rows) for _ in range(4)]
+    length, rows, lm, prompt = options.length, options.rows, writer.lm, options.prompt
+    writer.write(prompt, length, rows)  # warms up
+    free = [writer.write(prompt, length, rows) for _ in range(4)]
     tokens = sum(len(row) for texts, _ in free for row in texts)
-    log_prob = sum(writer.log_prob(options.prompt, texts) for texts, _ in free)
     plain_ms = 1e3 * sum(spent for _, spent in free) / tokens
-    recorder.add(
-        "unconstrained",
-        {"log_prob_per_token": log_prob / tokens, "ms_per_token": plain_ms},
-        rows=rows,
-        new_tokens=length,
-    )
-    pool = (
-        [row for _ in range(max(1, options.pool // 100)) for row in writer.write(options.prompt, length, 100)[0]]
-        if options.pool
-        else []
-    )
-    totals: dict[tuple[str, str], list[float]] = {}
-    for kind, prompt, constraint in draw_constraints(writer, options):
+    pool, pool_seconds = draw_pool(writer, options)
+    pool_tokens = padded(pool, -1)
+    sample = pool[:512]
+    log_prob = writer.log_prob(prompt, sample) / sum(map(len, sample))
+    settings = {"rows": rows, "new_tokens": length, "states": lm.hmm.states}
+    recorder.add("unconstrained", {"log_prob_per_token": log_prob, "ms_per_token": plain_ms}, **settings)
+    totals: dict[tuple[str, str], Total] = {}
+
+    def total(way: str, kind: str) -> list[Total]:
+        return [totals.setdefault((way, each), Total()) for each in (kind, "all")]
+
+    def record() -> None:
+        for (way, kind), each in totals.items():
+            recorder.add(f"{way}, {kind}", each.metrics(plain_ms), **settings)
+
+    for number, (kind, constraint) in enumerate(draw_constraints(writer, options)):
+        if time.perf_counter() > options.deadline:
+            print(f"the time is up after {number} constraints", flush=True)
+            break
         kept: list[tuple[Guide, Position]] = []
         with contextlib.suppress(hmmlm.InputError):  # a text that cannot be repeated within the length
             spent_guide = seconds(
-                lambda c=constraint, p=prompt, k=kept: k.append(lm.guide(prompt=p, max_new_tokens=length, **c)),
-                options.device,
+                lambda: kept.append(lm.guide(prompt=prompt, max_new_tokens=length, **constraint)), options.device
             )
         if not kept:
             continue
         guide, position = kept[0]
+        line = guide.automaton.starting_at(position.automaton)
+        exact = [pool[row] for row in accepted(guide, position, pool_tokens).nonzero()[:, 0].tolist()]
         ways: dict[str, Callable[[], Any]] = {
             "steered": lambda: Steering(guide, position),
             "masked": lambda: Steering(guide, position, weight=0.0),
         }
-        if theirs:
-            read = lm.tokenizer.encode(prompt)
-            line = guide.automaton.starting_at(position.automaton)
+        if theirs and len(line.edges.source) <= options.most_edges:
             ways["Ctrl-G"] = lambda: theirs.processor(
-                their_model, before_end(line, writer.end), length, writer.ids(prompt), read, writer.end
-            )  # type: ignore[union-attr]
+                their_model,
+                before_end(line, writer.end),
+                length,
+                writer.ids(prompt),
+                lm.tokenizer.encode(prompt),
+                writer.end,
+            )
         for way, make in ways.items():
             made: list[Any] = []
-            setup = seconds(lambda make=make, made=made: made.append(make()), options.device) + (
-                spent_guide if way != "Ctrl-G" else 0
-            )
+            setup = seconds(lambda: made.append(make()), options.device) + (spent_guide if way != "Ctrl-G" else 0)
             texts, spent = writer.write(prompt, length, rows, made[0])
-            good = [text for text in texts if guide.automaton.accepting[guide.automaton.read(text, position.automaton)]]
-            add(
-                totals,
-                (way, kind),
-                len(texts),
-                len(good),
-                sum(map(len, texts)),
-                writer.log_prob(prompt, texts),
-                spent,
-                setup,
-            )
-        good = [text for text in pool if guide.automaton.accepting[guide.automaton.read(text, position.automaton)]]
-        if good:
-            add(
-                totals,
-                ("rejection", kind),
-                len(pool),
-                len(good),
-                sum(map(len, good)),
-                writer.log_prob(prompt, good),
-                0.0,
-                0.0,
-            )
-    for (way, kind), (texts_, good_, tokens_, log_prob_, spent_, setup_, count) in totals.items():
-        metrics = {"satisfied": good_ / texts_, "log_prob_per_token": log_prob_ / tokens_}
-        if way != "rejection":
-            per_token = 1e3 * spent_ / tokens_
-            metrics |= {
-                "ms_per_token": per_token,
-                "times_unconstrained": per_token / plain_ms,
-                "setup_ms": 1e3 * setup_ / count,
-            }
-        else:
-            metrics["ms_per_token"] = plain_ms * texts_ / good_
-        recorder.add(f"{way}, {kind}", metrics, constraints=int(count), rows=rows, new_tokens=length)
+            good = int(accepted(guide, position, padded(texts, -1)).sum())
+            count, log_prob = sum(map(len, texts)), writer.log_prob(prompt, texts)
+            for each in total(way, kind):
+                each.constraints, each.texts, each.satisfied = (
+                    each.constraints + 1,
+                    each.texts + rows,
+                    each.satisfied + good,
+                )
+                each.tokens, each.log_prob = each.tokens + count, each.log_prob + log_prob
+                each.spent, each.setup = each.spent + spent, each.setup + setup
+                if exact:
+                    each.feasible, each.feasible_tokens = each.feasible + 1, each.feasible_tokens + count
+                    each.feasible_log_prob += log_prob
+        if exact:  # weighted as the texts of the other ways are: as many for each constraint
+            chosen = [exact[place % len(exact)] for place in range(rows)]
+            count, log_prob = sum(map(len, chosen)), writer.log_prob(prompt, chosen)
+            for each in total("rejection", kind):
+                each.constraints, each.texts, each.satisfied = (
+                    each.constraints + 1,
+                    each.texts + len(pool),
+                    each.satisfied + len(exact),
+                )
+                each.tokens, each.log_prob = each.tokens + count, each.log_prob + log_prob
+                # The time of drawing texts until `rows` of them are accepted.
+                each.spent += pool_seconds * sum(map(len, pool)) / len(exact) * rows
+                each.feasible, each.feasible_tokens = each.feasible + 1, each.feasible_tokens + count
+                each.feasible_log_prob += log_prob
+        if number % 20 == 19:
+            print(f"{number + 1} constraints", flush=True)
+            record()
+    record()
+
+
+def measure_positions(options: argparse.Namespace) -> None:
+    """Count the tokens before a word that must occur: exact draws, steered ones and particles."""
+    writer, recorder = Writer(options), Recorder(options)
+    torch.manual_seed(options.seed)
+    pool = padded(draw_pool(writer, options)[0], -1)
+    ids = torch.tensor([writer.ids(options.prompt)], device=options.device)
+    found: dict[str, list[float]] = {}
+    for word in options.words:
+        if time.perf_counter() > options.deadline:
+            break
+        guide, position = writer.lm.guide(
+            must=[word], max_new_tokens=options.length, prompt=options.prompt, ended=False
+        )
+
+        def mean_place(tokens: Tensor, weights: Tensor | None = None) -> float:
+            """Return the mean number of tokens before the word, over the rows that have it."""
+            open_ = ~guide.automaton.accepting[states_along(guide.automaton, position.automaton, tokens)]
+            # The word is complete after the last token at which the line was not accepted yet.
+            places = torch.where(open_, torch.arange(open_.shape[1]) + 1, 0).amax(1)
+            weights = torch.ones(len(tokens)) if weights is None else weights
+            weights = weights * ~open_[:, -1]
+            return float((weights * places).sum() / weights.sum())
+
+        having = float(
+            guide.automaton.accepting[states_along(guide.automaton, position.automaton, pool)[:, -1]].float().mean()
+        )
+        if not having:
+            print(f"none of {len(pool)} texts has {word!r}", flush=True)
+            continue
+        steered, _ = writer.write(options.prompt, options.length, options.samples, Steering(guide, position))
+        places = {"rejection": mean_place(pool), "steered": mean_place(padded(steered, -1))}
+        for particles in options.particles:
+            runs = [
+                hmmlm.sample_particles(writer.model, ids, guide, position, num=particles, seed=seed)
+                for seed in range(max(1, options.samples // particles))
+            ]
+            each = [
+                mean_place(padded([writer.cut(row) for row in run.tokens.tolist()], -1), run.log_weights.exp().cpu())
+                for run in runs
+            ]
+            places[f"steered, {particles} particles"] = sum(each) / len(each)
+        print(
+            f"{word:10} in {having:.1%} of texts", {name: round(value, 1) for name, value in places.items()}, flush=True
+        )
+        for name, value in places.items():
+            found.setdefault(name, []).append(value)
+    for name, values in found.items():
+        metrics = {"tokens_before_the_word": sum(values) / len(values)}
+        if name != "rejection":
+            metrics["times_exact"] = sum(values) / sum(found["rejection"][: len(values)])
+        recorder.add(
+            f"{name}, position of a word",
+            metrics,
+            words=" ".join(options.words),
+            new_tokens=options.length,
+            states=writer.lm.hmm.states,
+        )
 
 
 def before_end(automaton: Automaton, end: int) -> Automaton:
     """Return the automaton of what may precede `end`, of one that accepts it with `end`."""
     after = automaton.by_class[:, automaton.class_of[end]].long()
     return Automaton.of_classes(automaton.by_class, automaton.class_of, automaton.accepting[after])
-
-
-def add(totals: dict[tuple[str, str], list[float]], key: tuple[str, str], *values: float) -> None:
-    before = totals.setdefault(key, [0.0] * (len(values) + 1))
-    totals[key] = [a + b for a, b in zip(before, (*values, 1), strict=True)]
 
 
 def measure_overhead(options: argparse.Namespace) -> None:
@@ -385,6 +516,72 @@ def measure_overhead(options: argparse.Namespace) -> None:
     recorder.add("steered, one word", metrics, rows=options.rows, states=guide.hmm.states)
 
 
+def sampling_speed(options: argparse.Namespace) -> float:
+    """Return how many tokens of the model are sampled per second."""
+    from hmmlm.device import pick_device
+    from hmmlm.teachers.sampling import open_sampler
+
+    sampler = open_sampler(options.model, device=pick_device(options.device))
+    rows, length = (1024, options.text_length) if options.device == "cuda" else (8, min(16, options.text_length))
+    prompts = [sampler.encode_prompt("")] * rows
+    kept: list[int] = []
+
+    def sample(steps: int) -> Callable[[], None]:
+        return lambda: kept.append(sum(len(text.tokens) for text in sampler.sample(prompts, steps, 0, lambda _: None)))
+
+    sample(2)()  # warms up
+    spent = seconds(sample(length), options.device)
+    return kept[-1] / spent
+
+
+def distil(options: argparse.Namespace) -> None:
+    """Distil the model into a new run; at the deadline, what is trained by then is the result."""
+    from hmmlm.config.distill import DistillConfig
+    from hmmlm.learning.distill import distill
+    from hmmlm.runs.progress import terminal_progress
+
+    start = time.perf_counter()
+    speed = sampling_speed(options)
+    tokens = min(options.tokens, int(0.4 * speed * (options.deadline - start)))  # the rest is for training
+    print(f"the model is sampled at {speed:,.0f} tokens/s: {tokens:,} tokens", flush=True)
+    given = {"tokens": tokens, "states": options.hmm_states, "epochs": options.epochs, "length": options.text_length}
+    config = DistillConfig(model=options.model, device=options.device, seed=options.seed, **given)
+    stop = threading.Timer(max(1.0, options.deadline - time.perf_counter()), os.kill, (os.getpid(), signal.SIGINT))
+    stop.daemon = True
+    stop.start()
+    result = distill(config, options.run, terminal_progress())
+    stop.cancel()
+    metrics = {"seconds": time.perf_counter() - start, "epochs": result.epochs, "perplexity": result.best_perplexity}
+    Recorder(options).add("distilled", metrics, states=options.hmm_states, tokens=tokens)
+
+
+def measure_all(options: argparse.Namespace) -> None:
+    """Distil, then measure every part until its share of the time is spent."""
+    begin = time.perf_counter()
+    parts: list[tuple[str, float, Callable[[argparse.Namespace], None], dict[str, Any]]] = [
+        ("distil", 0.38, distil, {}),
+        ("overhead", 0.42, measure_overhead, {"rows": 1}),
+        ("positions", 0.54, measure_positions, {}),
+        ("texts", 0.82, measure_texts, {}),
+        ("large", 0.86, measure_large, {"states": [min(1024, options.hmm_states)]}),
+        ("calls", 0.98, measure_calls, {}),
+    ]
+    for name, share, measure, changes in parts:
+        options.deadline = begin + share * options.budget
+        spent = time.perf_counter() - begin
+        if spent > options.deadline - begin:
+            print(f"--- {name}: left out, {spent:.0f} s are spent", flush=True)
+            continue
+        print(f"--- {name}, from {spent:.0f} s on", flush=True)
+        try:
+            measure(argparse.Namespace(**{**vars(options), **changes, "part": name}))
+        except Exception as error:  # the other parts still count
+            if name == "distil":
+                raise
+            print(f"--- {name} failed: {type(error).__name__}: {error}", flush=True)
+    print(f"--- finished after {time.perf_counter() - begin:.0f} s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
@@ -395,26 +592,48 @@ def main() -> None:
     common.add_argument("--ctrl-g", type=Path, help="a checkout of Ctrl-G")
     common.add_argument("--compile", action="store_true", help="let Ctrl-G compile its functions")
     common.add_argument("--length", type=int, default=40, help="new tokens")
+    common.add_argument("--deadline", type=float, default=float("inf"), help=argparse.SUPPRESS)
     texts = argparse.ArgumentParser(add_help=False)
     texts.add_argument("model")
     texts.add_argument("run", type=Path)
     texts.add_argument("--prompt", default="Once upon a time")
     texts.add_argument("--rows", type=int, default=4, help="texts of a constraint")
-    calls = parts.add_parser("calls", parents=[common])
+    texts.add_argument("--pool", type=int, default=2000, help="texts of rejection sampling")
+    calls = argparse.ArgumentParser(add_help=False)
     calls.add_argument("--states", type=int, nargs="+", default=[64, 256, 1024, 4096])
     calls.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     calls.add_argument("--calls", type=int, default=10)
-    large = parts.add_parser("large", parents=[common])
-    large.add_argument("--states", type=int, nargs="+", default=[256, 1024])
-    constrained = parts.add_parser("texts", parents=[common, texts])
+    constrained = argparse.ArgumentParser(add_help=False)
     constrained.add_argument("--constraints", type=int, default=200)
-    constrained.add_argument("--pool", type=int, default=2000, help="texts of rejection sampling")
-    overhead = parts.add_parser("overhead", parents=[common, texts])
+    constrained.add_argument("--most-edges", type=int, default=2000, help="of an automaton that Ctrl-G is given")
+    positions = argparse.ArgumentParser(add_help=False)
+    positions.add_argument("--words", nargs="+", default=["dog", "tree", "mom", "garden", "happy"])
+    positions.add_argument("--samples", type=int, default=64, help="steered texts of a word")
+    positions.add_argument("--particles", type=int, nargs="+", default=[16])
+    overhead = argparse.ArgumentParser(add_help=False)
     overhead.add_argument("--repeats", type=int, default=5)
+    distilled = argparse.ArgumentParser(add_help=False)
+    distilled.add_argument("--budget", type=float, default=500.0, help="seconds")
+    distilled.add_argument("--tokens", type=int, default=8_000_000, help="sampled tokens of the distillation")
+    distilled.add_argument("--text-length", type=int, default=256, help="tokens of a sampled text")
+    distilled.add_argument("--hmm-states", type=int, default=4096)
+    distilled.add_argument("--epochs", type=int, default=4)
+    parts.add_parser("calls", parents=[common, calls])
+    parts.add_parser("large", parents=[common]).add_argument("--states", type=int, nargs="+", default=[256, 1024])
+    parts.add_parser("texts", parents=[common, texts, constrained])
+    parts.add_parser("positions", parents=[common, texts, positions])
+    parts.add_parser("overhead", parents=[common, texts, overhead])
+    parts.add_parser("all", parents=[common, texts, calls, constrained, positions, overhead, distilled])
     options = parser.parse_args()
-    {"calls": measure_calls, "large": measure_large, "texts": measure_texts, "overhead": measure_overhead}[
-        options.part
-    ](options)
+    measures = {
+        "calls": measure_calls,
+        "large": measure_large,
+        "texts": measure_texts,
+        "positions": measure_positions,
+        "overhead": measure_overhead,
+        "all": measure_all,
+    }
+    measures[options.part](options)
 
 
 if __name__ == "__main__":
