@@ -1,6 +1,7 @@
 """Batches of a token file: contiguous streams with a carry, or disjoint shuffled chunks.
 
-Every batch is a function of (seed, epoch, index) alone, so that a run can resume at any batch.
+Every batch is a function of (seed, epoch, index) alone, so that a run can resume at any batch. Of several processes,
+each reads its share of the rows of a batch; which rows a batch has does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +17,46 @@ from torch import Tensor
 
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.errors import InputError
+from hmmlm.ranks import world
+
+
+@dataclass(frozen=True)
+class Share:
+    """The rows of every batch that one of several processes reads: `rank`, `rank` + `count`, …
+
+    If a batch ends with fewer rows than before, so does each share, except one of no row: it reads the first one as a
+    spare (see `Batch.spare`).
+    """
+
+    rank: int = 0
+    count: int = 1
+
+    def rows(self, total: int) -> slice:
+        """Return the rows of this share in a batch of `total` rows; the first one if it has none."""
+        return slice(self.rank, total, self.count) if self.rank < total else slice(0, 1)
+
+    def facts(self, lengths: np.ndarray) -> dict[str, Any]:
+        """Return the fields of a share of a batch with rows of these lengths [B]."""
+        if self.count == 1:
+            return {}
+        whole = WholeBatch(len(lengths), int(lengths.max()), int(lengths.sum()))
+        return {"whole": whole, "spare": self.rank >= len(lengths)}
+
+
+ALL_ROWS = Share()
+
+
+def own_share() -> Share:
+    """Return the share of this process among those of its run."""
+    return Share(world().rank, world().count)
+
+
+class WholeBatch(NamedTuple):
+    """The size of a batch of which a process reads a share."""
+
+    rows: int
+    length: int  # of the longest row
+    tokens: int
 
 
 class Batch(NamedTuple):
@@ -31,10 +72,22 @@ class Batch(NamedTuple):
     """Whether this is the last batch of its epoch."""
     labels: Tensor | None = None  # [B, T] int64 the state of each token, to train on P(O, S); −1 beyond a row's length
     next_words: Tensor | None = None  # [B, T, S] int64 words that a teacher draws in place of each token
+    whole: WholeBatch | None = None
+    """The batch of which these rows are the share of one process; None: they are all of it."""
+    spare: bool = False
+    """Whether the share has no row, and this one, which is another's, counts nothing."""
 
     def num_tokens(self) -> int:
-        """Return the number of tokens; call it before the batch is moved to a GPU."""
+        """Return the number of tokens here; call it before the batch is moved to a GPU."""
         return int((self.tokens >= 0).sum())
+
+    def whole_tokens(self) -> int:
+        """Return the number of tokens of the whole batch; call it before the batch is moved to a GPU."""
+        return self.num_tokens() if self.whole is None else self.whole.tokens
+
+    def whole_rows(self) -> int:
+        """Return the number of rows of the whole batch."""
+        return len(self.tokens) if self.whole is None else self.whole.rows
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on a device, without its places."""
@@ -44,7 +97,9 @@ class Batch(NamedTuple):
 
         tokens = self.tokens.to(device, non_blocking=True)
         lengths, restart, labels, next_words = map(move, (self.lengths, self.restart, self.labels, self.next_words))
-        return Batch(tokens, lengths, restart, self.carry, None, self.last, labels, next_words)
+        return self._replace(
+            tokens=tokens, lengths=lengths, restart=restart, places=None, labels=labels, next_words=next_words
+        )
 
 
 class Batches(Protocol):
@@ -91,7 +146,7 @@ class StreamBatches:
     Stream b covers [b·L, min((b+1)·L, N)) with L = ceil(N / batch_size), so every token occurs once per epoch. With
     `whole` (for evaluation, in order) each cut is moved to the next end of an example. If the chain restarts there,
     results do not depend on the cuts or their number. Only the last windows are ragged. Streams that end early are the
-    last rows; the batches after their end leave them out.
+    last rows; the batches after their end leave them out. Only the rows of `share` are read.
     """
 
     def __init__(
@@ -105,6 +160,7 @@ class StreamBatches:
         eos_id: int,
         seed: int,
         whole: bool = False,
+        share: Share = ALL_ROWS,
     ) -> None:
         _check_sizes(batch_size, length)
         if len(token_file) < batch_size:
@@ -114,7 +170,7 @@ class StreamBatches:
             )
         if not 0 <= eos_id < token_file.vocab_size:
             raise InputError(f"eos_id {eos_id} is outside the vocabulary of {token_file.vocab_size}")
-        self._file, self._length = token_file, length
+        self._file, self._length, self._share = token_file, length, share
         self._shuffle, self._reset_at_eos, self._eos_id, self._seed = shuffle, reset_at_eos, eos_id, seed
         per_stream = -(-len(token_file) // batch_size)
         starts = np.minimum(np.arange(batch_size, dtype=np.int64) * per_stream, len(token_file))
@@ -138,15 +194,17 @@ class StreamBatches:
         begin = step * self._length
         lengths = np.clip(self._sizes - begin, 0, self._length)
         rows = int(np.count_nonzero(lengths))
+        own, facts = self._share.rows(rows), self._share.facts(lengths[:rows])
+        lengths = lengths[:rows][own]
         # Include the position before the window: a restart depends on the previous token.
         lead = int(self._reset_at_eos and step > 0)
         offsets = np.arange(begin - lead, begin + int(lengths[0]), dtype=np.int64)
-        places = self._starts[:rows, None] + offsets
+        places = self._starts[:rows, None][own] + offsets
         places = np.minimum(places, len(self._file) - 1)
         places = places if order is None else order.places(places)
         window = self._file.tokens[places].astype(np.int64)
         tokens, places = window[:, lead:], places[:, lead:]
-        beyond = np.arange(tokens.shape[1]) >= lengths[:rows, None]
+        beyond = np.arange(tokens.shape[1]) >= lengths[:, None]
         tokens[beyond] = -1
         restart = None
         if self._reset_at_eos:
@@ -156,11 +214,12 @@ class StreamBatches:
             restart[beyond] = False
         return Batch(
             torch.from_numpy(np.ascontiguousarray(tokens)),
-            torch.from_numpy(lengths[:rows]) if beyond.any() else None,
+            torch.from_numpy(lengths) if beyond.any() else None,
             None if restart is None else torch.from_numpy(restart),
             carry=step > 0,
             places=torch.from_numpy(np.where(beyond, -1, places)),
             last=step + 1 == self.steps_per_epoch,
+            **facts,
         )
 
     def _starts_document(self, places: np.ndarray) -> np.ndarray:
@@ -173,12 +232,21 @@ class StreamBatches:
 class ChunkBatches:
     """Disjoint chunks of `length` tokens, in a new order every epoch; each starts from π.
 
-    The remainder is a shorter chunk, always the last row of the last batch.
+    The remainder is a shorter chunk, always the last row of the last batch. Only the rows of `share` are read.
     """
 
-    def __init__(self, token_file: TokenFile, batch_size: int, length: int, *, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self,
+        token_file: TokenFile,
+        batch_size: int,
+        length: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        share: Share = ALL_ROWS,
+    ) -> None:
         _check_sizes(batch_size, length)
-        self._file, self._batch_size, self._length = token_file, batch_size, length
+        self._file, self._batch_size, self._length, self._share = token_file, batch_size, length, share
         self._shuffle, self._seed = shuffle, seed
         self._full, self._rest = divmod(len(token_file), length)
         self.steps_per_epoch = -(-(self._full + (self._rest > 0)) // batch_size)
@@ -202,6 +270,8 @@ class ChunkBatches:
         """Return the batch of the chunks with these numbers."""
         begins = chunks * self._length
         lengths = np.minimum(len(self._file) - begins, self._length)
+        own, facts = self._share.rows(len(chunks)), self._share.facts(lengths)
+        begins, lengths = begins[own], lengths[own]
         offsets = np.arange(lengths.max(), dtype=np.int64)
         places = np.minimum(begins[:, None] + offsets, len(self._file) - 1)
         tokens = self._file.tokens[places].astype(np.int64)
@@ -210,7 +280,13 @@ class ChunkBatches:
         ragged = torch.from_numpy(lengths) if beyond.any() else None
         places[beyond] = -1
         return Batch(
-            torch.from_numpy(tokens), ragged, restart=None, carry=False, places=torch.from_numpy(places), last=last
+            torch.from_numpy(tokens),
+            ragged,
+            restart=None,
+            carry=False,
+            places=torch.from_numpy(places),
+            last=last,
+            **facts,
         )
 
 

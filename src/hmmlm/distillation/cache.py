@@ -62,12 +62,13 @@ def cluster_facts(clusters: Clusters) -> str:
 class LabelStore:
     """Labels of a text by place, as far as they are known: a memory-mapped file of label + 1, 0 where unknown."""
 
-    def __init__(self, path: Path, places: int, states: int) -> None:
+    def __init__(self, path: Path, places: int, states: int, rank: int = 0) -> None:
+        """`rank`: of the processes of one run, which label different places, each waits for its own in other runs."""
         dtype = np.dtype("<u2" if states < 1 << 16 else "<u4")
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
             file.truncate(places * dtype.itemsize)  # zeros, which take no room on the disk
-        self.lock = path.with_suffix(".lock")
+        self.lock = path.with_suffix(f".{rank}.lock" if rank else ".lock")
         self._known = np.memmap(path, dtype=dtype, mode="r+")
 
     def read(self, places: Tensor) -> Tensor:

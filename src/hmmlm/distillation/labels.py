@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hmmlm.data.batches import Batch, ExtendedBatches
+from hmmlm.data.batches import ALL_ROWS, Batch, ExtendedBatches, Share
 from hmmlm.data.files import exclusive
 from hmmlm.distillation.cache import LabelStore
 from hmmlm.distillation.kmeans import Clusters, Piece
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
+from hmmlm.ranks import world
 
 Embed = Callable[[Tensor], Tensor]
 """Student tokens [B, T] (−1 beyond a row's length) → the teacher's embeddings of them [B, T, H]."""
@@ -95,26 +97,32 @@ class EmbeddedText:
     """Points to cluster: the embedding of every token that `texts` yields, of shape [B, T], and its word's block.
 
     `texts` is called once per pass. Up to `max_bytes` of embeddings are kept between passes, in bfloat16, on the
-    teacher's device; the teacher recomputes the others.
+    teacher's device; the teacher recomputes the others. Of the texts, those of `share` are embedded; the others are
+    pieces without points.
     """
 
     texts: Callable[[], Iterable[Tensor]]
     embed: Embed
     block_of_word: Tensor | None = None
     max_bytes: int = 0
+    share: Share = ALL_ROWS
     _kept: dict[int, Piece] = field(default_factory=dict, repr=False)
     _bytes: int = 0
 
     def __iter__(self) -> Iterator[Piece]:
         for number, tokens in enumerate(self.texts()):
-            yield self._kept[number] if number in self._kept else self._piece(number, tokens)
+            if number % self.share.count != self.share.rank:
+                yield Piece(None, None, int((tokens >= 0).sum()))
+            else:
+                yield self._kept[number] if number in self._kept else self._piece(number, tokens)
 
     def kept_labels(self, clusters: Clusters) -> Iterator[Tensor]:
-        """Yield the labels [B, T] of the texts, in order, as long as their embeddings are kept."""
-        for number, tokens in enumerate(self.texts()):
+        """Yield the labels [B, T] of the texts of `share`, in order, as long as their embeddings are kept."""
+        for number, tokens in islice(enumerate(self.texts()), self.share.rank, None, self.share.count):
             if number not in self._kept:
                 return
-            points, group = self._kept[number]
+            points, group, _ = self._kept[number]
+            assert points is not None
             yield nearest_states(clusters.to(points.device), points, group, tokens)
 
     def _piece(self, number: int, tokens: Tensor) -> Piece:
@@ -140,15 +148,15 @@ def hmm_from_labels(
 ) -> HMM:
     """Return the HMM that maximizes P(O, S) over tokens and labels [B, T] each, `pseudocount` added to every count.
 
-    Every row is a sequence; or, with `eos_id`, a piece of a text in which the chain starts again after that token.
+    Every row is a sequence; or, with `eos_id`, a piece of a text in which the chain starts again after that token. Of
+    several processes, each counts its own share.
     """
     if pseudocount <= 0:
         raise InputError(f"pseudocount is {pseudocount}: it must be above 0, or unseen words would be impossible")
-    counts: list[Tensor] | None = None
+    shapes = ((states,), (states, states), (states, vocab_size))
+    counts = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     for tokens, labels in labeled:
-        if counts is None:
-            shapes = ((states,), (states, states), (states, vocab_size))
-            counts = [torch.zeros(shape, dtype=torch.float64, device=labels.device) for shape in shapes]
+        counts = [count.to(labels.device) for count in counts]
         tokens, known = tokens.to(labels.device), labels >= 0
         first = torch.zeros_like(known)
         if eos_id is None:
@@ -163,7 +171,8 @@ def hmm_from_labels(
         )
         for count, cell in zip(counts, cells, strict=True):
             count.view(-1).index_add_(0, cell, torch.ones_like(cell, dtype=torch.float64))
-    if counts is None:
+    world().sum_(counts)
+    if not counts[2].any():
         raise InputError("there is no text to count labels in")
     start, transition, emission = (
         ((count + pseudocount) / (count + pseudocount).sum(-1, keepdim=True)).log().float() for count in counts

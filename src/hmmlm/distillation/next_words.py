@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hmmlm.data.batches import Batch, ExtendedBatches
+from hmmlm.data.batches import ALL_ROWS, Batch, ExtendedBatches, Share
 from hmmlm.errors import InputError
 
 NEXT_WORDS = "next_words.npy"
@@ -43,11 +43,15 @@ class NextWordBatches(ExtendedBatches):
     words: np.ndarray  # [tokens, drawn]
     samples: int
     seed: int
+    share: Share = ALL_ROWS
 
     def extend(self, batch: Batch, epoch: int, index: int) -> Batch:
         assert batch.places is not None
         places = batch.places.clamp(min=0).numpy()[:, :, None]
         # Another stream than that of the batches, which use [seed, epoch].
         generator = np.random.default_rng([self.seed, epoch, index])
-        column = generator.integers(self.words.shape[1], size=(*batch.tokens.shape, self.samples))
+        # Drawn for the whole batch, so that words do not depend on how rows are shared.
+        rows, length = batch.tokens.shape if batch.whole is None else batch.whole[:2]
+        column = generator.integers(self.words.shape[1], size=(rows, length, self.samples))
+        column = column[self.share.rows(rows), : batch.tokens.shape[1]]
         return batch._replace(next_words=torch.from_numpy(self.words[places, column].astype(np.int64)))

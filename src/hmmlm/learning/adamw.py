@@ -11,11 +11,15 @@ from torch import Tensor, nn
 
 from hmmlm.config.sections import AdamWConfig
 from hmmlm.data.batches import Batch
+from hmmlm.ranks import world
 from hmmlm.runs.checkpoint import load_tensors
 
 
 class AdamW:
-    """AdamW on the mean negative log-likelihood per token, with the gradient norm clipped."""
+    """AdamW on the mean negative log-likelihood per token, with the gradient norm clipped.
+
+    Of several processes, each computes the gradient of its rows of a batch; all take the step of the sum.
+    """
 
     def __init__(self, module: nn.Module, config: AdamWConfig, device: torch.device, decay_all: bool) -> None:
         """`decay_all`: weight decay on every parameter; otherwise on matrices only."""
@@ -49,13 +53,19 @@ class AdamW:
         """Take one step from the log-likelihoods [B] of a batch."""
         # Without lengths every row is full. Otherwise tokens are counted on the device, without waiting.
         tokens = batch.tokens.numel() if batch.lengths is None else (batch.tokens >= 0).sum()
+        if batch.whole is not None:
+            tokens = batch.whole.tokens
         # The gradient of the loss, −Σ log p / tokens, without the kernels that would compute the loss itself.
         log_likelihood.backward(torch.ones_like(log_likelihood) / -tokens)
+        world().sum_(p.grad for p in self.module.parameters() if p.grad is not None)
         if self.clip:
             # Not checking for finite norms, which would wait for the device: the training loop checks the loss.
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def collect(self) -> None:
+        """Moments are the same in all processes."""
 
     def advice(self, rate: float) -> str:
         return f"lower optimizer.rate (now {rate:.3g}) or optimizer.clip, or lengthen the warm-up"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hmmlm.hmm import HMM
 from hmmlm.hmm.em import maximize_rows
+from hmmlm.ranks import world
 from hmmlm.runs.checkpoint import load_tensors
 
 
@@ -35,7 +36,10 @@ def maximize(counts: Mapping[str, Tensor], current: HMM, pseudocount: float = 0.
 
 
 class RunningCounts:
-    """The sum of expected counts for one update, and its running average over updates (momentum)."""
+    """The sum of expected counts for one update, and its running average over updates (momentum).
+
+    Of several processes, each adds the counts of its rows of a batch; they are summed for an update.
+    """
 
     NAMES = ("start", "transition", "emission")
 
@@ -57,6 +61,7 @@ class RunningCounts:
         The average is divided by 1 − momentum^updates, so that pseudocounts do not dominate the first updates.
         """
         self.updates += 1
+        world().sum_(self.sum.values())
         if self.momentum:
             for name, mean in self.mean.items():
                 mean.lerp_(self.sum[name], 1 - self.momentum)
@@ -68,6 +73,16 @@ class RunningCounts:
             total.zero_()
         return taken
 
+    def collect(self) -> None:
+        """Move the counts of all processes to rank 0, whose sum is then that of all, as one process would have it."""
+        world().sum_(self.sum.values())
+        self._keep_in_first()
+
+    def _keep_in_first(self) -> None:
+        if not world().first:
+            for total in self.sum.values():
+                total.zero_()
+
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the counts and the number of updates, as a checkpoint stores them."""
         sums = {f"sum.{name}": tensor for name, tensor in self.sum.items()}
@@ -77,6 +92,7 @@ class RunningCounts:
         """Restore what `state_dict` returned, from the checkpoint in `folder`."""
         load_tensors(folder, tensors, "optimizer.", self.state_dict()[0])
         self.updates = int(values["updates"])
+        self._keep_in_first()
 
     def advice(self, rate: float) -> str:
         return "set optimizer.pseudocount above 0, or lower optimizer.step"

@@ -9,6 +9,7 @@ import torch
 
 from hmmlm.data.batches import Batch
 from hmmlm.hmm import Carry, HiddenMarkovModel
+from hmmlm.ranks import world
 from hmmlm.text.scoring import perplexity
 
 
@@ -34,15 +35,21 @@ def carried(batch: Batch, carry: Carry | None) -> Carry | None:
 def evaluate(
     hmm: HiddenMarkovModel, batches: Iterable[Batch], on_batch: Callable[[int], None] | None = None
 ) -> Evaluation:
-    """Score every batch in order; `on_batch` receives the tokens of each (progress), and may raise to stop."""
+    """Score every batch in order; `on_batch` receives the tokens of each (progress), and may raise to stop.
+
+    Of several processes, each scores its rows of the batches; the result is that of all.
+    """
     total, tokens = torch.zeros((), dtype=torch.float64, device=hmm.device), 0
+    shared = False
     carry: Carry | None = None
     for given in batches:
         batch = given.to(hmm.device)
         result = hmm.scan(batch.tokens, batch.lengths, carried(batch, carry), batch.restart)
         carry = result.carry
-        total += result.log_likelihood.sum(dtype=torch.float64)
-        tokens += given.num_tokens()
+        if not given.spare:
+            total += result.log_likelihood.sum(dtype=torch.float64)
+        tokens, shared = tokens + given.whole_tokens(), given.whole is not None
         if on_batch is not None:
-            on_batch(given.num_tokens())
-    return Evaluation(perplexity(float(total), tokens), tokens, float(total))
+            on_batch(given.whole_tokens())
+    log_likelihood = world().sum_numbers([float(total)])[0] if shared else float(total)
+    return Evaluation(perplexity(log_likelihood, tokens), tokens, log_likelihood)

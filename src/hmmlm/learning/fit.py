@@ -3,20 +3,25 @@
 A step never waits for the device: log-likelihoods are written into a buffer there and read every `log_every` steps.
 Everything between steps (reading the loss, validation, checkpoints) depends on the step number alone, so that a run
 that was killed and resumed does what the uninterrupted run would have done: bit for bit on the CPU.
+
+Every process of a run (`hmmlm.ranks`) runs this loop on its rows of each batch. They take the same decisions, because
+these depend on sums over all of them; rank 0 writes the files, with everything in the order of one process.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hmmlm.config.training import TrainingConfig
-from hmmlm.data.batches import Batch, Batches
+from hmmlm.data.batches import Batch, Batches, own_share
 from hmmlm.data.files import require_like
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.device import device_name
@@ -24,6 +29,7 @@ from hmmlm.errors import InputError
 from hmmlm.learning.evaluate import Evaluation
 from hmmlm.learning.learners import Learner
 from hmmlm.learning.schedules import Plateau, rate_factor
+from hmmlm.ranks import FirstRankError, world
 from hmmlm.runs.checkpoint import (
     TENSORS,
     VALUES,
@@ -34,7 +40,7 @@ from hmmlm.runs.checkpoint import (
     write_checkpoint,
 )
 from hmmlm.runs.clock import Clock
-from hmmlm.runs.history import HISTORY, History, read_history
+from hmmlm.runs.history import HISTORY, History, NoHistory, read_history
 from hmmlm.runs.interrupt import Stopped, StopRequest
 from hmmlm.runs.progress import Progress, perplexity_text
 from hmmlm.text.scoring import perplexity
@@ -78,13 +84,14 @@ class Fit:
         progress: Progress,
     ) -> None:
         self.config, self.out, self.learner, self.tokenizer, self.progress = config, out, learner, tokenizer, progress
-        self.train, self.valid = train, valid
+        self.train, self.valid, self.ranks = train, valid, world()
         self.total_tokens = total_tokens(config, train.tokens_per_epoch)
         self.plateau = Plateau(config.schedule)
         self.position, self.saved = TrainingPosition(), TrainingPosition(step=-1)
         self.rate = learner.peak_rate
         self.carry: Any = None
-        # Log-likelihoods of the steps since the loss was last logged, and their tokens.
+        self.rows = 0  # sequences of the last batch
+        # Log-likelihoods of the steps since the loss was last logged, of this process, and the tokens of all.
         self.window = torch.zeros(config.train.log_every, dtype=torch.float64, device=learner.device)
         self.window_tokens: list[int] = []
         self.sequences, self.skipped = 0, 0  # trained on since the loss was last read; dropped until then
@@ -96,9 +103,10 @@ class Fit:
 
         `plan` returns the phases, after whatever has to be computed before them.
         """
-        with History(self.out, self.saved.step, self.config.train.tensorboard) as self.history:
+        with self.open_history() as self.history:
             try:
                 phases = plan()
+                self.share_generator()
                 if self.saved.step < 0:
                     self.save()
                 if self.history.empty:  # from here on, a run without a checkpoint has lost it
@@ -113,6 +121,18 @@ class Fit:
                 return False
             self.export("final")
         return True
+
+    def open_history(self) -> History | NoHistory:
+        if self.ranks.first:
+            return History(self.out, self.saved.step, self.config.train.tensorboard)
+        return NoHistory()
+
+    def share_generator(self) -> None:
+        """Give all processes the generator of rank 0, so that they drop the same states."""
+        torch.set_rng_state(self.ranks.on_first(torch.get_rng_state))
+        if self.learner.device.type == "cuda" and self.ranks.count > 1:
+            device = self.learner.device
+            torch.cuda.set_rng_state(self.ranks.on_first(lambda: torch.cuda.get_rng_state(device)), device)
 
     def run_phase(self, phase: Phase, request: StopRequest) -> None:
         """Train until the end of a phase, unless the run is already beyond it."""
@@ -129,14 +149,15 @@ class Fit:
 
     def step(self, batch: Batch) -> None:
         """Train on one batch."""
-        position, tokens = self.position, batch.num_tokens()
+        position, tokens = self.position, batch.whole_tokens()
         factor = rate_factor(self.config.schedule, position.tokens + tokens, self.total_tokens) * self.plateau.factor
         self.rate = self.learner.peak_rate * factor
         result = self.learner.step(batch, self.carry, self.rate)
         self.carry = result.carry
         self.window[len(self.window_tokens)] = result.log_likelihood
         self.window_tokens.append(tokens)
-        self.sequences += len(batch.tokens)
+        self.rows = batch.whole_rows()
+        self.sequences += self.rows
         position.step, position.index, position.tokens = position.step + 1, position.index + 1, position.tokens + tokens
         self.display.advance(tokens)
 
@@ -151,7 +172,7 @@ class Fit:
             if self.check_is_due():
                 self.check(request)
             if position.index == self.train.steps_per_epoch:
-                position.epoch, position.index, self.carry = position.epoch + 1, 0, None
+                position.epoch, position.index, self.carry, self.rows = position.epoch + 1, 0, None, 0
             if position.step % train.checkpoint_every == 0 or position.checked == position.step:
                 self.save()
         request.raise_if_asked()
@@ -190,14 +211,14 @@ class Fit:
         So does what a CUDA graph hides, where a dropped sequence counts as 0: NaN parameters, and most sequences
         dropped.
         """
-        values: list[float] = self.window[: len(self.window_tokens)].tolist()
+        values = self.ranks.sum_numbers(self.window[: len(self.window_tokens)].tolist())
         for step, value in enumerate(values, self.position.step - len(values) + 1):
             if not math.isfinite(value):
                 raise self.failure(f"the training loss is {-value} at step {step}")
         parameters = (p for p in self.learner.parameters().values() if p.is_floating_point())
         if bool(torch.stack([p.isnan().any() for p in parameters]).any()):
             raise self.failure(f"parameters are NaN after step {self.position.step}")
-        skipped, sequences = self.learner.skipped(), self.sequences
+        skipped, sequences = int(self.ranks.sum_numbers([self.learner.skipped()])[0]), self.sequences
         lost, self.skipped, self.sequences = skipped - self.skipped, skipped, 0
         if 2 * lost > sequences:
             what = f"the probability of {lost} of the last {sequences} sequences underflowed"
@@ -235,7 +256,7 @@ class Fit:
             perplexity=result.perplexity,
             best=best,
             seconds=round(position.seconds, 3),
-            skipped=self.learner.skipped(),
+            skipped=self.skipped,
         )
         epochs = position.epoch + position.index / self.train.steps_per_epoch
         self.display.advance(0, **{"valid perplexity": perplexity_text(result.perplexity)})
@@ -244,8 +265,9 @@ class Fit:
             + (" (best so far)" if best else "")
         )
 
-    def failure(self, what: str) -> TrainingError:
-        return TrainingError(
+    def failure(self, what: str) -> InputError:
+        kind = TrainingError if self.ranks.first else FirstRankError  # every process notices it, one reports it
+        return kind(
             f"{what} (epoch {self.position.epoch}): {self.learner.optimizer.advice(self.rate)}; "
             f"the last good checkpoint, {self.out / 'last'}, is of step {self.saved.step}"
         )
@@ -254,17 +276,20 @@ class Fit:
 
     def export(self, link: str) -> None:
         """Write the model for use to `out/link`."""
-        save_folder(self.out, link, f"{link}-{self.position.step:08}", self.learner.export)
+        name = f"{link}-{self.position.step:08}"
+        self.ranks.on_first(lambda: save_folder(self.out, link, name, self.learner.export))
 
     def save(self) -> None:
         """Write a checkpoint to `out/last`, unless it is there already."""
         if self.saved == self.position:
             return
         self.read_window()
+        self.check_ranks()
+        self.collect()
         moments, values = self.learner.optimizer.state_dict()
         tensors = {f"parameters.{name}": t for name, t in self.learner.parameters().items()}
         tensors |= {f"optimizer.{name}": t for name, t in moments.items()}
-        tensors |= {f"carry.{name}": t for name, t in self.learner.carry_tensors(self.carry).items()}
+        tensors |= {f"carry.{name}": t for name, t in self.gather_carry().items()}
         tensors |= {"window": self.window, "rng.cpu": torch.get_rng_state()}
         if self.learner.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self.learner.device)
@@ -278,8 +303,59 @@ class Fit:
         }
         self.history.sync()
         name = f"step-{self.position.step:08}"
-        save_folder(self.out, "last", name, lambda folder: write_checkpoint(folder, tensors, content))
+        self.ranks.on_first(
+            lambda: save_folder(self.out, "last", name, lambda folder: write_checkpoint(folder, tensors, content))
+        )
         self.saved = replace(self.position)
+
+    def collect(self) -> None:
+        """Move what each process has of its own to rank 0: expected counts and the losses since the last record."""
+        self.learner.optimizer.collect()
+        if self.ranks.count > 1:
+            self.window.copy_(torch.tensor(self.ranks.sum_numbers(self.window.tolist())))
+            self.keep_in_first()
+
+    def keep_in_first(self) -> None:
+        """Let only rank 0 have the losses since the last record, as a checkpoint stores them."""
+        if not self.ranks.first:
+            self.window.zero_()
+
+    def gather_carry(self) -> dict[str, Tensor]:
+        """Return the carry of all sequences of the last batch, in their order."""
+        own = self.learner.carry_tensors(self.carry)
+        if self.ranks.count == 1 or not own:
+            return own
+        rows = len(range(self.ranks.rank, self.rows, self.ranks.count))  # without a spare one
+        parts = self.ranks.gather({name: tensor[:rows].cpu() for name, tensor in own.items()})
+        gathered = {name: tensor.new_empty(self.rows, *tensor.shape[1:], device="cpu") for name, tensor in own.items()}
+        for rank, part in enumerate(parts):
+            for name, tensor in part.items():
+                gathered[name][rank :: self.ranks.count] = tensor
+        return gathered
+
+    def own_carry(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the rows of this process in the carry of all sequences, or the first row as a spare one."""
+        if self.ranks.count == 1 or not tensors:
+            return tensors
+        self.rows = len(next(iter(tensors.values())))
+        own = own_share().rows(self.rows)
+        return {name: tensor[own] for name, tensor in tensors.items()}
+
+    def check_ranks(self) -> None:
+        """Raise an InputError that names a rank whose parameters or random numbers differ from those of rank 0."""
+        if self.ranks.count == 1:
+            return
+        generator = zlib.crc32(torch.get_rng_state().numpy().data)
+        parameters = [float(p.sum(dtype=torch.float64)) for p in self.learner.parameters().values()]
+        first, *others = self.ranks.gather((generator, parameters))
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                what = "parameters" if other[1] != first[1] else "random numbers"
+                raise InputError(
+                    f"the {what} of rank {rank} and rank 0 differ after step {self.position.step}: start all processes "
+                    f"with the same versions of hmmlm and torch; the last good checkpoint, {self.out / 'last'}, is of "
+                    f"step {self.saved.step}"
+                )
 
     def stored_position(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self.position).items() if name != "seconds"}
@@ -295,12 +371,13 @@ class Fit:
         self.window_tokens = content["window_tokens"]
         load_tensors(folder, tensors, "parameters.", learner.parameters())
         load_tensors(folder, tensors, "", {"window": self.window})
+        self.keep_in_first()
         learner.optimizer.load(folder, tensors, content["optimizer"])
         carried = {name.removeprefix("carry."): t for name, t in tensors.items() if name.startswith("carry.")}
         rng = {"rng.cpu": torch.get_rng_state()}
         load_tensors(folder, tensors, "", rng)
         try:
-            self.carry = learner.load_carry(carried)
+            self.carry = learner.load_carry(self.own_carry(carried))
             torch.set_rng_state(rng["rng.cpu"])
         except (TypeError, KeyError, RuntimeError) as error:
             raise InputError(f"{folder / TENSORS}: carry or rng.cpu is damaged: {error}") from None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -20,6 +21,7 @@ from hmmlm.learning.baum_welch import RunningCounts, maximize
 from hmmlm.learning.evaluate import Evaluation, carried, evaluate
 from hmmlm.learning.graph import GraphedStep
 from hmmlm.models.base import FactoredBlockedModel, Model
+from hmmlm.ranks import world
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.scoring import perplexity
 
@@ -38,6 +40,9 @@ class StepResult(NamedTuple):
 
 class Optimizer(Protocol):
     """What a checkpoint stores of an optimizer."""
+
+    def collect(self) -> None:
+        """Move what each of several processes has of its own to rank 0, before a checkpoint."""
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors and JSON values."""
@@ -73,7 +78,7 @@ class Learner(Protocol[AnyCarry]):
         """Return the parameters by name, as a checkpoint stores them; loading copies into these tensors."""
 
     def carry_tensors(self, carry: AnyCarry | None) -> dict[str, Tensor]:
-        """Return a carry by name, as a checkpoint stores it."""
+        """Return a carry by name, as a checkpoint stores it: a row per sequence."""
 
     def load_carry(self, tensors: Mapping[str, Tensor]) -> AnyCarry | None:
         """Restore a carry; None if there are no tensors."""
@@ -83,6 +88,31 @@ class Learner(Protocol[AnyCarry]):
 
     def skipped(self) -> int:
         """Return how many sequences were dropped so far because their mass underflowed inside a CUDA graph."""
+
+
+def counted(log_likelihood: Tensor, batch: Batch) -> Tensor:
+    """Return log-likelihoods as they count in a step: spare rows count nothing."""
+    return log_likelihood * 0.0 if batch.spare else log_likelihood
+
+
+def total(log_likelihood: Tensor, batch: Batch) -> Tensor:
+    """Return the sum [] of log-likelihoods as they count in a step, in float64."""
+    return counted(log_likelihood.detach(), batch).sum(dtype=torch.float64)
+
+
+@contextmanager
+def separate_randomness(device: torch.device, apart: bool) -> Iterator[None]:
+    """Draw random numbers for the rows of this process from a generator of its own, as its rows may be more or fewer.
+
+    All processes draw its seed before, so that their own generators remain equal, and a checkpoint stores one of them.
+
+    Args:
+        apart: whether the numbers differ between processes, such as dropout masks of their rows.
+    """
+    seed = int(torch.randint(2**62, ()))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed + world().rank if apart else seed)
+        yield
 
 
 class HmmLearner(ABC):
@@ -106,8 +136,9 @@ class HmmLearner(ABC):
 
     @property
     def graphable(self) -> bool:
-        """Whether a step can be recorded as a CUDA graph."""
-        return self.device.type == "cuda" and all(getattr(m, "graphable", True) for m in self.model.modules())
+        """Whether a step can be recorded as a CUDA graph; one that sums over processes is not."""
+        alone = world().count == 1
+        return alone and self.device.type == "cuda" and all(getattr(m, "graphable", True) for m in self.model.modules())
 
     def reset_graph(self) -> None:
         self.graphed = GraphedStep(self.learn, self.device) if self.graphable else None
@@ -115,6 +146,9 @@ class HmmLearner(ABC):
     def run(self, batch: Batch, carry: Carry | None) -> StepResult:
         """Run `learn`, replayed from a CUDA graph if the batch fits it."""
         carry = carried(batch, carry)
+        if world().count > 1 and self.model.draws_for_rows:
+            with separate_randomness(self.device, apart=False):  # all drop the same states
+                return self.learn(batch.to(self.device), carry)
         result = None if self.graphed is None else self.graphed(batch, carry)
         return self.learn(batch.to(self.device), carry) if result is None else result
 
@@ -179,8 +213,8 @@ class AdamWLearner(HmmLearner):
         objective = result.log_likelihood
         if result.next_word_score is not None:
             objective = torch.lerp(objective, result.next_word_score, self.next_word_weight)
-        self.optimizer.update(objective, batch)
-        return StepResult(result.log_likelihood.detach().sum(dtype=torch.float64), result.carry)
+        self.optimizer.update(counted(objective, batch), batch)
+        return StepResult(total(result.log_likelihood, batch), result.carry)
 
 
 class BaumWelchLearner(HmmLearner):
@@ -214,10 +248,10 @@ class BaumWelchLearner(HmmLearner):
                 else hmm.joint_scan(batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
             )
         scan = self.model.drop_underflowed(scan)
-        counts = torch.autograd.grad(scan.log_likelihood.sum(), leaves)
+        counts = torch.autograd.grad(counted(scan.log_likelihood, batch).sum(), leaves)
         with torch.no_grad():
             self.optimizer.add(*counts)
-        return StepResult(scan.log_likelihood.detach().sum(dtype=torch.float64), scan.carry, hmm)
+        return StepResult(total(scan.log_likelihood, batch), scan.carry, hmm)
 
 
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
@@ -238,23 +272,26 @@ class NetworkLearner(Generic[AnyNetwork]):
     def step(self, batch: Batch, carry: Hidden | None, rate: float) -> StepResult:
         self.optimizer.set_rate(rate)
         batch = batch.to(self.device)
-        scores, hidden = self._score(batch, carry)
-        self.optimizer.update(scores, batch)
-        return StepResult(scores.detach().sum(dtype=torch.float64), hidden)
+        with nullcontext() if world().count == 1 else separate_randomness(self.device, apart=True):
+            scores, hidden = self._score(batch, carry)
+        self.optimizer.update(counted(scores, batch), batch)
+        return StepResult(total(scores, batch), hidden)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], on_batch: Callable[[int], None]) -> Evaluation:
-        total, tokens, hidden = 0.0, 0, None
+        log_likelihood, tokens, hidden, shared = 0.0, 0, None, False
         self.network.eval()
         try:
             for given in batches:
                 scores, hidden = self._score(given.to(self.device), hidden)
-                total += float(scores.sum(dtype=torch.float64))
-                tokens += given.num_tokens()
-                on_batch(given.num_tokens())
+                log_likelihood += float(total(scores, given))
+                tokens, shared = tokens + given.whole_tokens(), given.whole is not None
+                on_batch(given.whole_tokens())
         finally:
             self.network.train()
-        return Evaluation(perplexity(total, tokens), tokens, total)
+        if shared:
+            (log_likelihood,) = world().sum_numbers([log_likelihood])
+        return Evaluation(perplexity(log_likelihood, tokens), tokens, log_likelihood)
 
     def export(self, folder: Path) -> None:
         self.network.save(folder, self.tokenizer)  # type: ignore[operator]

@@ -15,6 +15,7 @@ from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.distillation.next_words import NEXT_WORDS, open_next_words, word_dtype
 from hmmlm.errors import InputError
+from hmmlm.ranks import world
 from hmmlm.runs.progress import Progress
 
 STREAMS, WINDOW = 32, 128
@@ -53,8 +54,9 @@ def draw_next_words(
     from hmmlm.baselines.neural import load_baseline
 
     settings, path = config.next_words, out / NEXT_WORDS
-    assert settings.teacher is not None
-    if not path.exists():
+
+    def draw() -> None:
+        assert settings.teacher is not None
         network, _ = load_baseline(settings.teacher)
         network = network.to(device)
         generator = torch.Generator(device).manual_seed(config.train.seed)
@@ -79,4 +81,6 @@ def draw_next_words(
                 on_work()
         with replacing(path) as (temporary,), temporary.open("wb") as file:
             np.save(file, words)
+
+    world().on_first(lambda: None if path.exists() else draw())  # one network reads all of the text in order
     return open_next_words(path, len(tokens), settings.drawn, tokenizer.vocab_size)

@@ -27,7 +27,7 @@ from hmmlm.config.sections import (
     TokenizerConfig,
 )
 from hmmlm.config.training import AnyConfig, TrainingConfig
-from hmmlm.data.batches import Batches, ChunkBatches, StreamBatches
+from hmmlm.data.batches import ALL_ROWS, Batches, ChunkBatches, Share, StreamBatches
 from hmmlm.data.corpora import NAMES, SPLITS, Documents, encode_documents, load_text
 from hmmlm.data.files import link_or_copy, parse_json, read_json, require_like, write_bytes
 from hmmlm.data.tokenfile import TokenFile
@@ -171,13 +171,19 @@ def _read_blocks(path: Path, vocab_size: int) -> Tensor | None:
     return torch.tensor(blocks)
 
 
-def make_batches(config: TrainingConfig, data: Prepared, split: str) -> Batches:
+def make_batches(config: TrainingConfig, data: Prepared, split: str, share: Share = ALL_ROWS) -> Batches:
     """Return the batches of a split: training is shuffled if configured, evaluation reads in order."""
     if split != "train":
-        return evaluation_batches(config.batches, data.tokens[split], data.tokenizer.eos_id)
+        return evaluation_batches(config.batches, data.tokens[split], data.tokenizer.eos_id, share)
     batches, tokens, seed = config.batches, data.tokens[split], config.train.seed
+    if batches.batch_size < share.count:
+        raise InputError(
+            f"batches.batch_size is {batches.batch_size}, fewer than the {share.count} processes of this run, and each "
+            "trains on at least one sequence of a batch: set --batches.batch-size to a multiple of their number, or "
+            "start fewer processes"
+        )
     if isinstance(batches, ChunkConfig):
-        return ChunkBatches(tokens, batches.batch_size, batches.length, shuffle=batches.shuffle, seed=seed)
+        return ChunkBatches(tokens, batches.batch_size, batches.length, shuffle=batches.shuffle, seed=seed, share=share)
     return StreamBatches(
         tokens,
         batches.batch_size,
@@ -186,21 +192,22 @@ def make_batches(config: TrainingConfig, data: Prepared, split: str) -> Batches:
         reset_at_eos=batches.reset_at_eos,
         eos_id=data.tokenizer.eos_id,
         seed=seed,
+        share=share,
     )
 
 
-def evaluation_batches(config: BatchesConfig, tokens: TokenFile, eos_id: int) -> Batches:
+def evaluation_batches(config: BatchesConfig, tokens: TokenFile, eos_id: int, share: Share = ALL_ROWS) -> Batches:
     """Return the batches in which a text is evaluated.
 
     The result should not depend on the number of streams: they are cut between examples or, where the carry runs
     through these, are few in a short text.
     """
     if isinstance(config, ChunkConfig):
-        return ChunkBatches(tokens, config.batch_size, config.length, shuffle=False, seed=0)
+        return ChunkBatches(tokens, config.batch_size, config.length, shuffle=False, seed=0, share=share)
     reset = config.eval_reset_at_eos
     size = max(1, min(config.batch_size, len(tokens) // (1 if reset else MIN_STREAM_TOKENS)))
     return StreamBatches(
-        tokens, size, config.length, shuffle=False, reset_at_eos=reset, eos_id=eos_id, seed=0, whole=reset
+        tokens, size, config.length, shuffle=False, reset_at_eos=reset, eos_id=eos_id, seed=0, whole=reset, share=share
     )
 
 

@@ -21,7 +21,7 @@ from hmmlm.config.networks import BaselineConfig, TeacherConfig
 from hmmlm.config.run import RunConfig
 from hmmlm.config.sections import BaumWelchConfig
 from hmmlm.config.training import AnyConfig, TrainingConfig
-from hmmlm.data.batches import Batches
+from hmmlm.data.batches import Batches, own_share
 from hmmlm.data.files import write_bytes
 from hmmlm.data.tokenfile import unknown_fraction
 from hmmlm.device import device_name, pick_device
@@ -44,6 +44,7 @@ from hmmlm.learning.prepare import (
 )
 from hmmlm.learning.warm_start import WarmStart, check_start, freeze_embeddings, joint_tokens, open_label_teacher
 from hmmlm.models.base import ModelConfig
+from hmmlm.ranks import connected, world
 from hmmlm.runs.folders import (
     CONFIG,
     lock_run,
@@ -158,7 +159,7 @@ def train_baseline(
     """
     out, progress = Path(out), progress or Progress()
     result = _train_network(config, out, resume, progress)
-    if result.finished:
+    if result.finished and world().first:
         scores = {split: score_baseline(out, split) for split in ("valid", "test")}
         write_bytes(out / PERPLEXITY, (json.dumps(scores, indent=1) + "\n").encode())
     return result
@@ -202,48 +203,63 @@ def _train(
 ) -> TrainResult:
     """Run training: `check` raises errors before anything is written, `make` creates the learner.
 
-    `size` returns what training holds at least, for a number of words.
+    `size` returns what training holds at least, for a number of words. Of several processes, rank 0 prepares the folder
+    while the others wait; then all of them train.
     """
     settings = (json.dumps(config.dump(), indent=1) + "\n").encode()
     device = pick_device(config.train.device)
 
     def make_fit(data: Prepared) -> Fit:
         check_memory(size(data.tokenizer.vocab_size), config.optimizer.kind, device)
+        training, validation = (make_batches(config, data, split, own_share()) for split in ("train", "valid"))
         learner = make(make_fabric(config), data)
-        training, validation = (make_batches(config, data, split) for split in ("train", "valid"))
         progress.note(describe(learner, data))
         return Fit(config, out, learner, data.tokenizer, training, validation, progress)
 
-    with ExitStack() as stack:
+    def begin() -> bool:
+        """Prepare the folder; return whether there is a checkpoint to load."""
         if resume:
             stack.enter_context(lock_run(out))
             refuse_changes(saved_config(type(config), out), config, out)
         else:
             refuse_used(out)
         if resume and (out / "last").exists():
-            fit = make_fit(reopen(out))
-            fit.load()
-            batch = config.batches.batch_size * config.batches.length
-            refuse_shorter(out, fit.position.epoch, fit.position.tokens, fit.total_tokens, batch)
-            write_bytes(out / CONFIG, settings)
+            made.append(make_fit(reopen(out)))
+            return True
+        if resume:
+            refuse_lost(out, config.command)
+        check_data(config)
+        check_memory(size(1), config.optimizer.kind, device)  # whatever the vocabulary will be
+        check(config)
+        source = find_data(config)
+        if not resume:
+            stack.enter_context(lock_run(out))
+        with new_run(out, settings, begun=resume):
             progress.note(f"run folder: {out}")
-            if fit.position.tokens >= fit.total_tokens:
-                progress.note(f"this run is complete ({fit.position.epoch} epochs): --train.epochs N trains it longer")
-        else:
-            if resume:
-                refuse_lost(out, config.command)
-            check_data(config)
-            check_memory(size(1), config.optimizer.kind, device)  # whatever the vocabulary will be
-            check(config)
-            source = find_data(config)
-            if not resume:
-                stack.enter_context(lock_run(out))
-            with new_run(out, settings, begun=resume):
-                progress.note(f"run folder: {out}")
-                before = text_digests(out)
-                fit = make_fit(prepare(config, source, out, progress, model))
-            if before.items() - text_digests(out).items():
-                progress.note(f"{config.data} has changed since this run was started: the present text is used")
+            before = text_digests(out)
+            made.append(make_fit(prepare(config, source, out, progress, model)))
+        if before.items() - text_digests(out).items():
+            progress.note(f"{config.data} has changed since this run was started: the present text is used")
+        return False
+
+    def load(fit: Fit) -> None:
+        fit.load()
+        batch = config.batches.batch_size * config.batches.length
+        refuse_shorter(out, fit.position.epoch, fit.position.tokens, fit.total_tokens, batch)
+        if ranks.first:
+            write_bytes(out / CONFIG, settings)
+        progress.note(f"run folder: {out}")
+        if fit.position.tokens >= fit.total_tokens:
+            progress.note(f"this run is complete ({fit.position.epoch} epochs): --train.epochs N trains it longer")
+
+    made: list[Fit] = []
+    with connected(device.type == "cuda") as ranks, ExitStack() as stack:
+        if not ranks.first:
+            progress = Progress()
+        saved = ranks.on_first(begin)
+        fit = made[0] if made else make_fit(reopen(out))
+        if saved:
+            load(fit)
         try:
             with stop_on_signals() as request:
                 finished = fit.run(lambda: plan(fit, request), request)
@@ -272,9 +288,13 @@ def describe(learner: Learner[Any], data: Prepared) -> str:
 
 
 def make_fabric(config: TrainingConfig) -> Fabric:
-    """Return Fabric for the configured device and precision."""
-    device = pick_device(config.train.device)
-    return Fabric(accelerator=device.type, devices=1, precision=config.train.precision)
+    """Return Fabric for the configured device and precision; every process has one device."""
+    device, ranks = pick_device(config.train.device), world()
+    if ranks.count == 1:
+        return Fabric(accelerator=device.type, devices=1, precision=config.train.precision)
+    # Processes share the CPU, and GPUs if there are fewer of these.
+    devices = [ranks.local % torch.cuda.device_count()] if device.type == "cuda" else 1
+    return Fabric(accelerator=device.type, devices=devices, precision=config.train.precision)
 
 
 def _plan_phases(
@@ -286,16 +306,16 @@ def _plan_phases(
     if config.next_words.teacher is not None:
         tokens, settings = reopen(fit.out).tokens["train"], config.next_words
         words = draw_next_words(
-            config, fit.out, tokens, fit.tokenizer, learner.device, fit.progress, request.raise_if_asked
+            config, fit.out, tokens, fit.tokenizer, learner.device, fit.progress, request.raise_if_alone
         )
-        marginal = NextWordBatches(fit.train, words, settings.samples, config.train.seed)
+        marginal = NextWordBatches(fit.train, words, settings.samples, config.train.seed, own_share())
     if not isinstance(start, LabelConfig):
         return [Phase("marginal", total, marginal)]
     warm: WarmStart | None = None
     labeled: LabeledBatches | None = None
     if not position.initialized or position.tokens < position.joint_tokens:
         teacher = opened.pop() if opened else None
-        warm = WarmStart(config, fit.out, fit.tokenizer, learner.model, teacher, fit.progress, request.raise_if_asked)
+        warm = WarmStart(config, fit.out, fit.tokenizer, learner.model, teacher, fit.progress, request.raise_if_alone)
         source = warm.open_labels(fresh=fit.saved.step < 0)
         labeled = LabeledBatches(fit.train, source)
         if not position.initialized:

@@ -1,9 +1,14 @@
-"""The start of a run with a teacher: cluster its embeddings, then label the text with the clusters."""
+"""The start of a run with a teacher: cluster its embeddings, then label the text with the clusters.
+
+Of several processes, each opens the teacher and embeds and labels its share of the text.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -11,7 +16,7 @@ from torch import Tensor
 
 from hmmlm.config.initialization import CountsConfig, LabelConfig, LvdConfig
 from hmmlm.config.run import RunConfig
-from hmmlm.data.batches import Batch, ChunkBatches
+from hmmlm.data.batches import Batch, ChunkBatches, own_share
 from hmmlm.data.files import exclusive
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.distillation.cache import (
@@ -34,6 +39,7 @@ from hmmlm.errors import InputError
 from hmmlm.learning.prepare import reopen
 from hmmlm.models.base import Model
 from hmmlm.models.factored import Factored
+from hmmlm.ranks import world
 from hmmlm.runs.progress import Progress
 from hmmlm.teachers.checks import layer_index
 from hmmlm.teachers.embeddings import student_embeddings
@@ -96,7 +102,7 @@ class WarmStart:
     ) -> None:
         """`on_work` is called often during long work, and may raise to stop it."""
         assert isinstance(config.initialization, LabelConfig)
-        self.config, self.start, self.out = config, config.initialization, out
+        self.config, self.start, self.out, self.ranks = config, config.initialization, out, world()
         self.tokenizer, self.model, self.progress, self.on_work = tokenizer, model, progress, on_work
         data = reopen(out)
         self.train, self.block_of_word = data.tokens["train"], data.block_of_word
@@ -120,15 +126,19 @@ class WarmStart:
         assert self.teacher is not None
         path, start = self.out / CENTROIDS, self.start
         local = self.out / "data" / "labels.bin"
-        if fresh:
-            path.unlink(missing_ok=True)
-            local.unlink(missing_ok=True)
-        if not path.exists():
+
+        def is_missing() -> bool:
+            if fresh:
+                path.unlink(missing_ok=True)
+                local.unlink(missing_ok=True)
+            return not path.exists()
+
+        if self.ranks.on_first(is_missing):
             clusters = self.find_clusters() if start.clusters is None else Clusters.load(start.clusters)
             if self.teacher.device.type == "cuda":
                 torch.cuda.empty_cache()  # of the embeddings
             self.check_clusters(clusters, start.clusters or path)
-            clusters.save(path)
+            self.ranks.on_first(lambda: clusters.save(path))
         clusters = Clusters.load(path)
         self.check_clusters(clusters, path)
         self.clusters = clusters.to(self.teacher.device)
@@ -136,7 +146,7 @@ class WarmStart:
         store = self.open_store(clusters)
         cached = isinstance(start, LvdConfig) and start.labels == "cached"
         if store is None and cached:
-            store = LabelStore(local, len(self.train), self.model.states)
+            store = LabelStore(local, len(self.train), self.model.states, self.ranks.rank)
         if store is None:
             return source
         stored = StoredLabels(source, store)
@@ -159,12 +169,12 @@ class WarmStart:
         blocks = None if self.block_of_word is None else self.block_of_word.tolist()
         name = content_name(self.cache_facts, kmeans, self.seed, self.model.states, self.rows, blocks)
         path = start.cache / f"clusters-{name}.safetensors"
-        with exclusive(path.with_suffix(".lock"), self.on_work):
-            if path.exists():
+        with exclusive(path.with_suffix(".lock"), self.on_work) if self.ranks.first else nullcontext():
+            if self.ranks.on_first(path.exists):
                 self.progress.note(f"using the cached clusters {path}")
                 return Clusters.load(path)
             clusters = self.make_clusters()
-            clusters.save(path)
+            self.ranks.on_first(lambda: clusters.save(path))
             return clusters
 
     @cached_property
@@ -180,7 +190,7 @@ class WarmStart:
         if self.start.cache is None or self.config.batches.kind != "chunks":
             return None
         path = self.start.cache / f"labels-{content_name(self.cache_facts, cluster_facts(clusters))}.bin"
-        return LabelStore(path, len(self.train), self.model.states)
+        return LabelStore(path, len(self.train), self.model.states, self.ranks.rank)
 
     def make_clusters(self) -> Clusters:
         """Run k-means over the embeddings of chunks drawn at random from the training text."""
@@ -190,7 +200,10 @@ class WarmStart:
         assert self.teacher is not None
         if self.teacher.device.type == "cuda":  # other processes may use it
             max_bytes = min(max_bytes, int(0.6 * torch.cuda.mem_get_info(self.teacher.device)[0]))
-        pieces = EmbeddedText(lambda: (c.tokens for c in self.chunks(used)), self.embed, self.block_of_word, max_bytes)
+        share = own_share()
+        pieces = EmbeddedText(
+            lambda: (c.tokens for c in self.chunks(used)), self.embed, self.block_of_word, max_bytes, share
+        )
         self.progress.note(f"clustering the teacher's embeddings of {used:,} tokens into {states:,} states")
         with self.progress.phase("embedding and clustering", used * (kmeans.passes + 1)) as phase:
 
@@ -213,7 +226,8 @@ class WarmStart:
         )
         store = self.open_store(clusters)
         if store is not None:  # the embeddings in memory need not be computed again
-            for chunk, labels in zip(self.chunks(used), pieces.kept_labels(clusters), strict=False):
+            own = islice(self.chunks(used), share.rank, None, share.count)
+            for chunk, labels in zip(own, pieces.kept_labels(clusters), strict=False):
                 assert chunk.places is not None
                 store.write(chunk.places, labels)
         return clusters
@@ -250,10 +264,13 @@ class WarmStart:
         """Label the whole training text, in chunks."""
         with self.progress.phase("labels", len(self.train)) as phase:
             length = self.config.batches.length
-            for chunk in ChunkBatches(self.train, self.rows, length, shuffle=False, seed=0).epoch(0):
+            chunks = ChunkBatches(self.train, self.rows, length, shuffle=False, seed=0)
+            for number in range(self.ranks.rank, chunks.steps_per_epoch, self.ranks.count):
                 self.on_work()
+                chunk = next(chunks.epoch(0, number))
                 source.labels(chunk)
-                phase.advance(chunk.num_tokens())
+                phase.advance(self.ranks.count * chunk.num_tokens())
+        self.ranks.gather(None)  # until all labels are there
 
     def initialize(self, source: LabelSource) -> None:
         """Set parameters as configured: the closed-form maximum of P(O, S), or centroids and head as embeddings."""
@@ -273,9 +290,9 @@ class WarmStart:
 
         def labeled() -> Iterator[tuple[Tensor, Tensor]]:
             with self.progress.phase("counting", limit) as phase:
-                for chunk in self.chunks(limit):
+                for chunk in islice(self.chunks(limit), self.ranks.rank, None, self.ranks.count):
                     yield chunk.tokens, source.labels(chunk)
-                    phase.advance(chunk.num_tokens())
+                    phase.advance(self.ranks.count * chunk.num_tokens())
                     self.on_work()
 
         batches = self.config.batches

@@ -139,6 +139,8 @@ class Model(nn.Module, ABC):
         self.skipped: Tensor
         """How many training sequences were dropped because their mass underflowed inside a CUDA graph."""
         self.register_buffer("skipped", torch.zeros((), dtype=torch.long), persistent=False)
+        self.draws_for_rows = False
+        """Whether `scan` draws more random numbers for more sequences."""
 
     @abstractmethod
     def forward(self) -> HiddenMarkovModel:

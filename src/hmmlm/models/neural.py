@@ -97,6 +97,7 @@ class Neural(FactoredBlockedModel):
         if block_embeddings and hidden % 2:
             raise InputError(f"block embeddings need an even hidden size, not {hidden}")
         self.form = form
+        self.draws_for_rows = network_dropout > 0  # of the states that sequences carry
 
         def network() -> nn.Module:
             inner = Residual(hidden, network_dropout)

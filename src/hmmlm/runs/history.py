@@ -59,6 +59,24 @@ class History:
         self.close()
 
 
+class NoHistory:
+    """What a process that writes no history has instead."""
+
+    empty = False
+
+    def write(self, event: str, step: int, **figures: Any) -> None:
+        """Write nothing."""
+
+    def sync(self) -> None:
+        """Write nothing."""
+
+    def __enter__(self) -> NoHistory:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Close nothing."""
+
+
 def read_history(path: Path) -> list[dict[str, Any]]:
     """Read the records of a history file. A truncated last line is left out; any other bad line is an error."""
     try:

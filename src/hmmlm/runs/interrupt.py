@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from hmmlm.ranks import world
+
 
 class Stopped(Exception):
     """The exception that ends long work early to return to the training loop, which saves."""
@@ -20,8 +22,14 @@ class StopRequest:
         self.asked = False
 
     def raise_if_asked(self) -> None:
-        if self.asked:
+        """Raise `Stopped` if some process of the run was asked to stop; all of them call this at the same steps."""
+        if world().any(self.asked):
             raise Stopped
+
+    def raise_if_alone(self) -> None:
+        """Raise `Stopped` if the only process of the run was asked to stop; for work that processes do not share."""
+        if world().count == 1:
+            self.raise_if_asked()
 
 
 @contextmanager

@@ -1,0 +1,168 @@
+"""The processes of a run, its ranks: how many there are, and what they exchange over torch.distributed.
+
+`torchrun` starts them and sets their environment. Numbers are global, over all machines, except `local`, the number
+of a process on its machine, which chooses its GPU. A process that was not started by torchrun is the only rank.
+
+Gradients and counts are summed by NCCL between GPUs, by Gloo otherwise. Everything else (objects, decisions, waiting)
+goes over Gloo, on the CPU: a Gloo collective fails at once if a process of the group ends, where NCCL would wait.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hmmlm.errors import InputError
+
+Result = TypeVar("Result")
+LONGEST_WAIT = timedelta(days=7)
+"""How long ranks wait for the first one, which may be clustering a large text; a lost rank ends the wait at once."""
+
+
+class FirstRankError(InputError):
+    """An error that rank 0 raises and reports, in the other ranks."""
+
+
+class LostRankError(InputError):
+    """Another rank has ended, or cannot be reached."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of a run; the default is the only one."""
+
+    rank: int = 0
+    count: int = 1
+    local: int = 0
+    """Number of this process on its machine."""
+    data_group: Any = None
+    """Of tensors on the device."""
+    control_group: Any = None
+    """Of everything else, on the CPU."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which writes files and shows progress."""
+        return self.rank == 0
+
+    def sum_(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors on the device by their sums over all ranks, the same bits in each."""
+        if self.count > 1:
+            with _naming_lost_ranks():
+                pending = [dist.all_reduce(t, group=self.data_group, async_op=True) for t in tensors]
+                for work in pending:
+                    work.wait()
+
+    def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sums of numbers over all ranks."""
+        if self.count == 1:
+            return list(numbers)
+        total = torch.tensor(numbers, dtype=torch.float64)
+        with _naming_lost_ranks():
+            dist.all_reduce(total, group=self.control_group)
+        return total.tolist()
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set in some rank."""
+        return self.sum_numbers([float(flag)])[0] > 0 if self.count > 1 else flag
+
+    def gather(self, value: Result) -> list[Result]:
+        """Return the values of all ranks, in order, in each of them; tensors must be on the CPU."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        with _naming_lost_ranks():
+            dist.all_gather_object(values, value, group=self.control_group)
+        return values
+
+    def on_first(self, function: Callable[[], Result]) -> Result:
+        """Run a function in rank 0 while the others wait, and return its result in each; an error ends all of them."""
+        if self.count == 1:
+            return function()
+        message: list[Any] = [None]
+        failure: BaseException | None = None
+        if self.first:
+            try:
+                message = [("done", function())]
+            except BaseException as error:
+                failure, message = error, [("failed", str(error))]
+        with _naming_lost_ranks():
+            dist.broadcast_object_list(message, src=0, group=self.control_group)
+        if failure is not None:
+            raise failure
+        outcome, value = message[0]
+        if outcome == "failed":
+            raise FirstRankError(value)
+        return value
+
+
+_current = Ranks()
+
+
+def world() -> Ranks:
+    """Return this process among the ranks that `connected` has connected."""
+    return _current
+
+
+def started_by_torchrun() -> bool:
+    """Return whether this process is one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+@contextmanager
+def connected(on_gpu: bool = False) -> Iterator[Ranks]:
+    """Connect the processes that torchrun started, until the outermost block ends.
+
+    Args:
+        on_gpu: whether ranks compute on GPUs.
+    """
+    global _current
+    if _current.count > 1 or not started_by_torchrun():
+        yield _current
+        return
+    rank, count, local = (_variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    # Ranks that share a GPU cannot use NCCL.
+    nccl = on_gpu and torch.cuda.device_count() >= _variable("LOCAL_WORLD_SIZE")
+    try:
+        dist.init_process_group("gloo", timeout=LONGEST_WAIT)
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise InputError(
+            f"rank {rank} of {count} cannot connect to rank 0 at {where} ({str(error).splitlines()[0]}): "
+            "start every machine with the same --nnodes and --rdzv-endpoint"
+        ) from None
+    if on_gpu:
+        torch.cuda.set_device(local % torch.cuda.device_count())
+    data_group = dist.new_group(backend="nccl") if nccl else None
+    _current = Ranks(rank, count, local, data_group, None)
+    try:
+        yield _current
+    finally:
+        _current = Ranks()
+        dist.destroy_process_group()
+
+
+def _variable(name: str) -> int:
+    """Return a number that torchrun sets."""
+    try:
+        return int(os.environ[name])
+    except (KeyError, ValueError):
+        raise InputError(
+            f"WORLD_SIZE is set, but {name} is not: start the command with torchrun, or unset WORLD_SIZE"
+        ) from None
+
+
+@contextmanager
+def _naming_lost_ranks() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(f"another rank has ended: {str(error).splitlines()[0]}") from error
