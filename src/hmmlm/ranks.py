@@ -10,6 +10,7 @@ goes over Gloo, on the CPU: a Gloo collective fails at once if a process of the 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,10 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hmmlm.errors import InputError
+from hmmlm.heartbeat import LEFT, LOST, Heartbeat
 
 Result = TypeVar("Result")
 LONGEST_WAIT = timedelta(days=7)
 """How long ranks wait for the first one, which may be clustering a large text; a lost rank ends the wait at once."""
+
+
+_heartbeat: Heartbeat | None = None
 
 
 class FirstRankError(InputError):
@@ -44,9 +49,7 @@ class Ranks:
     local: int = 0
     """Number of this process on its machine."""
     data_group: Any = None
-    """Of tensors on the device."""
-    control_group: Any = None
-    """Of everything else, on the CPU."""
+    """The group that sums tensors on the device; None: that of everything else, over Gloo."""
 
     @property
     def first(self) -> bool:
@@ -67,7 +70,7 @@ class Ranks:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float64)
         with _naming_lost_ranks():
-            dist.all_reduce(total, group=self.control_group)
+            dist.all_reduce(total)
         return total.tolist()
 
     def any(self, flag: bool) -> bool:
@@ -80,7 +83,7 @@ class Ranks:
             return [value]
         values: list[Any] = [None] * self.count
         with _naming_lost_ranks():
-            dist.all_gather_object(values, value, group=self.control_group)
+            dist.all_gather_object(values, value)
         return values
 
     def on_first(self, function: Callable[[], Result]) -> Result:
@@ -95,7 +98,7 @@ class Ranks:
             except BaseException as error:
                 failure, message = error, [("failed", str(error))]
         with _naming_lost_ranks():
-            dist.broadcast_object_list(message, src=0, group=self.control_group)
+            dist.broadcast_object_list(message, src=0)
         if failure is not None:
             raise failure
         outcome, value = message[0]
@@ -128,26 +131,57 @@ def connected(on_gpu: bool = False) -> Iterator[Ranks]:
     if _current.count > 1 or not started_by_torchrun():
         yield _current
         return
-    rank, count, local = (_variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    # Ranks that share a GPU cannot use NCCL.
-    nccl = on_gpu and torch.cuda.device_count() >= _variable("LOCAL_WORLD_SIZE")
+    _current = ranks = _connect(on_gpu)
+    _beat(ranks)
+    try:
+        yield ranks
+        ranks.gather(None)  # nobody leaves before the last one is done
+        _end(LEFT)
+    except BaseException as error:
+        _end(LOST if isinstance(error, LostRankError | FirstRankError) else f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        _current = Ranks()
+        if ranks.data_group is None or sys.exc_info()[0] is None:  # NCCL would wait for a lost rank
+            dist.destroy_process_group()
+
+
+def _connect(on_gpu: bool) -> Ranks:
+    rank, count, local, here = (_variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     try:
         dist.init_process_group("gloo", timeout=LONGEST_WAIT)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise InputError(
-            f"rank {rank} of {count} cannot connect to rank 0 at {where} ({str(error).splitlines()[0]}): "
-            "start every machine with the same --nnodes and --rdzv-endpoint"
+            f"rank {rank} of {count} cannot connect to rank 0 at {where} ({str(error).splitlines()[0]}): start every "
+            "machine with the same --nnodes and --rdzv-endpoint"
         ) from None
-    if on_gpu:
-        torch.cuda.set_device(local % torch.cuda.device_count())
-    data_group = dist.new_group(backend="nccl") if nccl else None
-    _current = Ranks(rank, count, local, data_group, None)
-    try:
-        yield _current
-    finally:
-        _current = Ranks()
-        dist.destroy_process_group()
+    if not on_gpu:
+        return Ranks(rank, count, local)
+    torch.cuda.set_device(local % torch.cuda.device_count())
+    nccl = torch.cuda.device_count() >= here  # ranks that share a GPU cannot use it
+    return Ranks(rank, count, local, dist.new_group(backend="nccl") if nccl else None)
+
+
+def _beat(ranks: Ranks) -> None:
+    """Start the heartbeat of this process, after rank 0 serves the store."""
+    global _heartbeat
+    address = os.environ["MASTER_ADDR"]
+    if ranks.first:
+        _heartbeat = Heartbeat(0, ranks.count, address, 0)
+    port = ranks.on_first(lambda: 0 if _heartbeat is None else _heartbeat.store.port)
+    if _heartbeat is None:
+        _heartbeat = Heartbeat(ranks.rank, ranks.count, address, port)
+    ranks.gather(None)  # until everybody has one
+    _heartbeat.start()
+
+
+def _end(how: str) -> None:
+    """Stop the heartbeat of this process."""
+    global _heartbeat
+    if _heartbeat is not None:
+        _heartbeat.stop(how)
+    _heartbeat = None
 
 
 def _variable(name: str) -> int:
@@ -162,7 +196,9 @@ def _variable(name: str) -> int:
 
 @contextmanager
 def _naming_lost_ranks() -> Iterator[None]:
+    """Raise a LostRankError that names the rank that made a collective fail."""
     try:
         yield
     except RuntimeError as error:
-        raise LostRankError(f"another rank has ended: {str(error).splitlines()[0]}") from error
+        found = None if _heartbeat is None else _heartbeat.find_lost()
+        raise LostRankError(found or f"ranks cannot reach each other: {str(error).splitlines()[0]}") from None

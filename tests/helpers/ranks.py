@@ -9,15 +9,20 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from hmmlm import heartbeat
 from hmmlm.errors import InputError
 from hmmlm.ranks import connected
 
+SILENCE = 6.0
 DEADLINE = 120.0
 """Seconds after which ranks are ended; far more than any test takes."""
 
 
 def start_ranks(count: int, function: Callable[..., None], *args: Any) -> list[BaseProcess]:
-    """Start `function(*args)`, of the top level of a module, in `count` processes with the environment of torchrun."""
+    """Start `function(*args)`, of the top level of a module, in `count` processes with the environment of torchrun.
+
+    One that is silent for SILENCE seconds is lost.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytest", "hmmlm.learning.train"])
     with socket.socket() as free:
@@ -49,6 +54,7 @@ def run_ranks(count: int, function: Callable[..., None], *args: Any) -> None:
 def _enter(rank: int, count: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     numbers = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
     os.environ |= {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    heartbeat.SILENCE_S = SILENCE
     try:
         with connected():
             function(*args)

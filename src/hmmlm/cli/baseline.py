@@ -38,12 +38,15 @@ examples:
 
 
 def run(argv: list[str]) -> int:
+    from hmmlm.cli.launch import launch
     from hmmlm.cli.main import INTERRUPTED
     from hmmlm.cli.parse import parse
     from hmmlm.cli.training import BaselineArguments, config_of, run_training
     from hmmlm.config.networks import BaselineConfig
 
     arguments = parse(BaselineArguments, argv, "baseline", OVERVIEW, defaults=BaselineConfig())
+    if (code := launch("baseline", argv, arguments.train)) is not None:
+        return code
 
     from hmmlm.cli.models import warn_unknown
     from hmmlm.data.files import read_json
@@ -55,6 +58,8 @@ def run(argv: list[str]) -> int:
     config = config_of(BaselineConfig, arguments)
     name = arguments.recipe or Path(arguments.config or arguments.data).stem
     result = run_training("baseline", config, arguments, name, train_baseline)
+    if result is None:
+        return 0
     if not result.finished:
         return INTERRUPTED
     scores = {split: perplexity_text(value) for split, value in read_json(result.out / PERPLEXITY).items()}

@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = _explain(error)
         if message is None:
             raise
+        if _is_reported(error):
+            return 2
         try:
             sys.stdout.flush()
         except OSError:  # a full disk: what was not written cannot be written while Python shuts down either
@@ -147,6 +149,12 @@ def _dispatch(argv: list[str]) -> int:
         print(command.OVERVIEW, end="")
         return 0
     return int(command.run(rest) or 0)
+
+
+def _is_reported(error: Exception) -> bool:
+    """Return whether another process of the run reports an error."""
+    ranks = sys.modules.get("hmmlm.ranks")
+    return ranks is not None and isinstance(error, ranks.FirstRankError)
 
 
 def _explain(error: Exception) -> str | None:

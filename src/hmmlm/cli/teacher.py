@@ -35,6 +35,7 @@ examples:
 
 
 def run(argv: list[str]) -> int:
+    from hmmlm.cli.launch import launch
     from hmmlm.cli.main import INTERRUPTED
     from hmmlm.cli.parse import parse
     from hmmlm.cli.training import TeacherArguments, config_of, run_training
@@ -47,9 +48,13 @@ def run(argv: list[str]) -> int:
 
     if arguments.convert is not None:
         return _convert(arguments.convert, arguments.out)
+    if (code := launch("teacher", argv, arguments.train)) is not None:
+        return code
     config = config_of(TeacherConfig, arguments)
     name = Path(arguments.data).stem
     result = run_training("teacher", config, arguments, name, train_teacher)
+    if result is None:
+        return 0
     if not result.finished:
         return INTERRUPTED
     print(f"valid perplexity {perplexity_text(result.best_perplexity)}")

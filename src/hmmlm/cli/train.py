@@ -35,6 +35,7 @@ most used options:
   --train.epochs N          passes over the text
   --train.seed N            seed of parameters and shuffling
   --train.device DEVICE     auto (default), cpu, cuda
+  --train.devices N         processes on this machine, each with a GPU or a part of the CPU's cores
   --threads N               CPU threads (default: one per core)
   --dry-run                 print what the run would cost (memory, time per epoch), from a few steps
   --quiet                   print results and warnings only
@@ -86,6 +87,7 @@ def time_text(seconds: float) -> str:
 
 
 def run(argv: list[str]) -> int:
+    from hmmlm.cli.launch import launch
     from hmmlm.cli.main import INTERRUPTED
     from hmmlm.cli.models import warn_unknown
     from hmmlm.cli.parse import parse
@@ -97,6 +99,8 @@ def run(argv: list[str]) -> int:
     # After parsing: mistakes in options are reported without importing torch.
     if arguments.dry_run:
         return _print_estimate(config_of(RunConfig, arguments), arguments)
+    if (code := launch("train", argv, arguments.train)) is not None:
+        return code
 
     from hmmlm.learning.train import train
     from hmmlm.report.page import write_report
@@ -105,6 +109,8 @@ def run(argv: list[str]) -> int:
 
     name = arguments.recipe or Path(arguments.config or arguments.data).stem
     result = run_training("train", config_of(RunConfig, arguments), arguments, name, train)
+    if result is None:
+        return 0
     if not result.finished:
         return INTERRUPTED
     results = evaluate_run(result.out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -127,22 +128,29 @@ def run_training(
     arguments: TrainingArguments,
     name: str,
     train: Callable[[Any, Path, bool, Any], TrainResult],
-) -> TrainResult:
-    """Train in the folder of the arguments, or in a new one: FOLDERS[command]/name-TIME; print how it ended."""
+) -> TrainResult | None:
+    """Train in the folder of the arguments, or in a new one: FOLDERS[command]/name-TIME; print how it ended.
+
+    Return None if training is finished in a process other than rank 0, which reports.
+    """
     from hmmlm.data.tokenfile import unknown_fraction
     from hmmlm.device import peak_memory, pick_device
     from hmmlm.learning.prepare import reopen
+    from hmmlm.ranks import connected
     from hmmlm.runs.commands import program
     from hmmlm.runs.progress import Progress, terminal_progress
 
     progress = Progress() if arguments.quiet else terminal_progress()
-    if config.data == "embedded" and "data" not in arguments.model_fields_set:
-        progress.note("no --data: training on the embedded corpus, the documentation that comes with Python")
-    if arguments.resume is not None:
-        result = train(config, find_run(arguments.resume, command), True, progress)
-    else:
-        with new_folder(arguments.out, FOLDERS[command], name) as out:
+    with connected(pick_device(config.train.device).type == "cuda") as ranks, ExitStack() as stack:
+        if ranks.first and config.data == "embedded" and "data" not in arguments.model_fields_set:
+            progress.note("no --data: training on the embedded corpus, the documentation that comes with Python")
+        if arguments.resume is not None:
+            result = train(config, find_run(arguments.resume, command), True, progress)
+        else:
+            out = ranks.on_first(lambda: stack.enter_context(new_folder(arguments.out, FOLDERS[command], name)))
             result = train(config, out, False, progress)
+    if not ranks.first:
+        return None if result.finished else result
     if result.finished:
         memory, data = peak_memory(pick_device(config.train.device)), reopen(result.out)
         unknown = unknown_fraction(data.tokens["valid"], data.tokenizer.unk_id, data.tokenizer.eos_id)

@@ -190,6 +190,9 @@ class TrainConfig(Section):
     """bf16-mixed: bfloat16 products, float32 parameters and sums."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
+    devices: Annotated[int, Field(gt=0, le=1_024)] = 1
+    """Processes on this machine that share the sequences of a batch, each with a GPU, or with a part of the CPU's
+    cores. torchrun, which also starts processes on several machines, sets their number itself."""
     checks_per_epoch: Annotated[int, Field(gt=0, le=1_000)] = 1
     """Validation checks per epoch, evenly spaced, the last at its end."""
     log_every: Annotated[int, Field(gt=0, le=100_000)] = 20

@@ -84,7 +84,10 @@ class AdamW:
         for name, parameter in self.module.named_parameters():
             if name in values["unseen"]:
                 continue
-            moments = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter, device="cpu")}
+            moments = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(parameter, device="cpu"),
+            }
             moments["exp_avg_sq"] = torch.zeros_like(moments["exp_avg"])
             load_tensors(folder, tensors, f"optimizer.{name}.", moments)
             state[index[id(parameter)]] = moments

@@ -171,17 +171,21 @@ def _read_blocks(path: Path, vocab_size: int) -> Tensor | None:
     return torch.tensor(blocks)
 
 
+def check_batch_size(batches: BatchConfig, processes: int) -> None:
+    """Raise an InputError if a batch has fewer sequences than there are processes."""
+    if batches.batch_size < processes:
+        raise InputError(
+            f"batches.batch_size is {batches.batch_size}, fewer than the {processes} processes of this run, and each "
+            "trains on at least one sequence of a batch: set --batches.batch-size to a multiple of their number, or "
+            "start fewer processes"
+        )
+
+
 def make_batches(config: TrainingConfig, data: Prepared, split: str, share: Share = ALL_ROWS) -> Batches:
     """Return the batches of a split: training is shuffled if configured, evaluation reads in order."""
     if split != "train":
         return evaluation_batches(config.batches, data.tokens[split], data.tokenizer.eos_id, share)
     batches, tokens, seed = config.batches, data.tokens[split], config.train.seed
-    if batches.batch_size < share.count:
-        raise InputError(
-            f"batches.batch_size is {batches.batch_size}, fewer than the {share.count} processes of this run, and each "
-            "trains on at least one sequence of a batch: set --batches.batch-size to a multiple of their number, or "
-            "start fewer processes"
-        )
     if isinstance(batches, ChunkConfig):
         return ChunkBatches(tokens, batches.batch_size, batches.length, shuffle=batches.shuffle, seed=seed, share=share)
     return StreamBatches(

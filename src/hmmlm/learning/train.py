@@ -34,6 +34,7 @@ from hmmlm.learning.memory import check_memory
 from hmmlm.learning.next_words import check_teacher, draw_next_words
 from hmmlm.learning.prepare import (
     Prepared,
+    check_batch_size,
     check_data,
     find_data,
     make_batches,
@@ -44,7 +45,7 @@ from hmmlm.learning.prepare import (
 )
 from hmmlm.learning.warm_start import WarmStart, check_start, freeze_embeddings, joint_tokens, open_label_teacher
 from hmmlm.models.base import ModelConfig
-from hmmlm.ranks import connected, world
+from hmmlm.ranks import LostRankError, connected, world
 from hmmlm.runs.folders import (
     CONFIG,
     lock_run,
@@ -218,6 +219,7 @@ def _train(
 
     def begin() -> bool:
         """Prepare the folder; return whether there is a checkpoint to load."""
+        check_batch_size(config.batches, ranks.count)
         if resume:
             stack.enter_context(lock_run(out))
             refuse_changes(saved_config(type(config), out), config, out)
@@ -254,6 +256,11 @@ def _train(
 
     made: list[Fit] = []
     with connected(device.type == "cuda") as ranks, ExitStack() as stack:
+        if ranks.count == 1 and config.train.devices > 1:
+            raise InputError(
+                f"train.devices is {config.train.devices}, but this is one process: use the command `hmmlm "
+                f"{config.command}`, or start the program with torchrun --nproc-per-node {config.train.devices}"
+            )
         if not ranks.first:
             progress = Progress()
         saved = ranks.on_first(begin)
@@ -263,6 +270,10 @@ def _train(
         try:
             with stop_on_signals() as request:
                 finished = fit.run(lambda: plan(fit, request), request)
+        except LostRankError as error:
+            raise LostRankError(
+                f"{error}; the last checkpoint, {out / 'last'}, is intact: continue with --resume {out}"
+            ) from None
         except BrokenPipeError:  # of standard output: nobody reads the progress
             raise
         except OSError as error:

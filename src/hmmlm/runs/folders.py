@@ -32,7 +32,15 @@ FOLDERS = {"train": "runs", "teacher": "teachers", "baseline": "baselines"}
 PREPARED = (CONFIG, "tokenizer", "data", BLOCKS)
 """The files and folders of a run before training starts."""
 CHANGEABLE = frozenset(
-    {"data_folder", "train.epochs", "train.max_tokens", "train.device", "train.checkpoint_every", "train.tensorboard"}
+    {
+        "data_folder",
+        "train.epochs",
+        "train.max_tokens",
+        "train.device",
+        "train.devices",
+        "train.checkpoint_every",
+        "train.tensorboard",
+    }
 )
 """Settings that may differ when a run is resumed."""
 
