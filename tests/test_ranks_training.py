@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.fake_teacher import LVD, use_fake_teacher
+from helpers.network_runs import write_pairs
 from helpers.ranks import run_ranks
-from helpers.runs import records, tiny_config, write_text
+from helpers.runs import planted, records, tiny_config, write_prepared, write_text
 
+from hmmlm.config.networks import BaselineConfig
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
-from hmmlm.learning.train import train
+from hmmlm.distillation.kmeans import Clusters
+from hmmlm.learning.train import PERPLEXITY, train, train_baseline
 from hmmlm.runs.checkpoint import read_checkpoint
 
 MINI_BATCH = {"kind": "baum-welch", "pseudocount": 0.1, "momentum": 0.5, "step": 0.5}
@@ -54,3 +59,43 @@ def test_the_same_model_whatever_the_number_of_processes(kind: str, tmp_path: Pa
     for count in (2, 4):
         run_ranks(count, train_in_float64, config, tmp_path / str(count))
         assert_close(tmp_path / str(count), tmp_path / "1")
+
+
+def train_with_teacher(config: dict[str, Any], out: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        use_fake_teacher(patch)
+        train_in_float64(config, out)
+
+
+@pytest.mark.parametrize("start", [{**LVD, "labels": "cached"}, {**LVD, "kind": "counts"}], ids=["lvd", "counts"])
+def test_distillation_is_shared(start: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        data = write_prepared(tmp_path / "tokens", planted(use_fake_teacher(patch).hmm, 160, 16))
+    batches = {"kind": "chunks", "batch_size": 5, "length": 16}
+    sections = {"initialization": start, "batches": batches, "train": {"epochs": 2, "checks_per_epoch": 1}}
+    config = tiny_config(data, model={"states": 6}, **sections).dump()
+    train_with_teacher(config, tmp_path / "1")
+    assert records(tmp_path / "1", "valid")[-1]["step"] >= 50
+    run_ranks(2, train_with_teacher, config, tmp_path / "2")
+    ours, theirs = (Clusters.load(tmp_path / name / "clusters.safetensors") for name in ("1", "2"))
+    assert ours.points == theirs.points and torch.equal(ours.sizes, theirs.sizes)
+    assert_close(tmp_path / "2", tmp_path / "1")
+
+
+def train_lstm(config: dict[str, Any], out: Path) -> None:
+    assert train_baseline(read_config(BaselineConfig, config), out).finished
+
+
+def test_a_baseline_learns_in_two_processes(tmp_path: Path) -> None:
+    """Dropout masks belong to sequences, so that the network is another one, and as good."""
+    config = {
+        "data": str(write_pairs(tmp_path)),
+        "model": {"hidden": 16, "layers": 1, "dropout": 0.1},
+        "batches": {"batch_size": 8, "length": 16},
+        "optimizer": {"rate": 0.02},
+        "train": {"epochs": 6, "tensorboard": False, "device": "cpu", "checks_per_epoch": 1},
+    }
+    run_ranks(2, train_lstm, config, tmp_path / "run")
+    scores = json.loads((tmp_path / "run" / PERPLEXITY).read_text())
+    assert scores["test"] < 2.6  # at best 2
+    assert scores["valid"] == pytest.approx(min(r["perplexity"] for r in records(tmp_path / "run", "valid")), rel=1e-5)

@@ -157,7 +157,7 @@ def nearest(points: Tensor, centroids: Tensor, group: Tensor | None = None) -> t
         The index 0..k−1 [n] and the squared distance [n].
     """
     labels = torch.empty(len(points), dtype=torch.long, device=points.device)
-    distance = torch.empty(len(points), device=points.device)
+    distance = points.new_empty(len(points))
     half_norm = centroids.square().sum(-1) / 2
     for g, rows in _rows_by_group(points, group, len(centroids)):
         for part in rows.split(max(1, CHUNK // centroids.shape[1])):
@@ -301,10 +301,10 @@ class _LloydPass:
 
     def __init__(self, centroids: Tensor) -> None:
         self.centroids, device = centroids, centroids.device
-        self.sums, self.counts = torch.zeros_like(centroids), torch.zeros(centroids.shape[:2], device=device)
+        self.sums, self.counts = torch.zeros_like(centroids), centroids.new_zeros(centroids.shape[:2])
         self.total, self.points = torch.zeros((), dtype=torch.float64, device=device), 0
         self.far, self.far_group = centroids[0, :0], torch.empty(0, dtype=torch.long, device=device)
-        self.far_distance = torch.empty(0, device=device)
+        self.far_distance = centroids.new_empty(0)
 
     def add(self, points: Tensor, group: Tensor | None) -> None:
         """Assign points [n, D] to their nearest centroids."""
