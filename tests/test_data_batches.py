@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hmmlm.data.batches import Batch, Batches, ChunkBatches, StreamBatches
+from hmmlm.data import batches as batches_module
+from hmmlm.data.batches import Batch, Batches, ChunkBatches, Share, StreamBatches
 from hmmlm.data.tokenfile import TokenFile, write_tokens
 from hmmlm.errors import InputError
 
@@ -248,3 +250,66 @@ def test_a_corpus_is_never_held_in_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert (tmp_path / "train.bin").stat().st_size == 20_000_000
     assert peak < 3_000_000
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("reset", [False, True])
+def test_shares_are_the_rows_of_the_whole_batch(count: int, reset: bool) -> None:
+    corpus = numbered([5, 9, 1, 14, 3, 7])
+    for make in (
+        partial(StreamBatches, corpus, 5, 4, shuffle=True, reset_at_eos=reset, eos_id=EOS, seed=7),
+        partial(ChunkBatches, corpus, 4, 3, shuffle=True, seed=7),
+    ):
+        shares = [make(share=Share(rank, count)).epoch(1) for rank in range(count)]
+        for whole, *parts in zip(make().epoch(1), *shares, strict=True):
+            assert [part.spare for part in parts] == [rank >= len(whole.tokens) for rank in range(count)]
+            for rank, part in enumerate(parts):
+                assert part.whole is not None and part.whole_tokens() == whole.num_tokens()
+                assert (part.whole.rows, part.whole.length) == tuple(whole.tokens.shape)
+                rows = whole.tokens[:1] if part.spare else whole.tokens[rank::count]
+                width = part.tokens.shape[1]
+                assert torch.equal(part.tokens, rows[:, :width]) and bool((rows[:, width:] == -1).all())
+                if whole.restart is not None and part.restart is not None and not part.spare:
+                    assert torch.equal(part.restart, whole.restart[rank::count, :width])
+
+
+def test_very_many_documents_are_shuffled_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [1 + i % 5 for i in range(101)]
+    corpus = numbered(sizes)
+    monkeypatch.setattr(batches_module, "SHUFFLED_AT_ONCE", 50)
+    monkeypatch.setattr(batches_module, "BLOCK_DOCUMENTS", 8)
+    monkeypatch.setattr(batches_module, "BLOCKS_IN_MEMORY", 2)
+    orders = []
+    for epoch in (0, 1, 0):
+        order = batches_module._order(corpus, 3, epoch)
+        assert isinstance(order, batches_module._BlockOrder)
+        places = order.places(np.arange(len(corpus))[None])[0]
+        assert sorted(places.tolist()) == list(range(len(corpus)))
+        starts = np.flatnonzero(np.diff(places, prepend=-2) != 1)
+        assert set(places[starts].tolist()) <= set(corpus.documents.tolist())  # documents stay whole
+        orders.append(places.tolist())
+    assert orders[0] == orders[2] != orders[1]
+    blocks = [int(np.searchsorted(corpus.documents, place, "right") - 1) // 8 for place in orders[0]]
+    assert len([1 for a, b in itertools.pairwise(blocks) if a != b]) == 12  # each of 13 blocks is read once
+
+
+def test_very_many_chunks_are_shuffled_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches_module, "SHUFFLED_AT_ONCE", 10)
+    for count in (11, 64, 1000, 4097):
+        orders = [batches_module._ChunkOrder(count, 3, epoch)(np.arange(count)).tolist() for epoch in (0, 1)]
+        assert all(sorted(order) == list(range(count)) for order in orders) and orders[0] != orders[1]
+    moved = np.abs(np.asarray(orders[0]) - np.arange(4097))
+    assert moved.mean() == pytest.approx(4097 / 3, rel=0.05)  # as in a uniform permutation
+    batches = ChunkBatches(numbered([1002]), 4, 5, shuffle=True, seed=1)
+    tokens = torch.cat([batch.tokens.flatten() for batch in batches.epoch(2)])
+    assert sorted(tokens[tokens >= 0].tolist()) == list(range(1002))
+
+
+def test_streams_for_evaluation_start_with_examples() -> None:
+    """The same cuts as by all beginnings of examples in memory."""
+    rng = np.random.default_rng(0)
+    tokens = np.where(rng.random(3000) < 0.02, EOS, 2 + rng.integers(0, 5, 3000))
+    corpus = TokenFile.from_arrays(tokens, [0, 10, 11, 1500, 2999, 3000], 10)
+    begins = np.union1d(np.flatnonzero(tokens == EOS) + 1, corpus.documents)
+    for place in range(1, 3000, 7):
+        assert batches_module._next_example(corpus, place, EOS) == begins[np.searchsorted(begins, place)]

@@ -282,3 +282,9 @@ def test_spans_are_those_of_the_text_as_it_is_written() -> None:
     assert next(text[a:b] for a, b in tokenizer.spans(text)) == "The"
     assert [text[a:b] for a, b in tokenizer.spans(text)][-3:] == ["CAT", ",", "ok"]
     assert len(tokenizer.spans(text)) == len(tokenizer.encode(text))
+
+
+def test_the_rarest_words_of_a_very_large_text_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hmmlm.data.words.MAX_COUNTED", 100)
+    lines = (f"the cat <unk> rare{i}" for i in range(1000))
+    assert WordTokenizer.train(lines, 5, 2).words == ["<unk>", "<eos>", "cat", "the"]

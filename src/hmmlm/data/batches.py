@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -57,6 +58,14 @@ class WholeBatch(NamedTuple):
     rows: int
     length: int  # of the longest row
     tokens: int
+
+
+SHUFFLED_AT_ONCE = 1 << 22
+"""Documents or chunks whose order is a list in memory; that of more is computed where it is needed."""
+BLOCK_DOCUMENTS, BLOCKS_IN_MEMORY = 1 << 12, 1 << 10
+"""Documents of a block that is shuffled on its own (64 KiB of indices), and blocks that are kept."""
+SEARCHED = 1 << 16
+"""Tokens that are searched at a time for the next example."""
 
 
 class Batch(NamedTuple):
@@ -175,8 +184,7 @@ class StreamBatches:
         per_stream = -(-len(token_file) // batch_size)
         starts = np.minimum(np.arange(batch_size, dtype=np.int64) * per_stream, len(token_file))
         if whole:
-            begins = np.union1d(np.flatnonzero(token_file.tokens == eos_id) + 1, token_file.documents)
-            starts[1:] = begins[np.searchsorted(begins, starts[1:])]
+            starts[1:] = [_next_example(token_file, int(place), eos_id) for place in starts[1:]]
         sizes = np.diff(starts, append=len(token_file))
         longest_first = np.argsort(-sizes, kind="stable")
         self._starts, self._sizes = starts[longest_first], sizes[longest_first]
@@ -186,10 +194,10 @@ class StreamBatches:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of one epoch from index `start`, the same as those of a full iteration."""
         _check_start(start, self.steps_per_epoch)
-        order = _Order(self._file, self._seed, epoch) if self._shuffle else None
+        order = _order(self._file, self._seed, epoch) if self._shuffle else None
         return (self._batch(step, order) for step in range(start, self.steps_per_epoch))
 
-    def _batch(self, step: int, order: _Order | None) -> Batch:
+    def _batch(self, step: int, order: _Order | _BlockOrder | None) -> Batch:
         """Return batch `step` of an epoch; `order` None: documents in the order of the file."""
         begin = step * self._length
         lengths = np.clip(self._sizes - begin, 0, self._length)
@@ -202,7 +210,7 @@ class StreamBatches:
         places = self._starts[:rows, None][own] + offsets
         places = np.minimum(places, len(self._file) - 1)
         places = places if order is None else order.places(places)
-        window = self._file.tokens[places].astype(np.int64)
+        window = self._file.read(places)
         tokens, places = window[:, lead:], places[:, lead:]
         beyond = np.arange(tokens.shape[1]) >= lengths[:, None]
         tokens[beyond] = -1
@@ -255,16 +263,15 @@ class ChunkBatches:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """Yield the batches of one epoch from index `start`, the same as those of a full iteration."""
         _check_start(start, self.steps_per_epoch)
-        chunks = np.arange(self._full, dtype=np.int64)
-        if self._shuffle:
-            chunks = _generator(self._seed, epoch).permutation(self._full)
-        if self._rest:
-            chunks = np.append(chunks, self._full)
-        size = self._batch_size
-        steps = range(start, self.steps_per_epoch)
-        return (
-            self._batch(chunks[step * size : (step + 1) * size], step + 1 == self.steps_per_epoch) for step in steps
-        )
+        order = _ChunkOrder(self._full, self._seed, epoch) if self._shuffle else np.asarray
+        size, total = self._batch_size, self._full + (self._rest > 0)
+
+        def batch(step: int) -> Batch:
+            numbers = np.arange(step * size, min((step + 1) * size, total), dtype=np.int64)
+            whole = numbers[numbers < self._full]
+            return self._batch(np.append(order(whole), numbers[len(whole) :]), step + 1 == self.steps_per_epoch)
+
+        return map(batch, range(start, self.steps_per_epoch))
 
     def _batch(self, chunks: np.ndarray, last: bool) -> Batch:
         """Return the batch of the chunks with these numbers."""
@@ -274,7 +281,7 @@ class ChunkBatches:
         begins, lengths = begins[own], lengths[own]
         offsets = np.arange(lengths.max(), dtype=np.int64)
         places = np.minimum(begins[:, None] + offsets, len(self._file) - 1)
-        tokens = self._file.tokens[places].astype(np.int64)
+        tokens = self._file.read(places)
         beyond = offsets >= lengths[:, None]
         tokens[beyond] = -1
         ragged = torch.from_numpy(lengths) if beyond.any() else None
@@ -288,6 +295,95 @@ class ChunkBatches:
             last=last,
             **facts,
         )
+
+
+def _next_example(token_file: TokenFile, place: int, eos_id: int) -> int:
+    """Return the first position from `place` on at which an example begins: after an eos, or with a document."""
+    documents = token_file.documents
+    begin = int(documents[np.searchsorted(documents, place)])
+    for first in range(place - 1, begin, SEARCHED):
+        found = np.flatnonzero(token_file.tokens[first : min(first + SEARCHED, begin)] == eos_id)
+        if found.size:
+            return first + int(found[0]) + 1
+    return begin
+
+
+def _order(token_file: TokenFile, seed: int, epoch: int) -> _Order | _BlockOrder:
+    """Return the order of documents in a shuffled epoch."""
+    return (_Order if len(token_file.documents) <= SHUFFLED_AT_ONCE else _BlockOrder)(token_file, seed, epoch)
+
+
+class _ChunkOrder:
+    """A random order of `count` chunks; of many, by a function that needs no list of them."""
+
+    ROUNDS = 6
+
+    def __init__(self, count: int, seed: int, epoch: int) -> None:
+        self.count, generator = count, _generator(seed, epoch)
+        self.listed = generator.permutation(count) if count <= SHUFFLED_AT_ONCE else None
+        # A Feistel network permutes the numbers of two halves of `bits` bits each; those beyond `count` are mapped
+        # again until they are below it.
+        self.bits = (max(count - 1, 1).bit_length() + 1) // 2
+        self.keys = generator.integers(1 << 62, size=self.ROUNDS, dtype=np.uint64)
+
+    def __call__(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the chunks [n] int64 at positions `numbers` [n] of the order."""
+        if self.listed is not None:
+            return self.listed[numbers]
+        found = self._permute(numbers.astype(np.uint64))
+        while (beyond := found >= self.count).any():
+            found[beyond] = self._permute(found[beyond])
+        return found.astype(np.int64)
+
+    def _permute(self, numbers: np.ndarray) -> np.ndarray:
+        bits, mask = np.uint64(self.bits), np.uint64((1 << self.bits) - 1)
+        left, right = numbers >> bits, numbers & mask
+        for key in self.keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        return (left << bits) | right
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Return the bits of 64-bit numbers well mixed (the finalizer of SplitMix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class _BlockOrder:
+    """Positions of the tokens of a shuffled epoch of very many documents.
+
+    Blocks of consecutive documents are in a random order, and documents within each; only blocks in use are in memory.
+    The streams of a batch are in different blocks.
+    """
+
+    def __init__(self, token_file: TokenFile, seed: int, epoch: int) -> None:
+        self._documents, self._seed, self._epoch = token_file.documents, seed, epoch
+        bounds = np.append(self._documents[:-1:BLOCK_DOCUMENTS], self._documents[-1:])
+        self._blocks = _generator(seed, epoch).permutation(len(bounds) - 1)
+        self._ends = np.cumsum(np.diff(bounds)[self._blocks])
+        self._begins = np.append(0, self._ends[:-1])
+        self._block = lru_cache(BLOCKS_IN_MEMORY)(self._read_block)
+
+    def _read_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ends of the documents of a block in their order, and the shifts to their places in the file."""
+        first = block * BLOCK_DOCUMENTS
+        last = min(first + BLOCK_DOCUMENTS, len(self._documents) - 1)
+        documents = np.asarray(self._documents[first : last + 1])
+        order = np.random.default_rng([self._seed, self._epoch, block]).permutation(len(documents) - 1)
+        ends = np.cumsum(np.diff(documents)[order])
+        return ends, documents[order + 1] - ends
+
+    def places(self, places: np.ndarray) -> np.ndarray:
+        """Return the positions in the file of positions in the epoch, of the same shape."""
+        numbers = np.searchsorted(self._ends, places, side="right")
+        found = np.empty_like(places)
+        for number in np.unique(numbers):
+            own = numbers == number
+            ends, shift = self._block(int(self._blocks[number]))
+            inside = places[own] - self._begins[number]
+            found[own] = inside + shift[np.searchsorted(ends, inside, side="right")]
+        return found
 
 
 class _Order:

@@ -2,6 +2,9 @@
 
 `<name>.bin` holds the ids (uint16 up to a vocabulary of 65,535, else uint32), `<name>.idx` the document offsets
 (int64 [D+1]), `<name>.json` the header, which identifies the other two and the tokenizer.
+
+A file may be larger than memory. What reads all of it does so in pieces, and pages that were read are given back, so
+that a process holds a bounded part of it.
 """
 
 from __future__ import annotations
@@ -9,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import numpy as np
 
 from hmmlm.data.files import parse_json, replacing, require_like
 from hmmlm.errors import InputError
+from hmmlm.pages import release_pages
 
 FORMAT = "hmmlm tokens"
 VERSION = 1
@@ -26,6 +30,8 @@ _OFFSET = np.dtype("<i8")
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _EDGE = 1 << 16  # bytes at each end of a file that the digest of earlier versions reads
 _PIECE = 1 << 20
+_PAGES = 1 << 16  # bytes that a page fault maps: pages around the one that is read, if they are cached
+_MAPPED = 1 << 28  # bytes of a file that stay mapped after random reads
 _WHOLE = "crc32:"  # how a digest of the whole file begins
 _HEADER: dict[str, Any] = {
     **dict.fromkeys(("dtype", "fingerprint", "digest", "index_digest", "source"), ""),
@@ -46,6 +52,7 @@ class TokenFile:
     path: Path | None = None
     text_bytes: int | None = None  # of the text in UTF-8, a line break per line included; None: not recorded
     unit: str = "line"  # what an example of the text is: line, paragraph or document
+    _mapped: list[int] = field(default_factory=lambda: [0], repr=False)  # bytes of pages read since the last release
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
@@ -53,6 +60,29 @@ class TokenFile:
     @property
     def name(self) -> str:
         return str(self.path) if self.path else "the corpus in memory"
+
+    def read(self, places: np.ndarray) -> np.ndarray:
+        """Return the tokens [B, T] int64 at places [B, T], whose rows are mostly contiguous."""
+        found: np.ndarray = self.tokens[places].astype(np.int64)
+        self._mapped[0] += len(places) * (_PAGES + found.shape[1] * self.tokens.itemsize)
+        if self._mapped[0] > _MAPPED:
+            self._mapped[0] = 0
+            for array in (self.tokens, self.documents):
+                release_pages(array)
+        return found
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """Yield the tokens in order, a few million at a time."""
+        for first in range(0, len(self), 4 * _PIECE):
+            yield self.tokens[first : first + 4 * _PIECE]
+            release_pages(self.tokens)
+
+    def word_counts(self) -> np.ndarray:
+        """Return how often each token of the vocabulary occurs [V]."""
+        counts = np.zeros(self.vocab_size, np.int64)
+        for piece in self.pieces():
+            counts += np.bincount(piece, minlength=self.vocab_size)
+        return counts
 
     @classmethod
     def from_arrays(
@@ -148,9 +178,9 @@ def write_tokens(
 
 def unknown_fraction(tokens: TokenFile, unk: int | None, eos: int) -> float:
     """Return the fraction of `<unk>` among the words; `<eos>` is not counted as a word."""
-    ids = np.asarray(tokens.tokens)
-    words = int(np.count_nonzero(ids != eos))
-    return float(np.count_nonzero(ids == unk)) / words if unk is not None and words else 0.0
+    counts = tokens.word_counts()
+    words = len(tokens) - int(counts[eos])
+    return float(counts[unk]) / words if unk is not None and words else 0.0
 
 
 def _paths(path: Path) -> tuple[Path, Path, Path]:
@@ -183,7 +213,10 @@ def _checked(document: Sequence[int] | np.ndarray, vocab_size: int, number: int,
 
 def _check_offsets(offsets: np.ndarray, count: int, where: str = "") -> None:
     """Raise an InputError unless the offsets of documents [D+1] increase from 0 to `count`."""
-    if offsets[0] != 0 or offsets[-1] != count or (offsets[1:] < offsets[:-1]).any():
+    firsts = range(0, len(offsets) - 1, _PIECE)
+    descending = any((np.diff(offsets[first : first + _PIECE + 1]) < 0).any() for first in firsts)
+    release_pages(offsets)
+    if offsets[0] != 0 or offsets[-1] != count or descending:
         raise InputError(f"{where}document offsets must increase from 0 to {count}, the number of tokens")
 
 
@@ -222,6 +255,9 @@ def _examine(content: np.ndarray, whole: bool = True) -> tuple[str, int]:
     for first in range(0, len(content), _PIECE):
         piece = content[first : first + _PIECE]  # fits a cache
         checksum, largest = zlib.crc32(piece.data, checksum), max(largest, int(piece.max()))
+        if first % (64 * _PIECE) == 0:
+            release_pages(content)
+    release_pages(content)
     if whole:
         return f"{_WHOLE}{checksum:08x}", largest
     edge = _EDGE // content.itemsize

@@ -15,6 +15,8 @@ from hmmlm.errors import InputError
 
 UNK = "<unk>"
 EOS = "<eos>"
+MAX_COUNTED = 1 << 22
+"""Different words that are counted for a vocabulary, in about half a gigabyte; the rarest are dropped beyond."""
 FORMAT = "hmmlm word tokenizer"
 VERSION = 1
 Split = Literal["whitespace", "words"]
@@ -92,6 +94,8 @@ class WordTokenizer:
         counts: Counter[str] = Counter()
         for line in lines:
             counts.update(_split(line, split, lowercase))
+            if len(counts) > MAX_COUNTED:
+                drop_rare(counts)
         if not counts:
             raise InputError("the text to create a vocabulary from has no words")
         if min_count is None:
@@ -155,6 +159,18 @@ class WordTokenizer:
             return cls(words, content.get("split", ""), content["lowercase"])
         except InputError as error:
             raise InputError(f"{where} is damaged: {error}") from None
+
+
+def drop_rare(counts: Counter[str]) -> None:
+    """Drop the rarest words of a very large text, until at most half of those that may be counted are left.
+
+    What is dropped may occur again, so that counts are lower bounds; words of a vocabulary are far more frequent.
+    """
+    rare = 0
+    while len(counts) > MAX_COUNTED // 2:
+        rare += 1
+        for word in [word for word, count in counts.items() if count <= rare and word not in (UNK, EOS)]:
+            del counts[word]
 
 
 def fingerprint_of(*content: object) -> str:

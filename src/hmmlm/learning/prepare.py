@@ -236,7 +236,7 @@ def make_blocks(config: BlockedConfig, tokenizer: Tokenizer, train: TokenFile, p
         vocabulary = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
         clustering = read_paths(config.clusters, vocabulary)
     else:
-        words, blocks = len(np.unique(train.tokens)), count_blocks(config, train)
+        words, blocks = count_words(train), count_blocks(config, train)
         most = min(config.blocks, max(1, words // 2))
         if blocks < config.blocks and config.states // blocks > MAX_IN_SMALL_TEXT:
             raise InputError(
@@ -264,16 +264,20 @@ def make_blocks(config: BlockedConfig, tokenizer: Tokenizer, train: TokenFile, p
 
 def count_blocks(config: BlockedConfig, train: TokenFile) -> int:
     """Return the number of blocks for a text: as configured, or fewer if it has fewer than two words for each."""
-    most = min(config.blocks, max(1, len(np.unique(train.tokens)) // 2))
+    most = min(config.blocks, max(1, count_words(train) // 2))
     return next(count for count in range(most, 0, -1) if config.states % count == 0)
+
+
+def count_words(tokens: TokenFile) -> int:
+    """Return the number of different words of a text."""
+    return int(np.count_nonzero(tokens.word_counts()))
 
 
 def cluster_words(train: TokenFile, clusters: int, exchange_passes: int, progress: Progress) -> BrownClustering:
     """Return Brown clusters of a token file's words."""
-    tokens = np.asarray(train.tokens, dtype=np.int64)
-    with progress.phase(f"clustering into {clusters}", len(np.unique(tokens)), unit="words") as phase:
+    with progress.phase(f"clustering into {clusters}", count_words(train), unit="words") as phase:
         return brown_clusters(
-            tokens,
+            train.tokens,
             train.vocab_size,
             clusters,
             documents=train.documents[:-1],

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hmmlm.errors import InputError
+from hmmlm.pages import release_pages
+
+PIECE = 1 << 24
+"""Tokens of a text that are counted at a time."""
 
 
 def xlogx(x: np.ndarray) -> np.ndarray:
@@ -77,27 +81,68 @@ def _pairs(tokens: np.ndarray, documents: np.ndarray | None) -> tuple[np.ndarray
 
 
 def count_bigrams(tokens: np.ndarray, vocab_size: int, documents: np.ndarray | None = None) -> Bigrams:
-    """Count the bigrams of a text.
+    """Count the bigrams of a text, in memory that does not grow with it but with its different bigrams.
 
     Args:
-        tokens: [N] word ids; −1 is missing, and no bigram contains it.
-        documents: offsets at which documents start; no bigram crosses one.
+        tokens: [N] word ids, which may be memory-mapped; −1 is missing, and no bigram contains it.
+        documents: ascending offsets at which documents start; no bigram crosses one.
     """
-    tokens = _checked(tokens, vocab_size)
-    first, second = _pairs(tokens, documents)
-    pair, count = np.unique(first * vocab_size + second, return_counts=True)
-    first, second, weight = pair // vocab_size, pair % vocab_size, count.astype(np.float64)
+    tokens, counts = np.asanyarray(tokens), np.zeros(vocab_size, np.int64)
+    found = _Pairs()
+    for first in range(0, max(1, len(tokens)), PIECE):
+        piece = _checked(tokens[first : first + PIECE + 1], vocab_size)  # and the first token of the next piece
+        own = piece[:PIECE]
+        counts += np.bincount(own[own >= 0], minlength=vocab_size)
+        starts = None if documents is None else _offsets_within(documents, first, first + len(piece))
+        left, right = _pairs(piece, starts)
+        found.add(*np.unique(left * vocab_size + right, return_counts=True))
+        release_pages(tokens)
+    pair, count = found.total()
+    first_word, second, weight = pair // vocab_size, pair % vocab_size, count.astype(np.float64)
     by_second = np.argsort(second, kind="stable")
     bounds = np.arange(vocab_size + 1)
     return Bigrams(
-        counts=np.bincount(tokens[tokens >= 0], minlength=vocab_size),
-        next_start=np.searchsorted(first, bounds),
+        counts=counts,
+        next_start=np.searchsorted(first_word, bounds),
         next_word=second,
         next_count=weight,
         previous_start=np.searchsorted(second[by_second], bounds),
-        previous_word=first[by_second],
+        previous_word=first_word[by_second],
         previous_count=weight[by_second],
     )
+
+
+def _offsets_within(documents: np.ndarray, begin: int, end: int) -> np.ndarray:
+    """Return the offsets in [begin, end), relative to begin."""
+    first, last = np.searchsorted(documents, (begin, end))
+    return np.asarray(documents[first:last], np.int64) - begin
+
+
+class _Pairs:
+    """Sums of sparse counts: those of pieces are joined when they are as many as the sums so far."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def add(self, keys: np.ndarray, counts: np.ndarray) -> None:
+        """Add counts [n] of ascending keys [n]."""
+        self.parts.append((keys, counts))
+        while len(self.parts) > 1 and len(self.parts[-1][0]) >= len(self.parts[-2][0]) / 2:
+            self._join()
+
+    def total(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return all keys, ascending, and their counts."""
+        while len(self.parts) > 1:
+            self._join()
+        return self.parts[0]
+
+    def _join(self) -> None:
+        (keys, counts), (more_keys, more_counts) = self.parts.pop(), self.parts.pop()
+        joined, index = np.unique(np.concatenate([keys, more_keys]), return_inverse=True)
+        sums = np.zeros(len(joined), np.int64)
+        sums[index[: len(keys)]] = counts
+        sums[index[len(keys) :]] += more_counts
+        self.parts.append((joined, sums))
 
 
 def cluster_table(bigrams: Bigrams, cluster: np.ndarray, clusters: int) -> np.ndarray:
