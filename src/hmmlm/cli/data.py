@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg
@@ -12,6 +15,9 @@ from hmmlm.cli.parse import Arguments, parse
 from hmmlm.config.sections import TextConfig, TokenizerConfig, WordTokenizerConfig
 from hmmlm.config.training import TrainingConfig, fill_in_kinds, with_corpus_words
 from hmmlm.section import Passes
+
+if TYPE_CHECKING:
+    from hmmlm.data.corpora import Documents
 
 DESCRIPTION = """Write the token files of a corpus (train, valid, test) and its tokenizer.
 
@@ -22,8 +28,11 @@ examples:
   hmmlm data ptb --out data/ptb
   hmmlm data wikitext-2 --data-folder ~/corpora --out data/wikitext-2
   hmmlm data my.txt --out data/mine --tokenizer.kind bpe
-  hmmlm data ptb --out data/ptb-128 --clusters 128"""
+  hmmlm data ptb --out data/ptb-128 --clusters 128
+  hmmlm data large.txt --out data/large --workers 16    (the same command again continues)"""
 MADE = ("tokenizer", "data", "clusters.paths")
+UNFINISHED = "unfinished.json"
+"""File with the settings of token files that are made in parts, until they are complete."""
 
 
 class DataArguments(Arguments):
@@ -39,6 +48,9 @@ class DataArguments(Arguments):
     """Also cluster the words of the training text into this many Brown clusters, for --model.clusters; 0: none."""
     exchange_passes: Passes = 0
     """Passes over all words that move each to the best cluster afterwards."""
+    workers: Annotated[int, Field(gt=0, le=1_024)] | None = None
+    """Processes that read the text, in parts; after an interruption, the same command continues with the parts that are
+    missing. Lines of plain text files are divided; other texts are one part each. None: one process, without parts."""
     text: TextConfig = TextConfig()
     tokenizer: TokenizerConfig = WordTokenizerConfig()
     quiet: bool = False
@@ -50,12 +62,32 @@ class DataArguments(Arguments):
         return fill_in_kinds(cls, with_corpus_words(values, "corpus"))
 
 
+def _settings(config: TrainingConfig, source: Mapping[str, Documents] | Path) -> bytes:
+    """Return everything that token files depend on."""
+    texts = str(source) if isinstance(source, Path) else {split: text.source for split, text in source.items()}
+    return json.dumps({"config": config.dump(), "texts": texts}, indent=1).encode()
+
+
+def _refuse_other(out: Path, settings: bytes) -> None:
+    """Raise an InputError if a folder has unfinished token files of other settings."""
+    from hmmlm.data.files import read_bytes
+    from hmmlm.errors import InputError
+
+    path = out / UNFINISHED
+    if path.exists() and read_bytes(path) != settings:
+        raise InputError(
+            f"{out} has unfinished token files of another text, tokenizer or unit ({path}): give the same settings and "
+            "the same text to continue, or another folder"
+        )
+
+
 def run(argv: list[str]) -> int:
     arguments = parse(DataArguments, argv, "data", DESCRIPTION)
 
     from rich.console import Console
     from rich.table import Table
 
+    from hmmlm.data.files import write_bytes
     from hmmlm.data.tokenfile import unknown_fraction
     from hmmlm.learning.prepare import check_data, cluster_words, find_data, prepare
     from hmmlm.runs.folders import refuse_used, removed_on_failure
@@ -63,18 +95,25 @@ def run(argv: list[str]) -> int:
     from hmmlm.structure.paths import write_paths
 
     out = arguments.out
-    refuse_used(out)
     config = TrainingConfig(
         data=arguments.corpus,
         data_folder=arguments.data_folder,
         text=arguments.text,
         tokenizer=arguments.tokenizer,
     )
+    if arguments.workers is None or not (out / UNFINISHED).exists():
+        refuse_used(out)
     check_data(config)
     progress = Progress() if arguments.quiet else terminal_progress()
     source = find_data(config)
-    with removed_on_failure(out, MADE, made=not out.exists()):
-        prepared = prepare(config, source, out, progress)
+    settings = _settings(config, source)
+    if arguments.workers is not None:
+        _refuse_other(out, settings)
+    with removed_on_failure(out, MADE, made=not out.exists()) if arguments.workers is None else nullcontext():
+        if arguments.workers is not None:
+            write_bytes(out / UNFINISHED, settings)
+        prepared = prepare(config, source, out, progress, workers=arguments.workers)
+        (out / UNFINISHED).unlink(missing_ok=True)
         if arguments.clusters:
             words = [prepared.tokenizer.token(i) for i in range(prepared.tokenizer.vocab_size)]
             clustering = cluster_words(

@@ -18,9 +18,11 @@ from hmmlm.data.text import (
     check_text_file,
     held_out,
     is_pipe,
+    line_ranges,
     read_documents,
     read_lines,
     read_paragraphs,
+    read_range,
     split_long,
 )
 from hmmlm.data.tokenfile import TokenFile, write_tokens
@@ -41,9 +43,14 @@ class Documents:
     read: Callable[[], Iterable[Document]]
     note: str = ""  # how the text was divided, if not as usual
     unit: str = "line"  # what an example is
+    parts: Callable[[], list[Documents]] | None = None  # divides them into parts that can be read on their own
 
     def __iter__(self) -> Iterator[Document]:
         return iter(self.read())
+
+    def divide(self) -> list[Documents]:
+        """Return parts that make up the documents, in order; the documents themselves if they cannot be divided."""
+        return [self] if self.parts is None else self.parts()
 
 
 def load_text(
@@ -81,7 +88,8 @@ def load_text(
 
 def file_documents(path: Path, unit: str = "line") -> Documents:
     """Return a whole text file as one split, with one document per unit."""
-    return Documents(f"{_file_source(path)} {unit}", partial(_units, path, unit), unit=unit)
+    source = f"{_file_source(path)} {unit}"
+    return Documents(source, partial(_units, path, unit), unit=unit, parts=_parts(path, unit, source, None))
 
 
 def encode_documents(documents: Documents, tokenizer: Tokenizer, path: Path) -> TokenFile:
@@ -202,7 +210,33 @@ def _held_out_splits(
     def read(split: str) -> Iterator[Document]:
         return (document for i, document in enumerate(documents()) if assign(i, "\n".join(document)) == split)
 
-    return {split: Documents(f"{source} {unit} {split}", partial(read, split), note, unit) for split in SPLITS}
+    def of_split(split: str) -> Documents:
+        name = f"{source} {unit} {split}"
+        parts = _parts(path, unit, name, split) if assign is _by_hash and not note else None
+        return Documents(name, partial(read, split), note, unit, parts)
+
+    return {split: of_split(split) for split in SPLITS}
+
+
+PART_BYTES = 1 << 28
+"""Bytes of a text that one process reads at a time."""
+
+
+def _parts(path: Path, unit: str, source: str, split: str | None) -> Callable[[], list[Documents]] | None:
+    """Return the function that divides the lines of a plain text file, those of a split; None if it has other units."""
+    if unit != "line" or path.is_dir() or is_pipe(path) or path.suffix in TEXT_SUFFIXES[1:]:
+        return None
+    return partial(_line_parts, path, source, split)
+
+
+def _line_parts(path: Path, source: str, split: str | None) -> list[Documents]:
+    ranges = line_ranges(path, PART_BYTES)
+    return [Documents(f"{source} {b}-{e}", partial(_lines_within, path, b, e, split)) for b, e in ranges]
+
+
+def _lines_within(path: Path, begin: int, end: int, split: str | None) -> Iterator[Document]:
+    lines = (line for line in read_range(path, begin, end) if line)
+    return ([line] for line in lines if split is None or held_out(line) == split)
 
 
 _ADVICE = {

@@ -14,6 +14,7 @@ import stat
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -45,12 +46,42 @@ def read_lines(path: Path) -> Iterator[str]:
     yield from stream_lines(path, lambda: _open(path))
 
 
-def stream_lines(path: Path, open_file: Callable[[], BinaryIO]) -> Iterator[str]:
-    """Yield the stripped lines of a UTF-8 text that `open_file` opens; errors name `path`."""
-    offset, number = 0, 0  # offset in bytes of the text, after decompression
+def read_range(path: Path, begin: int, end: int) -> Iterator[str]:
+    """Yield the stripped lines of a plain UTF-8 text that begin in a range of its bytes."""
+
+    def open_range() -> BinaryIO:
+        file = path.open("rb")
+        file.seek(begin)
+        return file
+
+    yield from stream_lines(path, open_range, begin, end)
+
+
+def line_ranges(path: Path, size: int) -> list[tuple[int, int]]:
+    """Return ranges of about `size` bytes that make up a plain text file, each of whole lines."""
+    total = path.stat().st_size
+    bounds = [0]
+    with path.open("rb") as file:
+        for target in range(size, total, size):
+            file.seek(max(target, bounds[-1]))
+            file.readline(MAX_LINE + 1)  # a longer line is an error where it is read
+            bounds.append(file.tell())
+    return [(begin, end) for begin, end in pairwise([*bounds, total]) if begin < end]
+
+
+def stream_lines(
+    path: Path, open_file: Callable[[], BinaryIO], begin: int = 0, end: int | None = None
+) -> Iterator[str]:
+    """Yield the stripped lines of a UTF-8 text that `open_file` opens; errors name `path`.
+
+    Args:
+        begin: offset of the file as it is opened.
+        end: offset from which on lines are not read; None: all are.
+    """
+    offset, number = begin, 0  # offset in bytes of the text, after decompression
     try:
         with open_file() as file:
-            while raw := file.readline(MAX_LINE + 1):
+            while (end is None or offset < end) and (raw := file.readline(MAX_LINE + 1)):
                 number += 1
                 if len(raw) > MAX_LINE and b"\0" not in raw:
                     raise InputError(

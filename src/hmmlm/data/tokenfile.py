@@ -145,35 +145,64 @@ def write_tokens(
     """
     data, index, header_path = _paths(path)
     dtype = _dtype(vocab_size)
-    count, number = 0, 0
+    count = 0
     with replacing(data, index, header_path) as (data_part, index_part, header_part):
         with data_part.open("wb") as tokens_out, index_part.open("wb") as offsets_out:
             offsets_out.write(_OFFSET.type(0).tobytes())
-            for number, document in enumerate(documents, 1):
-                ids = _checked(document, vocab_size, number - 1, count)
+            for number, document in enumerate(documents):
+                ids = _checked(document, vocab_size, number, count)
                 tokens_out.write(ids.astype(dtype).tobytes())
                 count += ids.size
                 offsets_out.write(_OFFSET.type(count).tobytes())
         if not count:
             raise InputError(f"nothing to write to {data}: the text has no tokens")
-        header = {
-            "format": FORMAT,
-            "version": VERSION,
-            "dtype": dtype.name,
-            "count": count,
-            "vocab_size": vocab_size,
-            "fingerprint": fingerprint,
-            "documents": number,
-            "bytes": count * dtype.itemsize,
-            "digest": _examine(np.memmap(data_part, dtype=dtype, mode="r"))[0],
-            "index_bytes": (number + 1) * _OFFSET.itemsize,
-            "index_digest": _examine(np.memmap(index_part, dtype=_OFFSET, mode="r"))[0],
-            "source": source,
-            "unit": unit,
-            **({} if text_bytes is None else {"text_bytes": text_bytes()}),
-        }
-        header_part.write_text(json.dumps(header, indent=2) + "\n")
+        facts: dict[str, Any] = {"vocab_size": vocab_size, "fingerprint": fingerprint, "source": source, "unit": unit}
+        if text_bytes is not None:
+            facts["text_bytes"] = text_bytes()
+        header_part.write_text(_header(data_part, index_part, dtype, facts))
     return TokenFile.open(data)
+
+
+def join_tokens(path: Path, parts: Sequence[TokenFile], source: str) -> TokenFile:
+    """Write the token file `path` of the documents of several others, of the same tokenizer and unit, in order."""
+    data, index, header_path = _paths(path)
+    first, count = parts[0], 0
+    with replacing(data, index, header_path) as (data_part, index_part, header_part):
+        with data_part.open("wb") as tokens_out, index_part.open("wb") as offsets_out:
+            offsets_out.write(_OFFSET.type(0).tobytes())
+            for part in parts:
+                for piece in part.pieces():
+                    tokens_out.write(piece.tobytes())
+                for begin in range(1, len(part.documents), _PIECE):
+                    offsets_out.write((part.documents[begin : begin + _PIECE] + count).astype(_OFFSET).tobytes())
+                count += len(part)
+        facts: dict[str, Any] = {
+            "vocab_size": first.vocab_size,
+            "fingerprint": first.fingerprint,
+            "source": source,
+            "unit": first.unit,
+            "text_bytes": sum(part.text_bytes or 0 for part in parts),
+        }
+        header_part.write_text(_header(data_part, index_part, _dtype(first.vocab_size), facts))
+    return TokenFile.open(data)
+
+
+def _header(data: Path, index: Path, dtype: np.dtype, facts: dict[str, Any]) -> str:
+    """Return the header of tokens and offsets as JSON; `facts` are what these do not show."""
+    size, index_size = data.stat().st_size, index.stat().st_size
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": dtype.name,
+        "count": size // dtype.itemsize,
+        "documents": index_size // _OFFSET.itemsize - 1,
+        "bytes": size,
+        "digest": _examine(np.memmap(data, dtype=dtype, mode="r"))[0],
+        "index_bytes": index_size,
+        "index_digest": _examine(np.memmap(index, dtype=_OFFSET, mode="r"))[0],
+        **facts,
+    }
+    return json.dumps(header, indent=2) + "\n"
 
 
 def unknown_fraction(tokens: TokenFile, unk: int | None, eos: int) -> float:

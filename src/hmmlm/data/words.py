@@ -91,11 +91,20 @@ class WordTokenizer:
             raise InputError(
                 f"a vocabulary of {max_size} has no room for a word besides {UNK} and {EOS}: use 3 or more"
             )
-        counts: Counter[str] = Counter()
-        for line in lines:
-            counts.update(_split(line, split, lowercase))
-            if len(counts) > MAX_COUNTED:
-                drop_rare(counts)
+        counts = count_words(lines, split, lowercase)
+        return cls.from_counts(counts, max_size, min_count, split=split, lowercase=lowercase)
+
+    @classmethod
+    def from_counts(
+        cls,
+        counts: Counter[str],
+        max_size: int | None = None,
+        min_count: int | None = 1,
+        *,
+        split: Split = "whitespace",
+        lowercase: bool = False,
+    ) -> WordTokenizer:
+        """Create a vocabulary from the counts of words; see `train`."""
         if not counts:
             raise InputError("the text to create a vocabulary from has no words")
         if min_count is None:
@@ -161,13 +170,22 @@ class WordTokenizer:
             raise InputError(f"{where} is damaged: {error}") from None
 
 
+def count_words(lines: Iterable[str], split: Split, lowercase: bool) -> Counter[str]:
+    """Count the words of a text."""
+    counts: Counter[str] = Counter()
+    for line in lines:
+        counts.update(_split(line, split, lowercase))
+        drop_rare(counts)
+    return counts
+
+
 def drop_rare(counts: Counter[str]) -> None:
-    """Drop the rarest words of a very large text, until at most half of those that may be counted are left.
+    """Drop the rarest words if there are too many different ones, until half of MAX_COUNTED are left.
 
     What is dropped may occur again, so that counts are lower bounds; words of a vocabulary are far more frequent.
     """
     rare = 0
-    while len(counts) > MAX_COUNTED // 2:
+    while len(counts) > (MAX_COUNTED // 2 if rare else MAX_COUNTED):
         rare += 1
         for word in [word for word, count in counts.items() if count <= rare and word not in (UNK, EOS)]:
             del counts[word]

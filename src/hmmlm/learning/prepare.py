@@ -25,11 +25,13 @@ from hmmlm.config.sections import (
     StreamConfig,
     TextConfig,
     TokenizerConfig,
+    WordTokenizerConfig,
 )
 from hmmlm.config.training import AnyConfig, TrainingConfig
 from hmmlm.data.batches import ALL_ROWS, Batches, ChunkBatches, Share, StreamBatches
 from hmmlm.data.corpora import NAMES, SPLITS, Documents, encode_documents, load_text
 from hmmlm.data.files import link_or_copy, parse_json, read_json, require_like, write_bytes
+from hmmlm.data.shards import count_parts, encode_parts
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, Tokenizer, WordTokenizer, find_tokenizer, load_tokenizer
 from hmmlm.distillation.samples import SETTINGS
@@ -104,9 +106,14 @@ def prepare(
     run: Path,
     progress: Progress,
     model: ModelConfig | None = None,
+    workers: int | None = None,
 ) -> Prepared:
-    """Write run/tokenizer and run/data, from a folder of token files or from a text, and the word blocks of a model."""
-    shutil.rmtree(run / "tokenizer", ignore_errors=True)  # of an earlier start without a checkpoint
+    """Write run/tokenizer and run/data, from a folder of token files or from a text, and the word blocks of a model.
+
+    `workers`: processes that read a text at the same time; what they have written before is kept. None: this one alone.
+    """
+    if workers is None:
+        shutil.rmtree(run / "tokenizer", ignore_errors=True)  # of an earlier start without a checkpoint
     if isinstance(source, Path):
         progress.note(
             f"using the token files and the tokenizer of {source}; [text] and [tokenizer] settings have no effect"
@@ -115,8 +122,10 @@ def prepare(
             link_or_copy(source / part, run / part)
         opened = reopen(run)
         tokenizer, tokens = opened.tokenizer, opened.tokens
-    else:
+    elif workers is None:
         tokenizer, tokens = _encode(config, source, run, progress)
+    else:
+        tokenizer, tokens = _encode_in_parts(config, source, run, progress, workers)
     blocks = None
     if isinstance(model, BlockedConfig) and model.blocks:
         blocks = make_blocks(model, tokenizer, tokens["train"], progress)
@@ -138,6 +147,33 @@ def _encode(
             counted = replace(documents, read=partial(_counted, documents, phase.advance))
             tokens[split] = encode_documents(counted, tokenizer, run / "data" / split)
     return tokenizer, tokens
+
+
+def _encode_in_parts(
+    config: TrainingConfig, splits: Mapping[str, Documents], run: Path, progress: Progress, workers: int
+) -> tuple[Tokenizer, dict[str, TokenFile]]:
+    progress.note(" ".join(filter(None, [f"reading {config.data}", splits["train"].note])))
+    if not any((run / "tokenizer").glob("tokenizer.*")):
+        _make_tokenizer_in_parts(config.tokenizer, splits["train"], progress, workers).save(run / "tokenizer")
+    tokens = {}
+    for split, documents in splits.items():
+        with progress.phase(f"encoding {split}", len(documents.divide()), unit="parts") as phase:
+            tokens[split] = encode_parts(documents, run / "tokenizer", run / "data" / split, workers, phase.advance)
+    return load_tokenizer(run / "tokenizer"), tokens
+
+
+def _make_tokenizer_in_parts(
+    config: TokenizerConfig, documents: Documents, progress: Progress, workers: int
+) -> Tokenizer:
+    if not isinstance(config, WordTokenizerConfig):
+        with progress.phase("tokenizer", unit="lines") as phase:
+            lines = (line for document in documents for line in document)
+            return make_tokenizer(config, _counted(lines, phase.advance))
+    with progress.phase("tokenizer", len(documents.divide()), unit="parts") as phase:
+        counts = count_parts(documents, config.split, config.lowercase, workers, phase.advance)
+    return WordTokenizer.from_counts(
+        counts, config.vocab_size, config.min_count, split=config.split, lowercase=config.lowercase
+    )
 
 
 def text_digests(run: Path) -> dict[str, str]:

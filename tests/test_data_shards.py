@@ -1,0 +1,98 @@
+"""Token files that several processes make in parts: the same as those of one, and kept when the work is interrupted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.commands import failure, write_corpus
+
+from hmmlm.cli.main import main
+from hmmlm.data import corpora, shards
+from hmmlm.data.text import line_ranges, read_documents, read_range
+from hmmlm.data.tokenfile import TokenFile
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpora, "PART_BYTES", 1000)
+
+
+def same_folders(one: Path, other: Path) -> bool:
+    tokenizers = [json.loads((folder / "tokenizer" / "tokenizer.json").read_text()) for folder in (one, other)]
+    assert tokenizers[0] == tokenizers[1]
+    for split in corpora.SPLITS:
+        ours, theirs = (TokenFile.open(folder / "data" / split) for folder in (one, other))
+        assert np.array_equal(ours.tokens, theirs.tokens) and np.array_equal(ours.documents, theirs.documents)
+        assert (ours.text_bytes, ours.unit, ours.fingerprint) == (theirs.text_bytes, theirs.unit, theirs.fingerprint)
+    return True
+
+
+@pytest.mark.parametrize("options", [(), ("--tokenizer.kind", "bpe", "--tokenizer.vocab-size", "300")])
+def test_parts_make_the_files_of_one_process(options: tuple[str, ...], tmp_path: Path) -> None:
+    text = write_corpus(tmp_path / "text.txt", 400)
+    for split in corpora.SPLITS:
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        shutil.copy(text, tmp_path / "folder" / f"{split}.txt")
+    for source in (text, tmp_path / "folder"):
+        one, other = tmp_path / f"{source.stem}-1", tmp_path / f"{source.stem}-2"
+        assert main(["data", str(source), "--out", str(one), "--quiet", *options]) == 0
+        assert main(["data", str(source), "--out", str(other), "--workers", "2", "--quiet", *options]) == 0
+        assert same_folders(one, other)
+        assert sorted(path.name for path in other.iterdir()) == ["data", "tokenizer"]
+        assert not any(path.name.startswith(".") for path in (other / "data").iterdir())
+
+
+def test_a_text_that_cannot_be_divided(tmp_path: Path) -> None:
+    text, out = write_corpus(tmp_path / "text.txt", 200), tmp_path / "out"
+    options = ["--text.unit", "paragraph", "--quiet"]
+    text.write_text(text.read_text().replace("\n", "\n\n"), encoding="utf-8")
+    assert main(["data", str(text), "--out", str(tmp_path / "one"), *options]) == 0
+    assert main(["data", str(text), "--out", str(out), "--workers", "2", *options]) == 0
+    assert same_folders(tmp_path / "one", out)
+
+
+def test_what_was_made_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out = write_corpus(tmp_path / "text.txt", 400), tmp_path / "out"
+    command = ["data", str(text), "--out", str(out), "--workers", "2", "--quiet"]
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "join_tokens", interrupt)
+        assert main(command) == 130
+    parts = out / "data" / ".train.parts"
+    shutil.rmtree(out / "data" / ".valid.parts", ignore_errors=True)
+    for file in parts.glob("000003.*"):
+        file.unlink()
+    before = {file.name: file.stat().st_mtime_ns for file in parts.iterdir()}
+    assert len(before) > 9
+    assert "unfinished token files of another text" in failure(capsys, *command, "--tokenizer.vocab-size", "9")
+    assert "is not empty" in failure(capsys, "data", str(text), "--out", str(out))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *args, **options: None)
+        assert main(command) == 0
+    after = {file.name: file.stat().st_mtime_ns for file in parts.iterdir()}
+    assert {name: after[name] for name in before} == before
+    assert after.keys() - before.keys() == {"000003.bin", "000003.idx", "000003.json"}
+    assert not (out / "unfinished.json").exists()
+    assert main(["data", str(text), "--out", str(tmp_path / "one"), "--quiet"]) == 0
+    assert same_folders(out, tmp_path / "one")
+
+
+def test_ranges_of_lines(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("\ufeffä\n\n" + "\n".join(f"line {'x' * (i % 13)}" for i in range(50)), encoding="utf-8")
+    lines = list(read_documents(path))
+    for size in (1, 2, 5, 40, 10_000):
+        ranges = line_ranges(path, size)
+        assert ranges[0][0] == 0 and ranges[-1][1] == path.stat().st_size
+        assert all(a[1] == b[0] for a, b in pairwise(ranges))
+        assert [line for begin, end in ranges for line in read_range(path, begin, end) if line] == lines
