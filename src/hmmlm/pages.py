@@ -11,5 +11,8 @@ def release_pages(array: np.ndarray) -> None:
     The system would do so if memory were short. Until then they count as memory of the process, and nobody can see how
     much it needs.
     """
-    if isinstance(array.base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        array.base.madvise(mmap.MADV_DONTNEED)
+    base = array.base
+    while isinstance(base, np.ndarray):  # of a part of an array
+        base = base.base
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        base.madvise(mmap.MADV_DONTNEED)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.errors import InputError
+from hmmlm.pages import release_pages
 from hmmlm.ranks import world
 
 
@@ -360,6 +361,7 @@ class _BlockOrder:
     def __init__(self, token_file: TokenFile, seed: int, epoch: int) -> None:
         self._documents, self._seed, self._epoch = token_file.documents, seed, epoch
         bounds = np.append(self._documents[:-1:BLOCK_DOCUMENTS], self._documents[-1:])
+        release_pages(self._documents)
         self._blocks = _generator(seed, epoch).permutation(len(bounds) - 1)
         self._ends = np.cumsum(np.diff(bounds)[self._blocks])
         self._begins = np.append(0, self._ends[:-1])

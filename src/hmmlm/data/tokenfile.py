@@ -242,9 +242,10 @@ def _checked(document: Sequence[int] | np.ndarray, vocab_size: int, number: int,
 
 def _check_offsets(offsets: np.ndarray, count: int, where: str = "") -> None:
     """Raise an InputError unless the offsets of documents [D+1] increase from 0 to `count`."""
-    firsts = range(0, len(offsets) - 1, _PIECE)
-    descending = any((np.diff(offsets[first : first + _PIECE + 1]) < 0).any() for first in firsts)
-    release_pages(offsets)
+    descending = False
+    for first in range(0, len(offsets) - 1, _PIECE):
+        descending |= bool((np.diff(offsets[first : first + _PIECE + 1]) < 0).any())
+        release_pages(offsets)
     if offsets[0] != 0 or offsets[-1] != count or descending:
         raise InputError(f"{where}document offsets must increase from 0 to {count}, the number of tokens")
 

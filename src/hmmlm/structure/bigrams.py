@@ -7,7 +7,7 @@ import numpy as np
 from hmmlm.errors import InputError
 from hmmlm.pages import release_pages
 
-PIECE = 1 << 24
+PIECE = 1 << 22
 """Tokens of a text that are counted at a time."""
 
 
@@ -96,7 +96,8 @@ def count_bigrams(tokens: np.ndarray, vocab_size: int, documents: np.ndarray | N
         starts = None if documents is None else _offsets_within(documents, first, first + len(piece))
         left, right = _pairs(piece, starts)
         found.add(*np.unique(left * vocab_size + right, return_counts=True))
-        release_pages(tokens)
+        for array in (tokens, *(() if documents is None else (documents,))):
+            release_pages(array)
     pair, count = found.total()
     first_word, second, weight = pair // vocab_size, pair % vocab_size, count.astype(np.float64)
     by_second = np.argsort(second, kind="stable")
