@@ -18,11 +18,13 @@ from helpers.interpreter import (
     starts_interpreter,
 )
 from helpers.layers import LINEAR_CASES, assert_linear_agrees, linear_inputs, solve_linear
+from helpers.ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hmmlm.errors import InputError
-from hmmlm.ops.linear_logsumexp import chunked, linear_logsumexp
+from hmmlm.ops.linear_logsumexp import chunked, linear_logsumexp, split, split_linear_logsumexp
+from hmmlm.ranks import world
 
 IMPLEMENTATIONS = implementations("chunked")
 
@@ -194,3 +196,26 @@ def test_float64_is_not_for_the_kernels() -> None:
 @starts_interpreter
 def test_triton_kernels_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
+
+
+def check_split(states: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    u, w = (torch.randn(states, 3, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    weights = torch.randn(world().count, states, generator=generator, dtype=torch.float64)  # the loss of each process
+    rows = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split, "linear_logsumexp", lambda u, w: rows.append(len(u)) or linear_logsumexp(u, w))
+        found = split_linear_logsumexp(u, w)
+        with torch.no_grad():
+            torch.testing.assert_close(split_linear_logsumexp(u, w), found)
+    assert rows in ([states // world().count, states], [states // world().count + 1, states])
+    own = torch.autograd.grad(found @ weights[world().rank], (u, w))
+    world().sum_(own)
+    expected = linear_logsumexp(u, w)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(own, torch.autograd.grad(expected @ weights.sum(0), (u, w)))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_rows_are_divided_among_processes(count: int) -> None:
+    run_ranks(count, check_split, 9)

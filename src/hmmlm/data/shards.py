@@ -10,7 +10,7 @@ import multiprocessing
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
@@ -72,7 +72,7 @@ def _results(jobs: Sequence[Callable[[], Result]], workers: int) -> Iterator[Res
     # Not forked from this process, which may have threads.
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"))
     try:
-        waiting, pending = iter(jobs), set()
+        waiting, pending = iter(jobs), set[Future[Result]]()
         while True:
             # Only a few are in the pool at a time, so that their results take no room.
             pending |= {pool.submit(job) for job in islice(waiting, 2 * workers - len(pending))}

@@ -19,7 +19,7 @@ from hmmlm.models.networks import Mlp, MlpForm, Skip, Transformer, initialize_li
 from hmmlm.ops.blocked_emission import blocked_emission
 from hmmlm.ops.blocked_scan import Factors
 from hmmlm.ops.common import factor_logits
-from hmmlm.ops.linear_logsumexp import linear_logsumexp
+from hmmlm.ops.linear_logsumexp import linear_logsumexp, split_linear_logsumexp
 from hmmlm.section import Layers, ModelSize, Scale, Width
 from hmmlm.structure.blocks import Blocks
 
@@ -338,4 +338,4 @@ class BlockedFactored(FactoredBlockedModel):
         if carried is not None:
             rows = self.dense.features(carried)[0]
             left = rows, linear_logsumexp(rows, w)
-        return Factors(self.blocks.block_of_word, u, w, linear_logsumexp(u, w), log_start, log_emission), left
+        return Factors(self.blocks.block_of_word, u, w, split_linear_logsumexp(u, w), log_start, log_emission), left

@@ -13,7 +13,7 @@ from hmmlm.models.base import BlockCount, BlockedConfig, FactoredBlockedModel, M
 from hmmlm.models.networks import Residual, initialize_linears_
 from hmmlm.ops.blocked_emission import blocked_emission
 from hmmlm.ops.blocked_scan import Factors
-from hmmlm.ops.linear_logsumexp import linear_logsumexp
+from hmmlm.ops.linear_logsumexp import linear_logsumexp, split_linear_logsumexp
 from hmmlm.section import Fraction, ModelSize, States, Width
 from hmmlm.structure.blocks import Blocks
 
@@ -150,4 +150,4 @@ class Neural(FactoredBlockedModel):
         emitting = self.networks["emit"](embedding).view(self.blocks.num_blocks, kept, -1)
         log_emission = blocked_emission(emitting, self.words.weight, self.words.bias, self.tiles)
         left = None if u_carried is None else (u_carried, linear_logsumexp(u_carried, w))
-        return Factors(self.blocks.block_of_word, u, w, linear_logsumexp(u, w), log_start, log_emission), left
+        return Factors(self.blocks.block_of_word, u, w, split_linear_logsumexp(u, w), log_start, log_emission), left

@@ -16,7 +16,7 @@ from hmmlm.models.base import Model, one_block, restart_lost
 from hmmlm.models.neural import Form, NetworkConfig, Neural
 from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
 from hmmlm.ops.common import accumulate, matmul, product_dtype
-from hmmlm.ops.linear_logsumexp import linear_logsumexp
+from hmmlm.ops.linear_logsumexp import linear_logsumexp, split_linear_logsumexp
 from hmmlm.section import Fraction, ModelSize, States
 from hmmlm.structure.blocks import UniformSubsets
 from hmmlm.structure.dropout import sample_columns, states_kept
@@ -203,7 +203,7 @@ class UniformNeural(Model):
             block_of_word=positions.flatten(),
             u=u.index_select(0, rows),
             w=w.index_select(0, rows),
-            log_normalizer=linear_logsumexp(u, w).index_select(0, rows),
+            log_normalizer=split_linear_logsumexp(u, w).index_select(0, rows),
             log_start=log_start.index_select(0, rows),
             log_emission=log_emission.view_as(states),
         )

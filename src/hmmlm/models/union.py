@@ -17,7 +17,7 @@ from hmmlm.hmm.union_scan import scan_components
 from hmmlm.models.base import FactoredBlockedModel, Model, ModelConfig, restart_lost
 from hmmlm.models.scalar import Scalar, log_softmax_in_blocks
 from hmmlm.ops.blocked_scan import Factors
-from hmmlm.ops.linear_logsumexp import linear_logsumexp
+from hmmlm.ops.linear_logsumexp import linear_logsumexp, split_linear_logsumexp
 from hmmlm.section import Fraction, ModelSize, States
 from hmmlm.structure.blocks import Blocks
 
@@ -102,7 +102,9 @@ class FreeFactors(FactoredBlockedModel):
         if carried is not None:
             leaving = self.u.index_select(0, carried)
             left = leaving, linear_logsumexp(leaving, w)
-        factors = Factors(self.blocks.block_of_word, u, w, linear_logsumexp(u, w), start.log_softmax(0), log_emission)
+        factors = Factors(
+            self.blocks.block_of_word, u, w, split_linear_logsumexp(u, w), start.log_softmax(0), log_emission
+        )
         return factors, left
 
 

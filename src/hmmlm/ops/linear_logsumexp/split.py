@@ -1,0 +1,44 @@
+"""Rows divided among the processes of a run: each computes the normalizers of some states, and all get all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmmlm.ops.linear_logsumexp.api import linear_logsumexp
+from hmmlm.ranks import world
+
+
+def split_linear_logsumexp(u: Tensor, w: Tensor) -> Tensor:
+    """Compute log Σ_j exp(u_i · w_j) [N] for u [N, h] and w [M, h], which are the same in all processes of a run.
+
+    In training, every process computes the rows of its part, in the forward and in the backward pass. Gradients of u
+    and w are then those of its part of the rows, for the sum of the losses of all processes: their sum over processes
+    is the gradient. Without gradients, or in a single process, it is `linear_logsumexp`.
+    """
+    ranks, training = world(), torch.is_grad_enabled() and (u.requires_grad or w.requires_grad)
+    if not training or ranks.count == 1 or len(u) < ranks.count:
+        return linear_logsumexp(u, w)
+    begin, end = (len(u) * rank // ranks.count for rank in (ranks.rank, ranks.rank + 1))
+    result: Tensor = _Join.apply(linear_logsumexp(u[begin:end], w), len(u), begin)
+    return result
+
+
+class _Join(torch.autograd.Function):
+    """The parts of all processes as one vector [N]; the gradient of a part is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, total: int, begin: int) -> Tensor:
+        ctx.rows = slice(begin, begin + len(part))
+        whole = part.new_zeros(total)
+        whole[ctx.rows] = part
+        world().sum_([whole])
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        whole = grads[0].clone()
+        world().sum_([whole])
+        return whole[ctx.rows], None, None
