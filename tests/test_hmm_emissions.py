@@ -61,5 +61,5 @@ def test_rows_that_log_softmax_rounds_are_distributions() -> None:
     logits[0, 0] = -0.0205
     log_emission = logits.log_softmax(1)
     HMM(torch.zeros(1), torch.zeros(1, 1), log_emission).validate()
-    with pytest.raises(InputError, match="sums to 1.001"):
+    with pytest.raises(InputError, match=r"sums to 1\.001"):
         HMM(torch.zeros(1), torch.zeros(1, 1), log_emission + 1e-3).validate()

@@ -42,5 +42,5 @@ def grow_in_place(cache: Any) -> None:
     """Replace the layers of a cache that are copied for every token; a model may have others."""
     layers = getattr(cache, "layers", [])
     for number, layer in enumerate(layers):
-        if type(layer) is DynamicLayer and layer.is_initialized and layer.keys.dim() == 4:
+        if type(layer) is DynamicLayer and layer.keys is not None and layer.keys.dim() == 4:
             layers[number] = GrowingLayer(layer)

@@ -69,7 +69,7 @@ def make_chain(parameters: Parameters, evidence: Evidence, products: torch.dtype
     dtype = parameters.log_start.dtype
     ordered, _, order = sort_by_length(evidence, dtype)
     table, log_peak, vocabulary, words, log_ratio = _make_table(parameters, ordered.tokens, math.log(FLOOR[dtype]))
-    np.exp(table, out=table)  # torch would use several threads, which wait for each other if a core is busy
+    np.exp(table, out=table)  # in this thread: torch's exp was slower beside other processes
     (steps, batch), states = words.shape, parameters.log_start.shape[0]
     lengths = np.full(batch, steps) if ordered.lengths is None else _array(ordered.lengths)
     initial = np.empty((0, states), table.dtype) if ordered.initial is None else _array(ordered.initial)
