@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hmmlm.baselines.mixture import fit_weights, mix
+from hmmlm.baselines.mixture import fit_weights, fit_weights_by_class, mix
 
 
 @given(st.integers(0, 10**6))
@@ -35,3 +35,14 @@ def test_impossible_tokens() -> None:
     nowhere = np.array([[-np.inf, -1.0], [-np.inf, -2.0]])
     assert mix(nowhere, fit_weights(nowhere))[0] == -np.inf
     assert fit_weights(nowhere) == pytest.approx([1, 0], abs=1e-3)
+
+
+def test_classes_have_weights_of_their_own_unless_they_are_small() -> None:
+    rng = np.random.default_rng(3)
+    log_probs, classes = np.log(rng.uniform(0.01, 1, (2, 400))), np.repeat([0, 1, 2], [190, 200, 10])
+    log_probs[0, :190] += 1
+    weights = fit_weights_by_class(log_probs, classes, 4)
+    for k in (0, 1):
+        assert weights[k] == pytest.approx(fit_weights(log_probs[:, classes == k]))
+    assert weights[2] == pytest.approx(fit_weights(log_probs)) and weights[3] == pytest.approx(weights[2])
+    assert mix(log_probs, weights[classes].T).sum() > mix(log_probs, weights[2]).sum()

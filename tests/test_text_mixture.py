@@ -57,8 +57,9 @@ def predictors() -> dict[str, Predictor]:
 
 
 def mixture() -> MixtureModel:
+    """Return a mixture with weights for both classes of contexts of the n-gram."""
     parts = list(predictors().values())
-    return MixtureModel(parts, np.random.default_rng(1).dirichlet(np.ones(len(parts))).tolist(), TOKENIZER)
+    return MixtureModel(parts, np.random.default_rng(1).dirichlet(np.ones(len(parts)), 2).tolist(), TOKENIZER)
 
 
 @pytest.mark.parametrize("name", predictors())
@@ -93,6 +94,21 @@ def test_a_mixture_is_the_weighted_mean() -> None:
     assert each[1].tolist() == pytest.approx([1 / WORDS, 1.0, 0.0, 0.0])
 
 
+def test_weights_depend_on_what_the_ngram_has_seen() -> None:
+    ngram, cache = NgramPredictor(np.array([2, 3, 4, 2, 3, 5]), WORDS, 4, None), CachePredictor(4, WORDS)
+    tokens = [2, 3, 4, 2, 5, 2]
+    classes = [0, 1, 2, 2, 2, 0]  # both texts follow token 0; only 5 after 2 is new
+    lm = MixtureModel([ngram, cache], [[0.9, 0.1], [0.5, 0.5], [0.2, 0.8]], TOKENIZER)
+    each = [part.token_log_probs([tokens])[0].exp() for part in (ngram, cache)]
+    first = torch.tensor([[0.9, 0.5, 0.2][k] for k in classes], dtype=torch.float64)
+    torch.testing.assert_close(lm.token_log_probs([tokens])[0].exp(), first * each[0] + (1 - first) * each[1])
+    for t, k in enumerate(classes):
+        recent = tokens[max(0, t - 4) : t]
+        want = [part.next_token(recent).exp() for part in (ngram, cache)]
+        got = lm._predict([(recent, recent)])[0].exp()
+        torch.testing.assert_close(got, [0.9, 0.5, 0.2][k] * want[0] + [0.1, 0.5, 0.8][k] * want[1])
+
+
 def test_the_cache_forgets() -> None:
     found = CachePredictor(2, WORDS).token_log_probs([[3, 3, 4, 3, 5, 5, 3]])[0].exp()
     assert found.tolist() == pytest.approx([1 / WORDS, 1, 0, 0.5, 0, 0.5, 0])
@@ -121,7 +137,7 @@ def test_the_weights_are_those_of_the_highest_likelihood() -> None:
     parts = [predictors()[name] for name in ("ngram", "carries", "cache")]
     tokens = np.random.default_rng(5).integers(WORDS, size=200).tolist()
     weights, scores, total = fit_mixture(parts, tokens)
-    assert total >= max(scores) and sum(weights) == pytest.approx(1)
+    assert total >= max(scores) and [sum(row) for row in weights] == pytest.approx([1, 1])
     for other in np.random.default_rng(6).dirichlet(np.ones(3), 20):
         assert fit_mixture(parts, tokens, other.tolist())[2] <= total + 1e-4
 
@@ -142,6 +158,10 @@ def test_a_saved_mixture_is_the_same(tmp_path: Path) -> None:
         ("no list of weights", {"weights": "a"}),
         ("weights for", {"weights": [1.0]}),
         ("must be probabilities", {"weights": [0.5] * 12}),
+        ("must be probabilities", {"weights": [[1.0] + [0.0] * 11, [0.5] * 12]}),
+        ("weights for 3 classes of contexts", {"weights": [[1.0] + [0.0] * 11] * 3}),
+        ("different numbers of components", {"weights": [[1.0], [0.5, 0.5]]}),
+        ("no list of weights", {"weights": [[1.0], "a"]}),
         ("component 0 is damaged", {"components": [{"kind": "odd"}] * 12}),
         ("component 0 is damaged", {"components": [{"kind": "ngram", "order": 3}] * 12}),
         ("component 0 is damaged", {"components": [{"kind": "cache", "size": -1}] * 12}),

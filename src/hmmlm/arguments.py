@@ -63,13 +63,14 @@ def check_type(name: str, value: object, kind: Any) -> None:
         if isinstance(value, Tensor) and _matches(torch.empty(0), kind):
             raise InputError(f"{name} must be a dense tensor with values, not {describe(value)}")
         raise InputError(f"{name} must be {_noun(kind)}, not {describe(value)}")
-    for each in get_args(kind) if _is_union(kind) else (kind,):
-        if get_origin(each) is Sequence and _matches(value, each):
-            (inner,), elements = get_args(each), cast(Sequence[object], value)
-            if inner is Any or all(type(element) is inner for element in elements):
-                continue
-            for i, element in enumerate(elements):
-                check_type(f"{name}[{i}]", element, inner)
+    kinds = get_args(kind) if _is_union(kind) else (kind,)
+    sequences = [each for each in kinds if get_origin(each) is Sequence and _matches(value, each)]
+    if len(sequences) == 1:  # of several kinds, the function knows which
+        (inner,), elements = get_args(sequences[0]), cast(Sequence[object], value)
+        if inner is Any or all(type(element) is inner for element in elements):
+            return
+        for i, element in enumerate(elements):
+            check_type(f"{name}[{i}]", element, inner)
 
 
 def describe(value: object) -> str:

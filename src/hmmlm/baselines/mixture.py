@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from hmmlm.baselines.ngram import FloatArray
+from hmmlm.baselines.ngram import FloatArray, IntArray
 
 _ITERATIONS = 1_000
 _TOLERANCE = 1e-9  # change of the mean log-probability at which EM stops
+_FEWEST = 100  # tokens of a class that has weights of its own
 
 
 def fit_weights(log_probs: FloatArray) -> FloatArray:
@@ -31,9 +32,20 @@ def fit_weights(log_probs: FloatArray) -> FloatArray:
     return weights / weights.sum()
 
 
+def fit_weights_by_class(log_probs: FloatArray, classes: IntArray, count: int) -> FloatArray:
+    """Return weights [K, M] for tokens of each of `count` classes, by log-probabilities [M, N] and classes [N].
+
+    A class of few tokens has the weights that suit all tokens.
+    """
+    overall = fit_weights(log_probs)
+    members = [classes == k for k in range(count)]
+    return np.stack([overall if own.sum() < _FEWEST else fit_weights(log_probs[:, own]) for own in members])
+
+
 def mix(log_probs: FloatArray, weights: FloatArray) -> FloatArray:
-    """Compute log Σ_m w_m p_m [N] from log-probabilities [M, N] and weights [M]."""
+    """Compute log Σ_m w_m p_m [N] from log-probabilities [M, N] and weights [M], or [M, N] for each token."""
     top = log_probs.max(0)
     finite = np.where(top == -np.inf, 0.0, top)
     with np.errstate(divide="ignore"):
-        return np.log(weights @ np.exp(log_probs - finite)) + finite
+        each = weights[:, None] if weights.ndim == 1 else weights
+        return np.log((each * np.exp(log_probs - finite)).sum(0)) + finite

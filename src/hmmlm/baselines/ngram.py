@@ -101,6 +101,19 @@ class NgramModel:
         contexts = [ids[-1:] for ids in self._contexts(self._checked(context))]
         return self._interpolate(contexts, np.arange(self.vocab_size))
 
+    @property
+    def context_classes(self) -> int:
+        """The number of values of `known_contexts`."""
+        return max(1, self.order - 1)
+
+    def known_contexts(self, tokens: ArrayLike) -> IntArray:
+        """Return how well known the context of each token [N] is, and that of the token after the last: [N + 1].
+
+        That is the number of contexts, of two tokens up to order − 1, that were seen in training: 0 to order − 2.
+        """
+        contexts = self._contexts(self._checked(tokens))
+        return sum((context >= 0 for context in contexts[2:]), start=np.zeros_like(contexts[0]))
+
     def perplexity(self, tokens: ArrayLike) -> float:
         """Compute exp(−Σ log p / number of tokens), as for the HMMs."""
         log_probs = self.log_probs(tokens)

@@ -19,7 +19,8 @@ word is the weighted mean of theirs. Models are HMMs, unions (`hmmlm join`), LST
 networks (`hmmlm baseline`), and with options a Kneser-Ney n-gram of the training text and a cache.
 `hmmlm eval`, `score`, `sample` and `compare` work with the result, which is not an HMM.
 
-The weights maximize the likelihood of the validation text (EM).
+The weights maximize the likelihood of the validation text (EM). With an n-gram they depend on how many of the words
+before, from two to all of its context, it has seen together: the more, the better it predicts.
 
 examples:
   hmmlm mix runs/mine --ngram 5 --cache 500 --out models/mixture
@@ -104,7 +105,11 @@ def _print(arguments: MixArguments, mixture: MixtureModel, perplexities: list[fl
     table = Table("model", "weight", "valid perplexity", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    weights = [f"{weight:.4f}" for weight in mixture.weights]
+    digits = 4 if len(mixture.weights) == 1 else 2
+    weights = [" ".join(f"{weight:.{digits}f}" for weight in of_part) for of_part in mixture.weights.T]
+    if len(mixture.weights) > 1:
+        table.caption = f"weights where the n-gram knows no context of two words, … of {len(mixture.weights)} words"
+        table.caption_justify, table.caption_style = "left", ""
     for name, weight, value in zip([*names, str(arguments.out)], [*weights, ""], perplexities, strict=True):
         table.add_row(Text(printable(name)), weight, perplexity_text(value, 2))
     Console().print(table)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hmmlm.baselines.mixture import fit_weights, mix
+from hmmlm.baselines.mixture import fit_weights_by_class, mix
 from hmmlm.baselines.ngram import FloatArray, NgramModel
 from hmmlm.config.run import RunConfig
 from hmmlm.config.sections import StreamConfig
@@ -47,7 +47,7 @@ class RunResults:
     scores: dict[str, TextScore]  # of the model, by split: valid and test
     baselines: dict[str, dict[str, TextScore]]  # by name, then by split
     mixture: dict[str, TextScore]  # of the model and the last baseline, by split
-    mixture_weight: float  # of the model in it, chosen on valid
+    mixture_weight: float  # of the model in it, the mean over the tokens of valid, where the weights were chosen
     test_log_probs: dict[str, FloatArray]  # of the test tokens [N], by the model and by the last baseline
 
 
@@ -59,15 +59,16 @@ def evaluate_run(run: Path) -> RunResults:
     config, data = saved_config(RunConfig, run), reopen(run)
     lm = LanguageModel.load(run, config.train.device)
     splits = ("valid", "test")
-    ngrams = {name: _ngram_log_probs(data, order, lm.restarts) for name, order in BASELINES.items()}
-    baselines = {
-        name: {split: score_split(data, split, by_split[split]) for split in splits}
-        for name, by_split in ngrams.items()
-    }
-    name, last = list(ngrams.items())[-1]
+    texts = {split: np.asarray(data.tokens[split].tokens) for split in splits}
+    baselines = {}
+    for name, order in BASELINES.items():
+        ngram = count_ngram(data, order, lm.restarts)
+        last = {split: ngram.log_probs(texts[split]) for split in splits}
+        baselines[name] = {split: score_split(data, split, last[split]) for split in splits}
     own = {split: _log_probs(lm, data.tokens[split]).numpy() for split in splits}
     both = {split: np.stack([own[split], last[split]]) for split in splits}
-    weights = fit_weights(both["valid"])
+    classes = {split: ngram.known_contexts(texts[split])[:-1] for split in splits}
+    weights = fit_weights_by_class(both["valid"], classes["valid"], ngram.context_classes)
     return RunResults(
         run=run,
         lm=lm,
@@ -76,8 +77,8 @@ def evaluate_run(run: Path) -> RunResults:
         history=read_history(run / "history.jsonl"),
         scores={split: score_split(data, split, own[split]) for split in splits},
         baselines=baselines,
-        mixture={split: score_split(data, split, mix(both[split], weights)) for split in splits},
-        mixture_weight=float(weights[0]),
+        mixture={split: score_split(data, split, mix(both[split], weights[classes[split]].T)) for split in splits},
+        mixture_weight=float(weights[classes["valid"], 0].mean()),
         test_log_probs={MODEL: own["test"], name: last["test"]},
     )
 
@@ -141,12 +142,6 @@ def count_ngram(data: Prepared, order: int, restarts: bool) -> NgramModel:
     eos = data.tokenizer.eos_id if restarts else None
     train = np.asarray(data.tokens["train"].tokens[:BASELINE_TOKENS])
     return NgramModel(train, data.tokenizer.vocab_size, order, eos)
-
-
-def _ngram_log_probs(data: Prepared, order: int, restarts: bool) -> dict[str, FloatArray]:
-    """Compute log p(token | tokens before it) of valid and test by an n-gram."""
-    model = count_ngram(data, order, restarts)
-    return {split: model.log_probs(np.asarray(data.tokens[split].tokens)) for split in ("valid", "test")}
 
 
 def score_split(data: Prepared, split: str, log_probs: FloatArray) -> TextScore:

@@ -1,7 +1,8 @@
 """Linear interpolation of language models, token by token, as one model.
 
-p(x_t | x_<t) = Σ_m w_m p_m(x_t | x_<t) of HMMs, networks, n-grams and a cache of recent words. This is not an HMM: it
-scores and samples, but does not answer questions about later tokens.
+p(x_t | x_<t) = Σ_m w_m p_m(x_t | x_<t) of HMMs, networks, n-grams and a cache of recent words. With an n-gram, the
+weights depend on how much of the context it has seen. This is not an HMM: it scores and samples, but does not answer
+questions about later tokens.
 
 A saved mixture is a folder: `config.json` (kinds and weights), `model.safetensors` (the text that an n-gram counts),
 the tokenizer's file, and a folder for each HMM or network.
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.arguments import check_arguments, check_type
-from hmmlm.baselines.mixture import fit_weights, mix
+from hmmlm.baselines.mixture import fit_weights_by_class, mix
 from hmmlm.baselines.neural import FORMAT as BASELINE
 from hmmlm.baselines.neural import Hidden, NeuralBaseline, load_baseline
 from hmmlm.baselines.ngram import NgramModel
@@ -237,23 +238,32 @@ class CachePredictor(Predictor):
 
 
 class MixtureModel(TextModel):
-    """Predictors over the tokens of one tokenizer with their weights [M]; `config` says how text was prepared."""
+    """Predictors over the tokens of one tokenizer with their weights; `config` says how text was prepared.
+
+    The weights are [M], or [K, M] for the K classes of contexts that the first n-gram distinguishes (see
+    `NgramModel.known_contexts`).
+    """
 
     @check_arguments
     def __init__(
         self,
         predictors: Sequence[Predictor],
-        weights: Sequence[float],
+        weights: Sequence[float] | Sequence[Sequence[float]],
         tokenizer: Tokenizer,
         config: dict[str, Any] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        if not len(predictors) or len(weights) != len(predictors):
-            raise InputError(f"{len(weights)} weights for {len(predictors)} models: give one for each")
-        values = np.array(weights, dtype=np.float64)
-        if not (values >= 0).all() or not abs(values.sum() - 1) < 1e-6:
+        try:
+            values = np.atleast_2d(np.array(weights, dtype=np.float64))
+        except (TypeError, ValueError):
+            raise InputError("weights must be a list of numbers, or equally long lists of numbers") from None
+        if not len(predictors) or values.shape[1] != len(predictors):
+            raise InputError(f"{values.shape[1]} weights for {len(predictors)} models: give one for each")
+        if values.ndim != 2 or len(values) not in (1, context_classes(predictors)):
+            raise InputError(f"weights for {len(values)} classes of contexts: the n-gram has others")
+        if not (values >= 0).all() or not (abs(values.sum(1) - 1) < 1e-6).all():
             raise InputError("the weights of a mixture must be probabilities that sum to one")
-        self.predictors, self.weights = list(predictors), values / values.sum()
+        self.predictors, self.weights = list(predictors), values / values.sum(1, keepdims=True)
         self.tokenizer, self.config = tokenizer, dict(config or {})
         self._device = device or torch.device("cpu")
 
@@ -263,7 +273,7 @@ class MixtureModel(TextModel):
         raise QueryError(f"a mixture is not an HMM, so it has no {name}: use one of its HMMs, predictors[…].lm")
 
     def __repr__(self) -> str:
-        parts = zip(self.weights, self.predictors, strict=True)
+        parts = zip(self.weights.mean(0), self.predictors, strict=True)
         return f"MixtureModel({' + '.join(f'{weight:.3f} {part.kind}' for weight, part in parts)})"
 
     @property
@@ -275,7 +285,16 @@ class MixtureModel(TextModel):
     @check_arguments
     def token_log_probs(self, encoded: Sequence[Sequence[int]]) -> list[Tensor]:
         parts = [part.token_log_probs(encoded) for part in self.predictors]
-        return [torch.from_numpy(mix(_stack(each), self.weights)) for each in zip(*parts, strict=True)]
+        return [
+            torch.from_numpy(mix(_stack(each), self._weights(tokens)[:, :-1]))
+            for tokens, *each in zip(encoded, *parts, strict=True)
+        ]
+
+    def _weights(self, tokens: Sequence[int]) -> np.ndarray:
+        """Return the weights [M, N + 1] of each token of a text and of the token after it."""
+        if len(self.weights) == 1:
+            return np.repeat(self.weights.T, len(tokens) + 1, 1)
+        return self.weights[known_contexts(self.predictors, tokens)].T
 
     def score(self, texts: Sequence[str]) -> Tensor:
         """Compute the natural log-likelihood of each text, `<eos>` included, float64 [len(texts)]."""
@@ -328,7 +347,9 @@ class MixtureModel(TextModel):
         rows = []
         for context in contexts:
             each = [part.next_token(own) for part, own in zip(self.predictors, context, strict=True)]
-            rows.append(torch.from_numpy(mix(_stack(each), self.weights)))
+            pairs = zip(self.predictors, context, strict=True)
+            before = next((own for part, own in pairs if isinstance(part, NgramPredictor)), [])
+            rows.append(torch.from_numpy(mix(_stack(each), self._weights(before)[:, -1])))
         return torch.stack(rows)
 
     # --- files ---
@@ -354,11 +375,14 @@ class MixtureModel(TextModel):
         check_checksum(folder / MODEL, tensors)
         if not isinstance(components, list) or not 0 < len(components) <= MAX_COMPONENTS:
             raise InputError(f"{where} has no list of components: save the mixture again")
-        if not isinstance(weights, list) or not all(isinstance(w, float | int) for w in weights):
+        rows = weights if isinstance(weights, list) and weights and isinstance(weights[0], list) else [weights]
+        if not all(isinstance(row, list) and all(isinstance(w, float | int) for w in row) for row in rows):
             raise InputError(f"{where} has no list of weights: save the mixture again")
+        if len({len(row) for row in rows}) != 1:
+            raise InputError(f"{where} has weights for different numbers of components: save the mixture again")
         parts = [_load_part(folder, i, each, tensors, tokenizer, chosen) for i, each in enumerate(components)]
         try:
-            return MixtureModel(parts, weights, tokenizer, training if isinstance(training, dict) else {}, chosen)
+            return MixtureModel(parts, rows, tokenizer, training if isinstance(training, dict) else {}, chosen)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
 
@@ -422,13 +446,34 @@ def load(path: str | Path, device: str | torch.device = "auto") -> LanguageModel
     return MixtureModel.load(folder, device) if mixed else LanguageModel.load(folder, device)
 
 
+def _ngram(predictors: Sequence[Predictor]) -> NgramModel | None:
+    """Return the first n-gram among the components."""
+    return next((part.model for part in predictors if isinstance(part, NgramPredictor)), None)
+
+
+def context_classes(predictors: Sequence[Predictor]) -> int:
+    """Return the number of classes of contexts that have weights of their own."""
+    ngram = _ngram(predictors)
+    return 1 if ngram is None else ngram.context_classes
+
+
+def known_contexts(predictors: Sequence[Predictor], tokens: Sequence[int]) -> np.ndarray:
+    """Return the class of the context of each token, and of the token after the last: [N + 1]."""
+    ngram = _ngram(predictors)
+    return np.zeros(len(tokens) + 1, np.int64) if ngram is None else ngram.known_contexts(np.array(tokens, np.int64))
+
+
 def fit_mixture(
     predictors: Sequence[Predictor], tokens: Sequence[int], weights: Sequence[float] | None = None
-) -> tuple[list[float], list[float], float]:
-    """Return weights, and the log-likelihood of a text under each component and mixed.
+) -> tuple[list[list[float]], list[float], float]:
+    """Return weights [K, M], and the log-likelihood of a text under each component and mixed.
 
-    The weights are those of the highest likelihood of the text, unless they are given.
+    The weights are those of the highest likelihood of the text for each class of contexts, unless they are given.
     """
     log_probs = _stack([part.token_log_probs([tokens])[0] for part in predictors])
-    chosen = fit_weights(log_probs) if weights is None else np.array(weights)
-    return chosen.tolist(), log_probs.sum(1).tolist(), float(mix(log_probs, chosen).sum())
+    classes = known_contexts(predictors, tokens)[:-1]
+    if weights is None:
+        chosen = fit_weights_by_class(log_probs, classes, context_classes(predictors))
+    else:
+        chosen, classes = np.array([weights]), np.zeros_like(classes)
+    return chosen.tolist(), log_probs.sum(1).tolist(), float(mix(log_probs, chosen[classes].T).sum())
