@@ -1,5 +1,7 @@
-"""The device that computes, and the number of CPU threads."""
+"""The device that computes, the number of CPU threads, and memory."""
 
+import contextlib
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from hmmlm.arguments import check_type, describe
 from hmmlm.errors import InputError
 from hmmlm.section import MAX_THREADS
 
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # options of glibc's mallopt
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -63,3 +66,15 @@ def set_threads(num: int) -> None:
     if not 1 <= num <= MAX_THREADS:
         raise InputError(f"the number of threads must be from 1 to {MAX_THREADS:,}, not {describe(num)}")
     torch.set_num_threads(num)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep freed memory for the next training step, where it is glibc.
+
+    It would otherwise return large tensors to the system, and the pages of the next ones be zeroed again: a fifth of
+    the time of a step of 4,096 states.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(_MMAP_MAX, 0)

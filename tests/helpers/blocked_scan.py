@@ -36,14 +36,15 @@ class Case(NamedTuple):
         """Return what the result is differentiable in."""
         found = {name: value for name, value in self.factors._asdict().items() if name != "block_of_word"}
         if self.carried is not None:
-            found |= {f"carried.{name}": value for name, value in self.carried._asdict().items()}
+            found |= {f"carried.{name}": value for name, value in self.carried._asdict().items() if name != "group"}
         return found
 
     def with_inputs(self, inputs: dict[str, Tensor]) -> "Case":
         own = {name: value for name, value in inputs.items() if not name.startswith("carried.")}
         rest = [value for name, value in inputs.items() if name.startswith("carried.")]
         return self._replace(
-            factors=self.factors._replace(**own), carried=CarriedRows(*rest) if self.carried is not None else None
+            factors=self.factors._replace(**own),
+            carried=CarriedRows(*rest, self.carried.group) if self.carried is not None else None,
         )
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "Case":
@@ -65,12 +66,13 @@ def make_case(
     *,
     carried_states: int = 0,
     shared: bool = False,
+    groups: int = 0,
     ragged: bool = False,
     restarts: bool = False,
     next_words: int = 0,
     seed: int = 0,
 ) -> Case:
-    """Return a case in float64; `shared`: all sequences carry the same states."""
+    """Return a case in float64; `shared`: all sequences carry the same states; `groups`: each carries those of one."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -85,8 +87,9 @@ def make_case(
     log_emission = normal(words, states_per_block) - 2
     carried = None
     if carried_states:
-        rows = normal(1 if shared else batch, carried_states, hidden)
-        carried = CarriedRows(normal(batch, carried_states).softmax(1), rows, (rows @ w.T).logsumexp(2))
+        rows = normal(1 if shared else groups or batch, carried_states, hidden)
+        group = integers(groups, batch) if groups else None
+        carried = CarriedRows(normal(batch, carried_states).softmax(1), rows, (rows @ w.T).logsumexp(2), group)
     lengths = integers(steps + 1, batch) if ragged else None
     restart = integers(3, batch, steps) == 0 if restarts else None
     block_of_word = torch.cat([torch.arange(blocks), integers(blocks, words - blocks)])

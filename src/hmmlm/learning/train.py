@@ -24,7 +24,7 @@ from hmmlm.config.training import AnyConfig, TrainingConfig
 from hmmlm.data.batches import Batches, own_share
 from hmmlm.data.files import write_bytes
 from hmmlm.data.tokenfile import unknown_fraction
-from hmmlm.device import device_name, pick_device
+from hmmlm.device import device_name, keep_freed_memory, pick_device
 from hmmlm.distillation.labels import LabeledBatches
 from hmmlm.distillation.next_words import NEXT_WORDS, NextWordBatches
 from hmmlm.errors import InputError
@@ -212,6 +212,8 @@ def _train(
 
     def make_fit(data: Prepared) -> Fit:
         check_memory(size(data.tokenizer.vocab_size), config.optimizer.kind, device)
+        if device.type == "cpu":
+            keep_freed_memory()
         training, validation = (make_batches(config, data, split, own_share()) for split in ("train", "valid"))
         learner = make(make_fabric(config), data)
         progress.note(describe(learner, data))

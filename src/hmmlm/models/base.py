@@ -15,9 +15,8 @@ from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Carry, HiddenMarkovModel, Scan
 from hmmlm.hmm.blocked import BlockedHMM, last_tokens
 from hmmlm.ops.blocked_emission import make_tiles
-from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
+from hmmlm.ops.blocked_scan import CarriedFeatures, Features, softmax_scan
 from hmmlm.ops.common import product_dtype
-from hmmlm.ops.linear_logsumexp import linear_logsumexp
 from hmmlm.section import Fraction, ModelSize, Passes, Section, States
 from hmmlm.structure.blocks import Blocks
 from hmmlm.structure.dropout import global_states, sample_states, states_kept
@@ -189,15 +188,13 @@ class BlockedModel(Model):
 
 
 class FactoredBlockedModel(BlockedModel):
-    """A blocked model whose transition is softmax(U Wᵀ): `factors_of` computes the factors of any sample of states."""
+    """A blocked model whose transition is softmax(U Wᵀ): `features_of` computes U and W of any sample of states."""
 
     @abstractmethod
-    def factors_of(
-        self, states: Tensor | None, carried: Tensor | None = None
-    ) -> tuple[Factors, tuple[Tensor, Tensor] | None]:
-        """Compute the factors over `states` [M·kept] (or all), normalized over these.
+    def features_of(self, states: Tensor | None, carried: Tensor | None = None) -> tuple[Features, Tensor | None]:
+        """Compute the features of `states` [M·kept] (or all).
 
-        With `carried` [n], states that are left but not entered, also their rows of u [n, h] and log_normalizer [n].
+        With `carried` [n], states that are left but not entered, also their rows of u [n, h].
         """
 
     def forward(self) -> BlockedHMM:
@@ -207,13 +204,13 @@ class FactoredBlockedModel(BlockedModel):
         precision they are multiplied later. What all rows of w have in common adds the same number to all scores of a
         state, 900 in trained models; without it the scores, and so the normalizer, are 20 times as accurate.
         """
-        factors, _ = self.factors_of(None)
-        rounded, exact = product_dtype(factors.u), factors.log_start.dtype
-        if rounded == exact:
-            return BlockedHMM(*factors)
-        u, w = factors.u.to(exact), factors.w.to(exact)
-        u, w = (factor.to(rounded).to(exact) for factor in (u, w - w.mean(0)))
-        return BlockedHMM(*factors._replace(u=u, w=w, log_normalizer=linear_logsumexp(u, w)))
+        features = self.features_of(None)[0]
+        rounded, exact = product_dtype(features.u), features.log_start.dtype
+        if rounded != exact:
+            u, w = features.u.to(exact), features.w.to(exact)
+            u, w = (factor.to(rounded).to(exact) for factor in (u, w - w.mean(0)))
+            features = features._replace(u=u, w=w)
+        return BlockedHMM(*features.factors())
 
     def scan(
         self,
@@ -232,16 +229,16 @@ class FactoredBlockedModel(BlockedModel):
         """
         sample = sample_states(self.blocks, self.dropout)
         kept = global_states(self.blocks, sample)
-        carried_states = None
+        carried_states = group = None
         if carry is not None:
             assert carry.states is not None  # of this family's own scan
-            carried_states = carry.states[:1] if self.blocks.num_blocks == 1 else carry.states
-        factors, left = self.factors_of(kept, None if carried_states is None else carried_states.flatten())
+            carried_states, group = self._distinct(carry.states)
+        features, left = self.features_of(kept, None if carried_states is None else carried_states.flatten())
         carried = None
         if carry is not None and carried_states is not None and left is not None:
-            carried = CarriedRows(carry.probs, *(x.unflatten(0, (-1, carried_states.shape[1])) for x in left))
-        result = blocked_scan(
-            factors,
+            carried = CarriedFeatures(carry.probs, left.unflatten(0, carried_states.shape), group)
+        result = softmax_scan(
+            features,
             tokens,
             carried=carried,
             lengths=lengths,
@@ -249,6 +246,18 @@ class FactoredBlockedModel(BlockedModel):
             next_words=next_words,
         )
         return self.finish(result, tokens, lengths, kept.view(sample.shape), self.blocks.block_of_word)
+
+    def _distinct(self, states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the different rows of the carried states [B, k], and which of them each sequence carries (see
+        `CarriedFeatures`)."""
+        if self.blocks.num_blocks == 1:
+            return states[:1], None
+        if states.is_cuda:  # finding them would synchronize with the device
+            return states, None
+        # All sequences carry states of the same sample, so that the first one identifies the row.
+        _, group = states[:, 0].unique(return_inverse=True)
+        rows = states.new_empty(int(group.max()) + 1, states.shape[1]).index_copy_(0, group, states)
+        return rows, group
 
 
 def restart_lost(restart: Tensor | None, carry: Carry | None, tokens: Tensor) -> Tensor | None:

@@ -17,9 +17,8 @@ from hmmlm.models.base import BlockedConfig, FactoredBlockedModel, Model, ModelC
 from hmmlm.models.capacity import fit_width, transformer_layers
 from hmmlm.models.networks import Mlp, MlpForm, Skip, Transformer, initialize_linears_
 from hmmlm.ops.blocked_emission import blocked_emission
-from hmmlm.ops.blocked_scan import Factors
+from hmmlm.ops.blocked_scan import Features
 from hmmlm.ops.common import factor_logits
-from hmmlm.ops.linear_logsumexp import linear_logsumexp, split_linear_logsumexp
 from hmmlm.section import Layers, ModelSize, Scale, Width
 from hmmlm.structure.blocks import Blocks
 
@@ -327,15 +326,10 @@ class BlockedFactored(FactoredBlockedModel):
             )
         self.dense = dense
 
-    def factors_of(
-        self, states: Tensor | None, carried: Tensor | None = None
-    ) -> tuple[Factors, tuple[Tensor, Tensor] | None]:
+    def features_of(self, states: Tensor | None, carried: Tensor | None = None) -> tuple[Features, Tensor | None]:
         u, w, emitting = self.dense.features(states)
         log_start = torch.log_softmax(u @ self.dense.start, 0, dtype=self.dense.start.dtype)
         blocked = emitting.reshape(self.blocks.num_blocks, -1, emitting.shape[1])
         log_emission = blocked_emission(blocked, self.dense.emission, None, self.tiles)
-        left = None
-        if carried is not None:
-            rows = self.dense.features(carried)[0]
-            left = rows, linear_logsumexp(rows, w)
-        return Factors(self.blocks.block_of_word, u, w, split_linear_logsumexp(u, w), log_start, log_emission), left
+        left = None if carried is None else self.dense.features(carried)[0]
+        return Features(self.blocks.block_of_word, u, w, log_start, log_emission), left

@@ -12,8 +12,7 @@ from hmmlm.errors import InputError
 from hmmlm.models.base import BlockCount, BlockedConfig, FactoredBlockedModel, Model, ModelConfig, one_block
 from hmmlm.models.networks import Residual, initialize_linears_
 from hmmlm.ops.blocked_emission import blocked_emission
-from hmmlm.ops.blocked_scan import Factors
-from hmmlm.ops.linear_logsumexp import linear_logsumexp, split_linear_logsumexp
+from hmmlm.ops.blocked_scan import Features
 from hmmlm.section import Fraction, ModelSize, States, Width
 from hmmlm.structure.blocks import Blocks
 
@@ -142,12 +141,9 @@ class Neural(FactoredBlockedModel):
         log_start = self.start(starting).squeeze(1).to(self.embedding.dtype).log_softmax(0)
         return embedding, u, w, log_start, u_carried[0] if u_carried else None
 
-    def factors_of(
-        self, states: Tensor | None, carried: Tensor | None = None
-    ) -> tuple[Factors, tuple[Tensor, Tensor] | None]:
+    def features_of(self, states: Tensor | None, carried: Tensor | None = None) -> tuple[Features, Tensor | None]:
         embedding, u, w, log_start, u_carried = self.transition_factors(states, carried)
         kept = embedding.shape[0] // self.blocks.num_blocks
         emitting = self.networks["emit"](embedding).view(self.blocks.num_blocks, kept, -1)
         log_emission = blocked_emission(emitting, self.words.weight, self.words.bias, self.tiles)
-        left = None if u_carried is None else (u_carried, linear_logsumexp(u_carried, w))
-        return Factors(self.blocks.block_of_word, u, w, split_linear_logsumexp(u, w), log_start, log_emission), left
+        return Features(self.blocks.block_of_word, u, w, log_start, log_emission), u_carried

@@ -16,8 +16,7 @@ from hmmlm.hmm import HMM, BlockedHMM, Carry, HiddenMarkovModel, Scan, UnionHMM
 from hmmlm.hmm.union_scan import scan_components
 from hmmlm.models.base import FactoredBlockedModel, Model, ModelConfig, restart_lost
 from hmmlm.models.scalar import Scalar, log_softmax_in_blocks
-from hmmlm.ops.blocked_scan import Factors
-from hmmlm.ops.linear_logsumexp import linear_logsumexp, split_linear_logsumexp
+from hmmlm.ops.blocked_scan import Features
 from hmmlm.section import Fraction, ModelSize, States
 from hmmlm.structure.blocks import Blocks
 
@@ -89,23 +88,15 @@ class FreeFactors(FactoredBlockedModel):
         self.start = nn.Parameter(factors.log_start.clamp(min=_LEAST))
         self.emission = nn.Parameter(factors.log_emission.clamp(min=_LEAST))
 
-    def factors_of(
-        self, states: Tensor | None, carried: Tensor | None = None
-    ) -> tuple[Factors, tuple[Tensor, Tensor] | None]:
+    def features_of(self, states: Tensor | None, carried: Tensor | None = None) -> tuple[Features, Tensor | None]:
         log_emission = log_softmax_in_blocks(self.emission, self.blocks)
         u, w, start = list[Tensor]([self.u, self.w, self.start])
         if states is not None:
             u, w, start = (values.index_select(0, states) for values in (u, w, start))
             kept = states.view(self.blocks.num_blocks, -1) % self.blocks.states_per_block
             log_emission = log_emission.gather(1, kept.index_select(0, self.blocks.block_of_word))
-        left = None
-        if carried is not None:
-            leaving = self.u.index_select(0, carried)
-            left = leaving, linear_logsumexp(leaving, w)
-        factors = Factors(
-            self.blocks.block_of_word, u, w, split_linear_logsumexp(u, w), start.log_softmax(0), log_emission
-        )
-        return factors, left
+        left = None if carried is None else self.u.index_select(0, carried)
+        return Features(self.blocks.block_of_word, u, w, start.log_softmax(0), log_emission), left
 
 
 def _module(hmm: HiddenMarkovModel, dropout: float) -> Model:

@@ -7,5 +7,6 @@ order. "auto" selects the fastest that supports the problem.
 
 from hmmlm.ops.blocked_scan.api import blocked_scan
 from hmmlm.ops.blocked_scan.problem import CarriedRows, Factors
+from hmmlm.ops.blocked_scan.softmax import CarriedFeatures, Features, softmax_scan
 
-__all__ = ["CarriedRows", "Factors", "blocked_scan"]
+__all__ = ["CarriedFeatures", "CarriedRows", "Factors", "Features", "blocked_scan", "softmax_scan"]

@@ -54,22 +54,34 @@ def blocked_scan(
     may matter (see `Limits`) is recomputed in log space in float64. During CUDA graph capture, where the device must
     not be synchronized, it is returned as `suspect` instead, with −inf, no gradient and a carry of zeros.
     """
-    _check_shapes(factors, tokens, carried, restart)
-    if not capturing(factors.u):
-        _check_words(tokens, lengths, factors.log_emission.shape[0])
+    check(factors, tokens, carried, lengths, restart)
     if impl == "naive":
         return naive.blocked_scan(factors, tokens, carried, lengths, restart, next_words)
     dtype = resolve_dtype(factors.u, product_dtype)
     unsupported = "float64" if dtype == torch.float64 else ""
     chosen = choose_kernels("blocked_scan", impl, factors.u, "scaled", unsupported)
     problem = lay_out(factors, tokens, carried, lengths, restart, dtype)
-    given = (*factors[1:], *(carried or (None, None, None)))
+    given = (*factors[1:], *(carried or (None, None, None))[:3])
     words = None if next_words is None else NextWords(next_words, factors.block_of_word[next_words.clamp_min(0)])
     log_likelihood, final, suspect, score = _BlockedScan.apply(chosen, problem, words, *given)
     score = None if next_words is None else score
+    scan = Scan(log_likelihood, Carry(final), suspect, score)
     if capturing(factors.u) or not suspect.any():
-        return Scan(log_likelihood, Carry(final), suspect, score)
-    again = suspect.nonzero()[:, 0]
+        return scan
+    return recompute_suspects(scan, factors, tokens, carried, lengths, restart)
+
+
+def recompute_suspects(
+    scan: Scan,
+    factors: Factors,
+    tokens: Tensor,
+    carried: CarriedRows | None,
+    lengths: Tensor | None,
+    restart: Tensor | None,
+) -> Scan:
+    """Return the scan with its suspect sequences recomputed in log space in float64."""
+    assert scan.suspect is not None
+    again = scan.suspect.nonzero()[:, 0]
     result = naive.blocked_scan(
         factors.to(torch.float64),
         tokens[again],
@@ -77,11 +89,10 @@ def blocked_scan(
         None if lengths is None else lengths[again],
         None if restart is None else restart[again],
     )
-    return Scan(
-        log_likelihood.index_put((again,), result.log_likelihood.to(log_likelihood.dtype)),
-        Carry(final.index_put((again,), result.carry.probs.to(final.dtype))),
-        torch.zeros_like(suspect),
-        score,
+    return scan._replace(
+        log_likelihood=scan.log_likelihood.index_put((again,), result.log_likelihood.to(scan.log_likelihood.dtype)),
+        carry=Carry(scan.carry.probs.index_put((again,), result.carry.probs.to(scan.carry.probs.dtype))),
+        suspect=torch.zeros_like(scan.suspect),
     )
 
 
@@ -162,6 +173,15 @@ def _backward_with_words(
     return Gradients(*(a + b for a, b in zip(out, own, strict=True)))
 
 
+def check(
+    factors: Factors, tokens: Tensor, carried: CarriedRows | None, lengths: Tensor | None, restart: Tensor | None
+) -> None:
+    """Raise an InputError that names the input with a wrong shape or value; values only outside a CUDA graph."""
+    _check_shapes(factors, tokens, carried, restart)
+    if not capturing(factors.u):
+        _check_words(tokens, lengths, factors.log_emission.shape[0])
+
+
 def _check_shapes(factors: Factors, tokens: Tensor, carried: CarriedRows | None, restart: Tensor | None) -> None:
     """Raise an InputError that names the tensor with a wrong shape; does not synchronize with the device."""
     if tokens.dim() != 2 or not tokens.numel():
@@ -179,7 +199,7 @@ def _check_shapes(factors: Factors, tokens: Tensor, carried: CarriedRows | None,
     }
     if carried is not None:
         then = carried.filtered.shape[1]
-        rows = 1 if carried.u.shape[0] == 1 else tokens.shape[0]
+        rows = len(carried.u) if carried.group is not None or len(carried.u) == 1 else tokens.shape[0]
         expected |= {
             "carried.filtered": (carried.filtered, (tokens.shape[0], then)),
             "carried.u": (carried.u, (rows, then, h)),

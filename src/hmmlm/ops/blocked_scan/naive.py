@@ -25,7 +25,7 @@ def blocked_scan(
         joint = u.new_zeros(0)  # log p(words since the last restart, z) over the states of the last word's block
         tail = (u[:0], log_normalizer[:0])  # the rows of U of those states, and their normalizers
         if carried is not None:
-            own = b if len(carried.u) > 1 else 0
+            own = int(carried.groups(batch)[b])
             joint, tail = _log(carried.filtered[b]), (carried.u[own], carried.log_normalizer[own])
         length = time if lengths is None else int(lengths[b])
         for t in range(length):

@@ -31,18 +31,25 @@ class Factors(NamedTuple):
 class CarriedRows(NamedTuple):
     """The carry of a window and the transition rows of the carried states.
 
-    The carried states may differ from those of the present factors (state dropout). If all sequences carry the same
-    states, as with a single block, `u` and `log_normalizer` have one row for all sequences.
+    The carried states may differ from those of the present factors (state dropout). Sequences that carry the same
+    states may share a group of rows: all of them, as with a single block, or those that `group` names.
     """
 
     filtered: Tensor  # [B, kept_then] p(z | all previous words); sums to zero only if they were impossible
-    u: Tensor  # [B or 1, kept_then, h]
-    log_normalizer: Tensor  # [B or 1, kept_then] logsumexp of those rows against the present W
+    u: Tensor  # [N, kept_then, h]
+    log_normalizer: Tensor  # [N, kept_then] logsumexp of those rows against the present W
+    group: Tensor | None = None  # [B] group 0..N−1 of each sequence; None: its own (N = B), or the only one (N = 1)
+
+    def groups(self, batch: int) -> Tensor:
+        """Return the group of each sequence [B]."""
+        if self.group is not None:
+            return self.group
+        return torch.arange(self.u.shape[0], device=self.u.device).expand(batch)
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> "CarriedRows":
         """Return the sequences at `index` in `dtype`."""
-        shared = self.u.shape[0] == 1
-        return CarriedRows(*((x if shared and i else x[index]).to(dtype) for i, x in enumerate(self)))
+        group = self.groups(len(self.filtered))[index]
+        return CarriedRows(self.filtered[index].to(dtype), *(x[group].to(dtype) for x in (self.u, self.log_normalizer)))
 
 
 class Problem(NamedTuple):
@@ -62,6 +69,9 @@ class Problem(NamedTuple):
     log_start: Tensor  # [M, kept]
     log_emission: Tensor  # [V, kept]
     initial: Tensor  # [B, R] the carry; zero if there is none
+    table: Tensor | None = None
+    """[G, R, M, kept] probabilities of all transitions, to read tiles from; then u and w have h = 0 and log_normalizer
+    is not used."""
 
     def differentiable(self) -> tuple[Tensor, ...]:
         """Return the inputs that have a gradient, in the order of `Gradients`."""
@@ -152,8 +162,7 @@ def lay_out(
     if carried is None:
         first = torch.full((batch, 1), START, device=tokens.device)
     else:
-        groups = torch.arange(blocks, blocks + carried.u.shape[0], device=tokens.device)
-        first = groups.expand(batch)[:, None]
+        first = blocks + carried.groups(batch)[:, None]
     if lengths is None:
         lengths = torch.full((batch,), time, device=tokens.device)
         word, block = tokens, block_of_word[tokens]
@@ -186,6 +195,17 @@ def lay_out(
         log_emission=log_emission.to(exact).contiguous(),
         initial=filtered,
     )
+
+
+def tile_lines(source: Tensor, block: Tensor, rows: int, blocks: int) -> Tensor:
+    """Return the lines [P·R] of a table [G·R·M, kept] with the tiles from groups `source` [P] to blocks `block` [P]."""
+    return ((source[:, None] * rows + torch.arange(rows)) * blocks + block[:, None]).flatten()
+
+
+def read_tiles(table: Tensor, source: Tensor, block: Tensor) -> Tensor:
+    """Return the tiles [P, R, kept] of a table [G, R, M, kept] from groups `source` [P] to blocks `block` [P]."""
+    _, rows, blocks, kept = table.shape
+    return table.view(-1, kept).index_select(0, tile_lines(source, block, rows, blocks)).view(-1, rows, kept)
 
 
 def one_step_problem(problem: Problem, filtered: Tensor, words: NextWords) -> Problem:

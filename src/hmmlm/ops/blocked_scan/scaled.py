@@ -7,13 +7,13 @@ The backward pass never forms a backward probability, which could overflow. With
 distribution, the posterior of the pair (i, j) is f_i A_ij (γ_j / q_j), and f_i A_ij / q_j ≤ 1 is p(i | j, the past).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hmmlm.ops.blocked_scan.problem import START, BlockedForward, Gradients, Problem, limits
+from hmmlm.ops.blocked_scan.problem import START, BlockedForward, Gradients, Problem, limits, read_tiles
 from hmmlm.ops.common import FLOOR, exp, matmul
 
 _TILE_BUDGET = 2**26  # elements of the transition tiles held at a time: 256 MB in float32
@@ -23,7 +23,7 @@ never denormal (slow on CPUs), and no sum overflows."""
 _WORTH_SHARING = 2**12  # elements of a tile from which computing it takes longer than looking up a shared one
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     """P transition tiles for times `first` to `end`; positions that are not steps have some tile, which is not used."""
 
     first: int
@@ -74,7 +74,7 @@ class _Tiles(NamedTuple):
         return self.values.index_select(0, self.tile_of[:, k])
 
 
-def _all_tiles(problem: Problem, backwards: bool = False) -> Iterator[_Tiles]:
+def _all_tiles(problem: Problem, backwards: bool = False) -> Iterator[Tiles]:
     """Yield the tiles of all times, one range of time after another."""
     (blocks, kept), rows = problem.w.shape[:2], problem.u.shape[1]
     if not problem.u.is_cuda and rows * kept >= _WORTH_SHARING:  # on the GPU, counting them would synchronize
@@ -92,12 +92,15 @@ def _all_tiles(problem: Problem, backwards: bool = False) -> Iterator[_Tiles]:
 
 def _make(
     problem: Problem, first: int, end: int, source: Tensor, block: Tensor, index: Tensor | None, alike: list[bool]
-) -> _Tiles:
+) -> Tiles:
     """Compute the tiles from groups `source` [P] to blocks `block` [P] for times `first` to `end`."""
+    if problem.table is not None:
+        rows, columns = problem.u[:0], problem.w[:0]
+        return Tiles(first, end, source, block, rows, columns, read_tiles(problem.table, source, block), index, alike)
     rows, columns = problem.u.index_select(0, source), problem.w.index_select(0, block)
     scores = matmul(rows, columns.transpose(1, 2))
     values = exp(scores.sub_(problem.log_normalizer.index_select(0, source)[:, :, None]))
-    return _Tiles(first, end, source, block, rows, columns, values, index, alike)
+    return Tiles(first, end, source, block, rows, columns, values, index, alike)
 
 
 def forward(problem: Problem) -> BlockedForward:
@@ -144,11 +147,19 @@ def forward(problem: Problem) -> BlockedForward:
     return BlockedForward(log_likelihood, filtered, predicted, suspect)
 
 
-def backward(problem: Problem, result: BlockedForward, grad: Tensor, extra: Tensor | None = None) -> Gradients:
+def backward(
+    problem: Problem,
+    result: BlockedForward,
+    grad: Tensor,
+    extra: Tensor | None = None,
+    add_pairs: Callable[[Tiles, Tensor], None] | None = None,
+) -> Gradients:
     """Compute expected counts weighted by `grad` [B]; suspect sequences contribute nothing.
 
     Args:
         extra: [B, T + 1, R] added to the posterior of each position (entry t + 1 is that of t) from elsewhere.
+        add_pairs: called with tiles and their expected transitions [P, R, kept]; None: these become gradients of the
+            factors.
     """
     batch, kept = problem.word.shape[0], problem.w.shape[1]
     grad = grad.masked_fill(result.suspect, 0.0).to(problem.log_start.dtype)[:, None]
@@ -179,8 +190,11 @@ def backward(problem: Problem, result: BlockedForward, grad: Tensor, extra: Tens
         )
         pairs = tiles.pairs(filtered[:, :-1], ratio).to(tiles.rows.dtype)
         starts = (problem.source[:, first:end, None] == START) * posterior
-        out.u.index_add_(0, tiles.source, matmul(pairs, tiles.columns))
-        out.w.index_add_(0, tiles.block, matmul(pairs.transpose(1, 2), tiles.rows))
+        if add_pairs is not None:
+            add_pairs(tiles, pairs)
+        else:
+            out.u.index_add_(0, tiles.source, matmul(pairs, tiles.columns))
+            out.w.index_add_(0, tiles.block, matmul(pairs.transpose(1, 2), tiles.rows))
         out.log_normalizer.index_add_(0, source, before.flatten(0, 1), alpha=-1)
         out.log_start.index_add_(0, block, starts.flatten(0, 1))
         out.log_emission.index_add_(0, word, posterior.flatten(0, 1))
