@@ -112,7 +112,10 @@ class NgramModel:
         That is the number of contexts, of two tokens up to order − 1, that were seen in training: 0 to order − 2.
         """
         contexts = self._contexts(self._checked(tokens))
-        return sum((context >= 0 for context in contexts[2:]), start=np.zeros_like(contexts[0]))
+        known = np.zeros_like(contexts[0])
+        for context in contexts[2:]:
+            known += context >= 0
+        return known
 
     def perplexity(self, tokens: ArrayLike) -> float:
         """Compute exp(−Σ log p / number of tokens), as for the HMMs."""

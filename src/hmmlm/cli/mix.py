@@ -108,7 +108,7 @@ def _print(arguments: MixArguments, mixture: MixtureModel, perplexities: list[fl
     digits = 4 if len(mixture.weights) == 1 else 2
     weights = [" ".join(f"{weight:.{digits}f}" for weight in of_part) for of_part in mixture.weights.T]
     if len(mixture.weights) > 1:
-        table.caption = f"weights where the n-gram knows no context of two words, … of {len(mixture.weights)} words"
+        table.caption = f"weights: the n-gram knows 1 … {len(mixture.weights)} words before"
         table.caption_justify, table.caption_style = "left", ""
     for name, weight, value in zip([*names, str(arguments.out)], [*weights, ""], perplexities, strict=True):
         table.add_row(Text(printable(name)), weight, perplexity_text(value, 2))

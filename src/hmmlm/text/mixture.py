@@ -348,7 +348,7 @@ class MixtureModel(TextModel):
         for context in contexts:
             each = [part.next_token(own) for part, own in zip(self.predictors, context, strict=True)]
             pairs = zip(self.predictors, context, strict=True)
-            before = next((own for part, own in pairs if isinstance(part, NgramPredictor)), [])
+            before: list[int] = next((own for part, own in pairs if isinstance(part, NgramPredictor)), [])
             rows.append(torch.from_numpy(mix(_stack(each), self._weights(before)[:, -1])))
         return torch.stack(rows)
 
@@ -375,7 +375,9 @@ class MixtureModel(TextModel):
         check_checksum(folder / MODEL, tensors)
         if not isinstance(components, list) or not 0 < len(components) <= MAX_COMPONENTS:
             raise InputError(f"{where} has no list of components: save the mixture again")
-        rows = weights if isinstance(weights, list) and weights and isinstance(weights[0], list) else [weights]
+        rows: list[Any] = (
+            weights if isinstance(weights, list) and weights and isinstance(weights[0], list) else [weights]
+        )
         if not all(isinstance(row, list) and all(isinstance(w, float | int) for w in row) for row in rows):
             raise InputError(f"{where} has no list of weights: save the mixture again")
         if len({len(row) for row in rows}) != 1:

@@ -110,7 +110,7 @@ class _BlockedScan(torch.autograd.Function):
         known = (problem.lengths > 0) & ~result.suspect
         final = torch.where(known[:, None], final, 0.0)
         score = torch.zeros_like(result.log_likelihood)
-        of_words: tuple[Tensor, ...] = ()
+        of_words: tuple[Tensor | None, ...] = ()
         if words is not None:
             steps = one_step_problem(problem, result.filtered, words)
             scored = kernels.forward(steps)

@@ -90,7 +90,7 @@ def _transitions(u: Tensor, w: Tensor) -> Tensor:
     table = u.new_empty(u.shape[0], w.shape[0])
     for rows in _chunks(u.shape[0], w.shape[0]):
         torch.softmax(u[rows] @ w.T, 1, out=table[rows])
-        torch.nn.functional.threshold_(table[rows], FLOOR[u.dtype], 0.0)
+        torch.threshold_(table[rows], FLOOR[u.dtype], 0.0)
     return table
 
 
