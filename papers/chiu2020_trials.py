@@ -155,6 +155,12 @@ CPU = Study(
         _row("2^12 states, 4 epochs, two CPU cores", "ptb-vl-hmm", **SMALL),
         _row("LSTM 2x256, 4 epochs, two CPU cores", BASELINE, **LSTM),
     ),
+    headers={
+        "ngram_test_perplexity": "5-gram, test",
+        "mixture_valid_perplexity": "HMM + 5-gram, valid",
+        "mixture_test_perplexity": "HMM + 5-gram, test",
+        "cpu_seconds": "CPU seconds",
+    },
 )
 BROWN = Study(
     name="chiu2020-brown",
