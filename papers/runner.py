@@ -230,7 +230,7 @@ def _combine(run: StudyRun, combination: Combination, work: Path, on_gpu: bool) 
         model, weights, _ = join(CombineArguments(**common))
     else:
         model, _, _ = mix(MixArguments(**common, ngram=combination.ngram, cache=combination.cache))
-        weights = model.weights.tolist()
+        weights = model.weights.mean(0).tolist()
     data = reopen(folders[0]).tokens
     scores = {split: score_tokens(model, data[split]).perplexity for split in ("valid", "test")}
     return {
