@@ -92,9 +92,12 @@ def generate(explorer: Explorer, query: GenerateQuery) -> dict[str, Any]:
         excluded = None if query.unknown else lm.tokenizer.unk_id
         _check_predicted(lm, query, excluded)
         added = sample_continuations(lm.hmm, lm.context(given), eos, options, excluded, lm.chunk)
+    # With <eos> if a sample ended.
+    ended = [[*tokens, *([eos] if len(tokens) < query.max_new_tokens else [])] for tokens in added]
+    log_probs = lm.token_log_probs([[*given, *new] for new in ended])
+    chances = [None] * len(ended) if guide is None else _chances(*guide, ended)
     samples = [
-        _described(explorer, given, [*tokens, *([eos] if len(tokens) < query.max_new_tokens else [])], seed + i, guide)
-        for i, tokens in enumerate(added)
+        _described(explorer, given, new, seed + i, log_probs[i].tolist(), chances[i]) for i, new in enumerate(ended)
     ]
     chance = None if guide is None else guide[0].chance(guide[1])
     states = {state for sample in samples for token in sample["tokens"] for state in [token["state"]]}
@@ -132,12 +135,16 @@ def _check_predicted(lm: LanguageModel, query: GenerateQuery, excluded: int | No
 
 
 def _described(
-    explorer: Explorer, given: list[int], added: list[int], seed: int, guide: tuple[Guide, Position] | None
+    explorer: Explorer,
+    given: list[int],
+    added: list[int],
+    seed: int,
+    log_probs: list[float],
+    chances: list[float] | None,
 ) -> dict[str, Any]:
-    """Return a sample as JSON values; `added` are its new tokens, with <eos> if it ended."""
+    """Return a sample as JSON values: its tokens with their log-probabilities, and the chances after new ones."""
     lm, tokenizer = explorer.lm, explorer.lm.tokenizer
     tokens = [*given, *added]
-    (log_probs,) = lm.token_log_probs([tokens])
     generator = torch.Generator(lm.hmm.device).manual_seed(seed)
     path = [
         state
@@ -145,21 +152,27 @@ def _described(
         for state in lm.hmm.posterior_sample([sequence], generator=generator)[0, 0].tolist()
     ]
     rows = []
-    for i, (token, log_prob, state) in enumerate(zip(tokens, log_probs.tolist(), path, strict=True)):
+    for i, (token, log_prob, state) in enumerate(zip(tokens, log_probs, path, strict=True)):
         shown = described(tokenizer, token, tokens[i - 1] if i else None, log_prob)
         rows.append(shown | {"state": state, "new": i >= len(given), "chance": None})
-    if guide is not None:
-        for row, chance in zip(rows[len(given) :], _chances(*guide, added), strict=True):
-            row["chance"] = chance
+    for row, chance in zip(rows[len(given) :], chances or [], strict=False):
+        row["chance"] = chance
     return {"text": tokenizer.decode(tokens).removesuffix("\n"), "tokens": rows}
 
 
-def _chances(guide: Guide, position: Position, added: list[int]) -> list[float]:
-    """Return log p(constraint satisfied in the end | tokens so far) after each new token."""
-    positions = [position]
-    for token in added[:-1]:
-        positions.append(guide.advance(positions[-1], token))
-    return guide.chances_after(positions, added).tolist()
+def _chances(guide: Guide, position: Position, added: list[list[int]]) -> list[list[float]]:
+    """Return log p(constraint satisfied in the end | tokens so far) after each new token of each sample."""
+    chances: list[list[float]] = [[] for _ in added]
+    going, positions = list(range(len(added))), [position] * len(added)
+    for step in range(max(map(len, added))):
+        tokens = [added[i][step] for i in going]
+        for i, chance in zip(going, guide.chances_after(positions, tokens).tolist(), strict=True):
+            chances[i].append(chance)
+        longer = [place for place, i in enumerate(going) if len(added[i]) > step + 1]
+        going = [going[place] for place in longer]
+        if going:
+            positions = guide.advance_all([positions[place] for place in longer], [tokens[place] for place in longer])
+    return chances
 
 
 def fill(explorer: Explorer, query: FillQuery) -> dict[str, Any]:
