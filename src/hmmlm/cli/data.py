@@ -29,7 +29,7 @@ examples:
   hmmlm data wikitext-2 --data-folder ~/corpora --out data/wikitext-2
   hmmlm data my.txt --out data/mine --tokenizer.kind bpe
   hmmlm data ptb --out data/ptb-128 --clusters 128
-  hmmlm data large.txt --out data/large --workers 16    (the same command again continues)"""
+  hmmlm data large.txt --out data/large --workers 16"""
 MADE = ("tokenizer", "data", "clusters.paths")
 UNFINISHED = "unfinished.json"
 """File with the settings of token files that are made in parts, until they are complete."""
