@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +58,8 @@ def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_a_killed_rank_is_named_and_the_run_resumes(straight: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     config, run = straight
-    began = time.monotonic()
     codes = end_ranks(start_ranks(2, train_until, 13, 1, "SIGKILL", config, tmp_path / "run"))
     assert codes == [2, -signal.SIGKILL]
-    assert time.monotonic() - began < 60  # with the start of the processes
     assert read_checkpoint(tmp_path / "run" / "last")[1]["position"]["step"] == 10
     run_ranks(3, train_in_float64, config, tmp_path / "run", True)
     assert_close(tmp_path / "run", run)
