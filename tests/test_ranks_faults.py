@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers.ranks import end_ranks, run_ranks, start_ranks
 from helpers.runs import tiny_config, write_text
 from test_ranks_training import MINI_BATCH, assert_close, train_in_float64
 
+from hmmlm import ranks
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
 from hmmlm.errors import InputError
@@ -117,3 +119,13 @@ def test_several_devices_from_python(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"train.devices is 2, but this is one process: use the command `hmmlm train`"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_that_never_starts_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "CONNECTION_WAIT", timedelta(seconds=1))
+    given = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(InputError, match="rank 0 of 2 waited in vain for the others"), ranks.connected(on_gpu=False):
+        pass

@@ -25,6 +25,8 @@ from hmmlm.errors import InputError
 from hmmlm.heartbeat import LEFT, LOST, Heartbeat
 
 Result = TypeVar("Result")
+CONNECTION_WAIT = timedelta(minutes=10)
+"""How long ranks wait for each other at the start."""
 LONGEST_WAIT = timedelta(days=7)
 """How long ranks wait for the first one, which may be clustering a large text; a lost rank ends the wait at once."""
 
@@ -149,12 +151,14 @@ def connected(on_gpu: bool = False) -> Iterator[Ranks]:
 def _connect(on_gpu: bool) -> Ranks:
     rank, count, local, here = (_variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     try:
-        dist.init_process_group("gloo", timeout=LONGEST_WAIT)
+        dist.init_process_group("gloo", timeout=CONNECTION_WAIT)
+        assert dist.group.WORLD is not None
+        dist.group.WORLD.set_timeout(LONGEST_WAIT)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise InputError(
-            f"rank {rank} of {count} cannot connect to rank 0 at {where} ({str(error).splitlines()[0]}): start every "
-            "machine with the same --nnodes and --rdzv-endpoint"
+            f"rank {rank} of {count} waited in vain for the others at {where} ({str(error).splitlines()[0]}): start "
+            "every machine with the same --nnodes and --rdzv-endpoint"
         ) from None
     if not on_gpu:
         return Ranks(rank, count, local)
