@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import re
 import shlex
@@ -51,6 +52,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "deep.toml").write_text("a = " + "[" * 5_000)
     (folder / "broken.toml").write_text('[train]\nepochs = "many"\n')
     os.mkfifo(folder / "pipe")
+    for name, schema in (("deep", "[" * 100_000), ("number", "3"), ("torn", "{")):
+        (folder / f"{name}.json").write_text(schema)
+    optional = {"type": "object", "properties": {f"k{i}": {"$ref": "#"} for i in range(3_000)}}
+    (folder / "optional.json").write_text(json.dumps(optional))
     return folder
 
 
@@ -161,6 +166,36 @@ FILES = [
     ("sample {place}/model --must ''", "is not a word or phrase"),
     ("sample {place}/model --must zebra", "has a word outside the vocabulary"),
     ("sample {place}/model --never '<eos>'", "is not a word or phrase"),
+    ("sample {place}/model --num 1000000 --max-new-tokens 1000000", "num × max_new_tokens must be at most 100,000,000"),
+    ("sample {place}/model --temperature 1e300", "temperature must be at most 1e+18, not 1e+300"),
+    ("sample {place}/model --regex 'a{{1,100000}}'", "it needs more than 16,384 automaton states"),
+    ("sample {place}/model --regex '[z-a]'", "is not a regular expression: bad character range z-a"),
+    ("sample {place}/model --json-schema {place}/optional.json", "json: the schema is too large"),
+    ("sample {place}/model --json-schema {place}/deep.json", "deep.json is nested too deeply"),
+    ("sample {place}/model --json-schema {place}/number.json", "json: give a schema as a dictionary or its text"),
+    ("sample {place}/model --json-schema {place}/torn.json", "torn.json is truncated or not JSON"),
+    ("sample {place}/model --json-schema /dev/zero", "it is not a regular file"),
+    ("sample {place}/model --words 12-5", "words: 12 to 5 is empty"),
+    ("sample {place}/model --tokens 3-99999", "tokens: give (min, max), integers from 0 to 10,000"),
+    ("score {place}/model /dev/zero", "/dev/zero is a device, not a text file"),
+    ("score {place}/model {place}", "is a folder: give a text file"),
+    ("score {place}/model {place}/loop.txt", "Too many levels of symbolic links"),
+    ("score {place}/model {place}/zeros.txt", "it has a NUL at byte 0"),
+    ("score '' {place}/text.txt", "no model in ."),
+    ("compare {place}/model {place}/model --data /dev/zero", "/dev/zero is a device, not a text file"),
+    ("compare {place}/model {place}/none", "none: the folder does not exist"),
+    ("runs /dev/zero", "no runs in the folder /dev/zero"),
+    ("join {place}/model {place}/model --out /dev/null/x --weights 0.5,0.5", "cannot save to /dev/null/x"),
+    ("join {place}/model {place}/model --out {place}/new --weights nan,1", "Input should be a finite number"),
+    ("mix {place}/model --out {place}/new", "a mixture needs at least two models"),
+    ("mix {place}/model --ngram 99 --out {place}/new", "--ngram: Input should be less than or equal to 10"),
+    ("ngram {place} --order 5", "has no token files"),
+    ("distill {place}/text.txt --out {place}/new", "no teacher at"),
+    ("teacher --convert {place}/text.txt --out {place}/new", "is not a GGUF file"),
+    ("baseline --resume {place}/model", "config.json does not belong to a run of `hmmlm baseline`"),
+    ("explore {place}/model --port 99999999", "--port: Input should be less than or equal to 65535"),
+    ("explore {place}/model {place}/none", "none: the folder does not exist"),
+    ("explore {place}/model --export {place}", "is a folder: give the name of a file"),
 ]
 
 

@@ -167,6 +167,10 @@ def test_words_are_counted(least: int | None, most: int | None) -> None:
         assert automaton.accepts(symbols) == ((least or 0) <= count <= (99 if most is None else most))
 
 
+def optional_properties(count: int, kind: dict[str, str]) -> dict[str, object]:
+    return {"type": "object", "properties": {f"k{i}": kind for i in range(count)}}
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
@@ -197,6 +201,9 @@ def test_json_texts_follow_their_schema(subwords: LanguageModel) -> None:
         ({"match": "stem", "must": ["cat"]}, "match must be one of word, prefix, substring, not 'stem'"),
         ({"choice": "cat"}, "choice: give a list"),
         ({"json": "{"}, "json: give a schema as a dictionary or its text"),
+        ({"json": "[" * 100_000}, "json: give a schema as a dictionary or its text: maximum recursion depth"),
+        ({"json": optional_properties(3000, {"type": "string"})}, "json: the schema is too large: list optional"),
+        ({"json": optional_properties(50, {"$ref": "#"})}, "json: the schema is too large: list optional"),
         ({"automaton": "x"}, "automaton: give an Automaton, not a str"),
         ({"automaton": at_least(1, 9)}, "automata over 6 and 9 words cannot be combined"),
         ({"suffix": "sat", "never": ["sat"]}, "no line of at most 100 tokens"),

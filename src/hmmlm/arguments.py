@@ -111,7 +111,7 @@ def _matches(value: object, kind: Any) -> bool:
     if origin is Tensor:
         return isinstance(value, Tensor) and not value.is_meta and value.layout == torch.strided
     if origin is Sequence:
-        return is_sequence(value)
+        return is_sequence(value) or (isinstance(value, bytes) and get_args(kind) == (int,))
     return origin is Any or not isinstance(origin, type) or isinstance(value, origin)
 
 

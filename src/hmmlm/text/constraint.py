@@ -6,7 +6,7 @@ import json as json_library
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache, reduce
+from functools import cache, lru_cache, reduce
 from operator import and_
 from typing import Any, Literal, TypedDict, get_args
 
@@ -24,6 +24,8 @@ Bounds = tuple[int | None, int | None]
 """Smallest and largest number; None for no bound."""
 MOST = 10_000  # words or tokens of a constraint
 DEPTH = 3  # of recursion in a JSON schema
+LARGEST_SCHEMA = 2**17  # characters of the regular expression of a JSON schema
+_LEAF = 30  # of them for a value without parts
 _BEFORE_WORD = r"(?s:.*[\x00-/:-@\[-\^`{-\x7f])?"  # a text that ends with a character outside words
 
 
@@ -149,9 +151,41 @@ def _schema(schema: object) -> str:
         content = json_library.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(content, dict):
             raise TypeError(f"it is a {type(content).__name__}")
-        return json_library.dumps(content)
-    except (TypeError, ValueError) as error:
+        text, size = json_library.dumps(content), _regex_size(content)
+    except (RecursionError, TypeError, ValueError) as error:
         raise InputError(f"json: give a schema as a dictionary or its text: {error}") from None
+    if size > LARGEST_SCHEMA:
+        raise InputError("json: the schema is too large: list optional properties as required, or use fewer of them")
+    return text
+
+
+def _regex_size(schema: dict[str, Any]) -> int:
+    """Return about how many characters the regular expression of a schema has, references expanded up to a depth.
+
+    Every optional property of an object is written once for each that may come first: 100 of them take half a minute,
+    and 3,000 of them, or a few in an object that contains itself, gigabytes.
+    """
+
+    def size(part: Any, depth: int) -> int:
+        if isinstance(part, list):
+            return sum(size(each, depth) for each in part)
+        if not isinstance(part, dict):
+            return _LEAF
+        total = sum(size(each, depth) for name, each in part.items() if name not in ("$defs", "definitions"))
+        properties, required = part.get("properties"), part.get("required")
+        if isinstance(properties, dict):
+            named = required if isinstance(required, list) else []
+            total *= max(1, sum(name not in named for name in properties))
+        return total + (size_of_target(part["$ref"], depth - 1) if isinstance(part.get("$ref"), str) and depth else 0)
+
+    @cache
+    def size_of_target(path: str, depth: int) -> int:
+        target: Any = schema
+        for step in filter(None, path.removeprefix("#").split("/")):
+            target = target.get(step) if isinstance(target, dict) else None
+        return size(target, depth)
+
+    return size(schema, DEPTH)
 
 
 def _bounds(name: str, bounds: Any) -> Bounds:

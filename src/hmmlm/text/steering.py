@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hmmlm.arguments import check_arguments
+from hmmlm.arguments import check_arguments, is_sequence
 from hmmlm.errors import InputError, InputWarning
 from hmmlm.hmm.checks import check_number
 from hmmlm.hmm.constraints import Guide, Position, advance_states, chances_of
@@ -67,14 +67,13 @@ class Steering:
         self._set([(guide, position)], weight)
 
     @classmethod
-    @check_arguments
     def batch(cls, guided: Sequence[tuple[Guide, Position]], weight: float = 1.0) -> Steering:
         """Return a processor for a batch of prompts, each with the guide and position of `lm.guide`.
 
         Prompts are in the order of the rows; with several samples or beams, each prompt has as many rows in a row.
         """
-        if not len(guided):
-            raise InputError("give at least one pair of a guide and its position")
+        if not is_sequence(guided) or not len(guided):
+            raise InputError("give a list of at least one pair of a guide and its position")
         steering = cls.__new__(cls)
         steering._set(guided, weight)
         return steering
