@@ -111,10 +111,10 @@ class CtrlG:
         return model.to(hmm.device)
 
     def processor(
-        self, model: Any, automaton: Automaton, length: int, prompt: list[int], read: list[int], end: int
+        self, model: Any, automaton: Automaton, length: int, prompt: list[int], read: list[int], end: int | None = None
     ) -> Any:
-        """Return a processor for lines that `automaton` accepts, then `end`, within `length` tokens."""
-        lines = automaton.without(end).minimized()
+        """Return a processor for `length` accepted tokens; with `end`, for fewer, then `end`."""
+        lines = automaton.minimized() if end is None else automaton.without(end).minimized()
         edges, masks = lines.edges, []
         for number, (source, target) in enumerate(zip(edges.source.tolist(), edges.target.tolist(), strict=True)):
             here = (edges.of_cell[source] == number)[lines.class_of]
@@ -125,8 +125,9 @@ class CtrlG:
             "accept_states": set(lines.accepting.nonzero()[:, 0].tolist()),
         }
         dfa = self._ctrlg.DFAModel(graph, lines.vocab_size).to(model.alpha_exp.device)
+        least, most, suffix = (length, length, []) if end is None else (0, length - 1, [end])
         return self._ctrlg.ConstraintLogitsProcessor(
-            model, dfa, 0, length - 1, prompt_ids=prompt, prefix_ids=read, suffix_ids=[end]
+            model, dfa, least, most, prompt_ids=prompt, prefix_ids=read, suffix_ids=suffix
         )
 
 
@@ -295,7 +296,7 @@ def draw_constraints(writer: Writer, options: argparse.Namespace) -> Iterator[tu
     kinds = ("three words", "regex", "infilling", "number of words")
     texts: list[str] = []
     while len(texts) < options.constraints:
-        rows, _ = writer.write(options.prompt, length // 2, 32)
+        rows, _ = writer.write(options.prompt, length, 32)
         decoded = [writer.lm.tokenizer.decode([t for t in row if t != writer.end]) for row in rows]
         texts += [" ".join(text.split()) for text in decoded if len(set(re.findall(r"\b[a-z]{3,}\b", text))) >= 4]
     for number, text in enumerate(texts[: options.constraints]):
@@ -309,7 +310,7 @@ def draw_constraints(writer: Writer, options: argparse.Namespace) -> Iterator[tu
             yield kind, {"suffix": " ".join(text.split()[-4:])}
         else:
             count = len(text.split())
-            yield kind, {"words": (count, count + 2)}
+            yield kind, {"words": (max(1, count - 1), count + 1)}
 
 
 @dataclass
@@ -376,7 +377,8 @@ def measure_texts(options: argparse.Namespace) -> None:
         kept: list[tuple[Guide, Position]] = []
         with contextlib.suppress(hmmlm.InputError):  # a text that cannot be repeated within the length
             spent_guide = seconds(
-                lambda: kept.append(lm.guide(prompt=prompt, max_new_tokens=length, **constraint)), options.device
+                lambda: kept.append(lm.guide(prompt=prompt, max_new_tokens=length, ended=False, **constraint)),
+                options.device,
             )
         if not kept:
             continue
@@ -389,12 +391,7 @@ def measure_texts(options: argparse.Namespace) -> None:
         }
         if theirs and len(line.edges.source) <= options.most_edges:
             ways["Ctrl-G"] = lambda: theirs.processor(
-                their_model,
-                before_end(line, writer.end),
-                length,
-                writer.ids(prompt),
-                lm.tokenizer.encode(prompt),
-                writer.end,
+                their_model, line, length, writer.ids(prompt), lm.tokenizer.encode(prompt)
             )
         for way, make in ways.items():
             made: list[Any] = []
@@ -490,12 +487,6 @@ def measure_positions(options: argparse.Namespace) -> None:
             new_tokens=options.length,
             states=writer.lm.hmm.states,
         )
-
-
-def before_end(automaton: Automaton, end: int) -> Automaton:
-    """Return the automaton of what may precede `end`, of one that accepts it with `end`."""
-    after = automaton.by_class[:, automaton.class_of[end]].long()
-    return Automaton.of_classes(automaton.by_class, automaton.class_of, automaton.accepting[after])
 
 
 def measure_overhead(options: argparse.Namespace) -> None:
