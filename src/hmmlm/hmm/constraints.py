@@ -402,4 +402,7 @@ def _live(automaton: Automaton, length: int) -> list[Tensor]:
 def _converged(before: Tensor, after: Tensor) -> bool:
     """Return whether two steps of a recursion in log space differ by rounding errors only."""
     tolerance = 4 * torch.finfo(after.dtype).eps
-    return torch.allclose(after, before, rtol=tolerance, atol=tolerance)  # −inf equals −inf
+    return all(
+        torch.allclose(after[rows], before[rows], rtol=tolerance, atol=tolerance)  # −inf equals −inf
+        for rows in (slice(0, FEW), slice(FEW, None))  # of large tables, the first rows mostly decide
+    )
