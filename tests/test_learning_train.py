@@ -281,7 +281,7 @@ def frames_of_the_step(frame: FrameType | None) -> list[str]:
         ({}, dense, "scan", "HMM.scan"),
         ({"kind": "linear", "hidden": 8}, dense, "scan", "HMM.scan"),
         ({"blocks": 2, "dropout": 0.5}, scalar, "blocked_scan", "BlockedScalar.scan"),
-        ({"kind": "neural", "blocks": 2, "hidden": 8}, base, "blocked_scan", "FactoredBlockedModel.scan"),
+        ({"kind": "neural", "blocks": 2, "hidden": 8}, base, "softmax_scan", "FactoredBlockedModel.scan"),
     ],
     ids=["scalar", "linear", "blocked scalar", "neural"],
 )
