@@ -144,3 +144,17 @@ def test_predictions_do_not_depend_on_the_products_that_are_kept(monkeypatch: py
         for _ in range(2):
             torch.testing.assert_close(hmm.next_token(tokens), want, atol=1e-5, rtol=1e-5)
     assert len(hmm._word_products._kept) > 1
+
+
+def test_products_with_all_states_keep_their_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    hmm = random_blocked_hmm(3, 4, 9, seed=2)
+    values = torch.randn(2, 12, dtype=hmm.dtype, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(blocked, "_CELLS", 24)
+    in_pieces = hmm.push(values)
+    monkeypatch.undo()
+    monkeypatch.setattr(BlockedHMM, "pieces", None)
+    again = random_blocked_hmm(3, 4, 9, seed=2)
+    for _ in range(2):
+        torch.testing.assert_close(again.push(values), in_pieces)
+    expected = (again.dense().log_transition[None] + values[:, None]).logsumexp(2)
+    torch.testing.assert_close(in_pieces, expected)

@@ -205,6 +205,17 @@ class BlockedHMM(HiddenMarkovModel):
         return None if self._table is None else LogTiles(self._table.transpose(2, 3).contiguous())
 
     @cached_property
+    def _backward_matrix(self) -> LogMatrix | None:
+        """Return log A transposed, for products with all states; None if it is large or requires a gradient.
+
+        A constraint takes one such product per token of a text: computing the matrix again takes 20 times as long.
+        """
+        if self.states**2 > _CELLS or self.requires_grad:
+            return None
+        factors = self.factors
+        return LogMatrix((factors.w @ factors.u.t()).sub_(factors.log_normalizer))
+
+    @cached_property
     def _scaled_emission(self) -> tuple[Tensor, Tensor]:
         """Return the largest log p(word | z) of each word [V], and exp(log_emission) [V, k] relative to it."""
         peak = self.factors.log_emission.amax(1)
@@ -383,6 +394,9 @@ class BlockedHMM(HiddenMarkovModel):
             if len(rows) == 1 and not torch.is_grad_enabled():  # see `_log_product_of_row`
                 sums = linear_logsumexp(self.factors.u[self.span(a)], self.factors.w[self.span(c)], own[0])
                 results.append((sums - self.factors.log_normalizer[self.span(a)])[None])
+                continue
+            if a < 0 and c < 0 and self._backward_matrix is not None:
+                results.append(self._backward_matrix.product(own))
                 continue
             total = torch.full_like(own[:, :1], NEG_INF)
             for part, tile in self.pieces(self.span(a), self.span(c)):
