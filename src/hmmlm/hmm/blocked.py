@@ -391,12 +391,12 @@ class BlockedHMM(HiddenMarkovModel):
             own = log_values[rows]
             if own.shape[1] == self.states:
                 own = own[:, self.span(c)]
+            if a < 0 and c < 0 and self._backward_matrix is not None:
+                results.append(self._backward_matrix.product(own))
+                continue
             if len(rows) == 1 and not torch.is_grad_enabled():  # see `_log_product_of_row`
                 sums = linear_logsumexp(self.factors.u[self.span(a)], self.factors.w[self.span(c)], own[0])
                 results.append((sums - self.factors.log_normalizer[self.span(a)])[None])
-                continue
-            if a < 0 and c < 0 and self._backward_matrix is not None:
-                results.append(self._backward_matrix.product(own))
                 continue
             total = torch.full_like(own[:, :1], NEG_INF)
             for part, tile in self.pieces(self.span(a), self.span(c)):
