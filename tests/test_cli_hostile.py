@@ -169,6 +169,7 @@ FILES = [
     ("sample {place}/model --num 1000000 --max-new-tokens 1000000", "num × max_new_tokens must be at most 100,000,000"),
     ("sample {place}/model --temperature 1e300", "temperature must be at most 1e+18, not 1e+300"),
     ("sample {place}/model --regex 'a{{1,100000}}'", "it needs more than 16,384 automaton states"),
+    ("sample {place}/model --regex '(zebra){{4000000000}}'", "it is too large: use smaller repeats"),
     ("sample {place}/model --regex '[z-a]'", "is not a regular expression: bad character range z-a"),
     ("sample {place}/model --json-schema {place}/optional.json", "json: the schema is too large"),
     ("sample {place}/model --json-schema {place}/deep.json", "deep.json is nested too deeply"),

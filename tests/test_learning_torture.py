@@ -33,7 +33,7 @@ from hmmlm.teachers.gpt import GPT, GPTShape
 
 KILLS = int(os.environ.get("TORTURE_KILLS", "8"))
 """Random kills of each run."""
-LEFT = int(os.environ.get("TORTURE_LEFT", "12"))
+LEFT = int(os.environ.get("TORTURE_LEFT", "8"))
 """Folders that a kill leaves, to resume from, of each kind of training."""
 KINDS = ["scalar", "blocked", "baum-welch", "lvd", "teacher", "baseline"]
 SEED = int(os.environ.get("TORTURE_SEED", "0"))

@@ -83,12 +83,20 @@ def test_bounds_are_redundant_at_the_ends() -> None:
         (r"a^b", "inside the expression"),
         (r"(a", "is not a regular expression: missing \\)"),
         (r"(ab{500}){999}", "too large"),
+        (r"(a?){4000000000}", "too large"),
+        (r"(a|b{0,4000000000})", "too large"),
         (r"(a|b)*a(a|b){20}", "needs more than 16,384 automaton states"),
     ],
 )
 def test_what_is_not_regular_is_refused_with_the_reason(pattern: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         regex_automaton(pattern)
+
+
+def test_repeats_of_nothing_end() -> None:
+    for pattern in ("a(){4000000000}b", "a(?:){0,4000000000}b", "a(){3,}b"):
+        automaton = regex_automaton(pattern)
+        assert automaton.accepts(b"ab") and not automaton.accepts(b"aab")
 
 
 def test_every_tokenization_of_a_match_is_accepted() -> None:

@@ -111,19 +111,29 @@ class _Network:
         return self.build_characters(_characters(op, argument, flags), start)
 
     def build_repeat(self, least: int, most: int | None, items: list[Any], flags: int, start: int) -> int:
-        for _ in range(least):
-            start = self.build_sequence(items, flags, start)
+        start = self.build_copies(least, items, flags, start)
         if most is None:
             loop = self.add_state()
             self.epsilons[start].append(loop)
             self.epsilons[self.build_sequence(items, flags, loop)].append(loop)
             return loop
         end = self.add_state()
-        for _ in range(most - least):
-            self.epsilons[start].append(end)
-            start = self.build_sequence(items, flags, start)
-        self.epsilons[start].append(end)
+        self.epsilons[self.build_copies(most - least, items, flags, start, end)].append(end)
         return end
+
+    def build_copies(self, count: int, items: list[Any], flags: int, start: int, end: int | None = None) -> int:
+        """Add what matches `items` several times; `end` may follow instead of each copy."""
+        for place in range(count):
+            if end is not None:
+                self.epsilons[start].append(end)
+            before = len(self.edges)
+            start = self.build_sequence(items, flags, start)
+            size = len(self.edges) - before
+            if not size:  # of the empty text: more copies are the same
+                break
+            if not place and before + size * count > _LARGEST_NFA:
+                self.refuse("it is too large: use smaller repeats")
+        return start
 
     def build_characters(self, ranges: Ranges, start: int) -> int:
         """Add what matches one character, as the bytes that encode it."""
