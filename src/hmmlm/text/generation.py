@@ -270,7 +270,7 @@ def sample_predicted(
         advance: returns the context after one more token.
     """
     rows, contexts = _Rows(options, range(options.num), end, torch.device("cpu")), [context] * options.num
-    for _ in range(options.max_new_tokens):
+    for added in range(1, options.max_new_tokens + 1):
         if not len(rows.index):
             break
         log_probs = predict(contexts)
@@ -278,6 +278,8 @@ def sample_predicted(
             log_probs[:, excluded] = NEG_INF
         tokens = options.choose(log_probs, rows.draw()[:, 2])
         going = rows.add(tokens).tolist()
+        if added == options.max_new_tokens:
+            break
         pairs = zip(contexts, tokens.tolist(), going, strict=True)
         contexts = [advance(before, token) for before, token, on in pairs if on]
     return rows.tokens

@@ -344,13 +344,14 @@ class MixtureModel(TextModel):
 
     def _predict(self, contexts: Sequence[tuple[Any, ...]]) -> Tensor:
         """Compute log p(next token) [n, V] after each context."""
-        rows = []
+        rows: dict[int, Tensor] = {}  # samples of one prompt begin with the same context
         for context in contexts:
-            each = [part.next_token(own) for part, own in zip(self.predictors, context, strict=True)]
-            pairs = zip(self.predictors, context, strict=True)
-            before: list[int] = next((own for part, own in pairs if isinstance(part, NgramPredictor)), [])
-            rows.append(torch.from_numpy(mix(_stack(each), self._weights(before)[:, -1])))
-        return torch.stack(rows)
+            if id(context) not in rows:
+                each = [part.next_token(own) for part, own in zip(self.predictors, context, strict=True)]
+                pairs = zip(self.predictors, context, strict=True)
+                before: list[int] = next((own for part, own in pairs if isinstance(part, NgramPredictor)), [])
+                rows[id(context)] = torch.from_numpy(mix(_stack(each), self._weights(before)[:, -1]))
+        return torch.stack([rows[id(context)] for context in contexts])
 
     # --- files ---
 
