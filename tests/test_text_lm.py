@@ -530,6 +530,7 @@ def test_unknown_words_can_be_excluded(lm: LanguageModel) -> None:
     [
         ({"seed": 1.5}, "seed must be an integer, not 1.5"),
         ({"seed": 2**64}, "seed must be at most"),
+        ({"num": 10**9}, "num must be at most 1,000,000, not 1000000000"),
         ({"temperature": "x"}, "temperature must be a number of at least 0, not 'x'"),
         ({"top_k": 1.5}, "top_k must be an integer, not 1.5"),
         ({"max_new_tokens": "3"}, "max_new_tokens must be an integer, not '3'"),

@@ -27,7 +27,7 @@ from hmmlm.hmm.constraints import Guide, Position
 from hmmlm.hmm.reader import Reader, read_context
 from hmmlm.ops.common import NEG_INF
 
-_LARGEST = 10**8  # tokens of all samples together
+_SAMPLES = 1_000_000  # most samples of a call: each has a random generator of its own
 _CELLS = 2**22  # largest table of probabilities: samples × words or states
 _STEPS = 32  # draws for which random numbers are made at once
 _NUMBERS = 4  # random numbers of a draw: the state before, the state, its token, whether it is accepted
@@ -49,8 +49,7 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         check_count("max_new_tokens", self.max_new_tokens, 0)
-        check_count("num", self.num, 1)
-        check_count("num × max_new_tokens", self.num * self.max_new_tokens, 0, _LARGEST)
+        check_count("num", self.num, 1, _SAMPLES)
         check_number("temperature", self.temperature)
         if self.top_k is not None:
             check_count("top_k", self.top_k, 1)
