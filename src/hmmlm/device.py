@@ -64,7 +64,7 @@ def set_threads(num: int) -> None:
     """Set the number of CPU threads of every computation; by default one per core."""
     check_type("the number of threads", num, int)
     if not 1 <= num <= MAX_THREADS:
-        raise InputError(f"the number of threads must be from 1 to {MAX_THREADS:,}, not {describe(num)}")
+        raise InputError(f"the number of threads must be an integer from 1 to {MAX_THREADS:,}, not {describe(num)}")
     torch.set_num_threads(num)
 
 

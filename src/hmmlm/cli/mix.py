@@ -19,8 +19,9 @@ word is the weighted mean of theirs. Models are HMMs, unions (`hmmlm join`), LST
 networks (`hmmlm baseline`), and with options a Kneser-Ney n-gram of the training text and a cache.
 `hmmlm eval`, `score`, `sample` and `compare` work with the result, which is not an HMM.
 
-The weights maximize the likelihood of the validation text (EM). With an n-gram they depend on how many of the words
-before, from two to all of its context, it has seen together: the more, the better it predicts.
+The weights maximize the likelihood of the validation text (EM). With an n-gram they depend on how
+many of the words before, from two to all of its context, it has seen together: the more, the better
+it predicts.
 
 examples:
   hmmlm mix runs/mine --ngram 5 --cache 500 --out models/mixture
