@@ -20,7 +20,8 @@ from hmmlm import HMM, BlockedHMM, Guide, InputError, LanguageModel, Steering, U
 from hmmlm.arguments import check_arguments, describe
 from hmmlm.baselines.ngram import NgramModel
 from hmmlm.data.tokenizers import WordTokenizer
-from hmmlm.text.mixture import CachePredictor, HmmPredictor, MixtureModel, NgramPredictor
+from hmmlm.text.mixture import MixtureModel
+from hmmlm.text.predictors import CachePredictor, HmmPredictor, NgramPredictor
 from hmmlm.text.union import join_models
 
 WORDS = ["<unk>", "<eos>", *"abcd"]

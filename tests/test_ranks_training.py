@@ -16,7 +16,9 @@ from helpers.runs import planted, records, tiny_config, write_prepared, write_te
 from hmmlm.config.networks import BaselineConfig
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
+from hmmlm.data.batches import Batch
 from hmmlm.distillation.kmeans import Clusters
+from hmmlm.learning.learners import counted
 from hmmlm.learning.train import PERPLEXITY, train, train_baseline
 from hmmlm.runs.checkpoint import read_checkpoint
 
@@ -99,3 +101,11 @@ def test_a_baseline_learns_in_two_processes(tmp_path: Path) -> None:
     scores = json.loads((tmp_path / "run" / PERPLEXITY).read_text())
     assert scores["test"] < 2.6  # at best 2
     assert scores["valid"] == pytest.approx(min(r["perplexity"] for r in records(tmp_path / "run", "valid")), rel=1e-5)
+
+
+def test_spare_rows_count_nothing_even_if_they_are_impossible() -> None:
+    scores = torch.tensor([-2.0, -torch.inf], requires_grad=True)
+    spare = Batch(torch.zeros(2, 1, dtype=torch.long), None, None, carry=False, spare=True)
+    (gradient,) = torch.autograd.grad(counted(scores, spare).sum(), scores)
+    assert counted(scores, spare).tolist() == [0.0, 0.0] and gradient.tolist() == [0.0, 0.0]
+    assert counted(scores, spare._replace(spare=False)) is scores

@@ -19,15 +19,8 @@ from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, UnionHMM
 from hmmlm.text.lm import LanguageModel
-from hmmlm.text.mixture import (
-    CachePredictor,
-    HmmPredictor,
-    MixtureModel,
-    NetworkPredictor,
-    NgramPredictor,
-    Predictor,
-    fit_mixture,
-)
+from hmmlm.text.mixture import MixtureModel, fit_mixture
+from hmmlm.text.predictors import CachePredictor, HmmPredictor, NetworkPredictor, NgramPredictor, Predictor
 
 WORDS = 6
 TOKENIZER = WordTokenizer(["<unk>", "<eos>", "a", "b", "c", "d"])

@@ -58,13 +58,12 @@ def build(arguments: MixArguments) -> tuple[MixtureModel, list[float], int]:
     from hmmlm.cli.models import tokens_of_models
     from hmmlm.device import pick_device
     from hmmlm.learning.prepare import reopen
-    from hmmlm.text.mixture import (
+    from hmmlm.text.mixture import MixtureModel, fit_mixture
+    from hmmlm.text.predictors import (
         CachePredictor,
         HmmPredictor,
-        MixtureModel,
         NgramPredictor,
         Predictor,
-        fit_mixture,
         open_predictor,
         predictor_tokenizer,
     )

@@ -91,8 +91,8 @@ class Learner(Protocol[AnyCarry]):
 
 
 def counted(log_likelihood: Tensor, batch: Batch) -> Tensor:
-    """Return log-likelihoods as they count in a step: spare rows count nothing."""
-    return log_likelihood * 0.0 if batch.spare else log_likelihood
+    """Return log-likelihoods as they count in a step: spare rows count nothing, possible or not."""
+    return log_likelihood.nan_to_num(neginf=0.0) * 0.0 if batch.spare else log_likelihood
 
 
 def total(log_likelihood: Tensor, batch: Batch) -> Tensor:
