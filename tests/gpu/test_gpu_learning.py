@@ -140,7 +140,10 @@ def test_a_run_that_is_interrupted_and_resumed_ends_as_an_uninterrupted_one(
         settings["model"]["blocks"] = 2  # the text has about ten words
     training = {"device": device.type, "epochs": None, "max_tokens": 40 * 24, "checkpoint_every": 10}
     config = tiny_config(write_text(tmp_path, lines=100), **settings, train=training)
-    whole, again = (train(config, tmp_path / name) for name in ("whole", "again"))
+    whole = train(config, tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HmmLearner, "graphable", False)
+        again = train(config, tmp_path / "again")
     assert whole.finished and abs(whole.steps - 40) <= 1
     with pytest.MonkeyPatch.context() as patch:
         interrupt_after(20, patch)
@@ -151,7 +154,8 @@ def test_a_run_that_is_interrupted_and_resumed_ends_as_an_uninterrupted_one(
     assert again.finished
     found, expected, other = (last_parameters(tmp_path / name) for name in ("resumed", "whole", "again"))
     assert found.keys() == expected.keys()
-    # What two uninterrupted runs differ by is the noise of the GPU: a resumed run may differ by little more.
+    # A resumed run takes its first steps eagerly, before it records a graph, and these round differently: it may differ
+    # by little more than a run of eager steps alone.
     noise = max(float((expected[key] - other[key]).abs().max()) for key in expected)
     assert noise < 1e-3
     for key, value in found.items():
