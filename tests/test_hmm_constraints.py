@@ -127,6 +127,21 @@ def test_chances_of_several_positions_agree_with_each_alone(number: int, monkeyp
     torch.testing.assert_close(Guide(hmm, automaton, 5).chances_of(positions), alone)
 
 
+@pytest.mark.parametrize("number", range(4))
+def test_a_state_drawn_first_and_its_word_then_have_the_distribution_of_the_next_token(number: int) -> None:
+    hmm = hmms()[number]
+    automaton = (containing([1, 2], hmm.vocab_size) & avoiding([3], hmm.vocab_size)).until(0)
+    guide = Guide(hmm, automaton, 5)
+    position, states = guide.begin(), torch.arange(hmm.states)
+    for token in (1, 1, 2):
+        state_probs = (position.log_state + guide.reading(position)).softmax(0)
+        words, log_probs = hmm.emissions_from(states)
+        accepted = (log_probs + guide.accepted_words(position, words, states)).softmax(1).nan_to_num(0.0)
+        drawn = torch.zeros(hmm.states, hmm.vocab_size, dtype=hmm.dtype).scatter_add(1, words.clamp_min(0), accepted)
+        torch.testing.assert_close(state_probs @ drawn, guide.next_token(position).exp())
+        position = guide.advance(position, token)
+
+
 def test_guides_of_a_blocked_model_and_of_its_dense_form_agree() -> None:
     hmm = random_blocked_hmm(3, 4, 9, seed=0)
     automaton = (containing([1], hmm.vocab_size) & containing([2, 2], hmm.vocab_size)).until(0)

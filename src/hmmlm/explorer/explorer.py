@@ -80,7 +80,8 @@ class Explorer:
         return data.tokens["train"], typical_sentence(data)
 
     def _prepare(self) -> None:
-        """Compute the map and the n-gram."""
+        """Compute the map and the n-gram, and before them what the model keeps of its first prediction."""
+        self.lm.next_token("", top=1)
         if not self.second.done():
             _fulfil(self.second, self._ngram)
         _fulfil(self.layout, lambda: lay_out(self.index, self._stopped))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 import warnings
+from collections.abc import Sequence
 from dataclasses import fields
+from itertools import chain
 from typing import Annotated, Any
 
 import torch
@@ -16,7 +18,7 @@ from hmmlm.explorer.query import Count, Query, Text
 from hmmlm.explorer.tokens import described
 from hmmlm.hmm.constraints import Guide, Position
 from hmmlm.text.constraint import Constraint
-from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuations
+from hmmlm.text.generation import SamplingOptions, accepted_steps, sample_continuations
 from hmmlm.text.lm import LanguageModel
 
 MAX_WORK = 2**33  # states² × tokens of a constraint on a CPU: about ten seconds
@@ -80,26 +82,24 @@ def generate(explorer: Explorer, query: GenerateQuery) -> dict[str, Any]:
     options = SamplingOptions(query.max_new_tokens, query.temperature, query.top_k, seed, query.num)
     given = lm.encode(query.prompt)[: None if query.prompt.endswith("\n") else -1]
     constraints = _constraints(lm, query)
-    guide: tuple[Guide, Position] | None = None
+    chance: float | None = None
+    chances: Sequence[list[float] | None] = [None] * query.num
     if constraints:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", InputWarning)  # unknown words of the prompt are marked on the page
-            guide = lm.guide(
+            guide, position = lm.guide(
                 max_new_tokens=query.max_new_tokens, prompt=query.prompt, unknown=query.unknown, **constraints
             )
-        added = sample_accepted(*guide, eos, options)
+        chance, (ended, chances) = guide.chance(position), _sample_accepted(guide, position, eos, options)
     else:
         excluded = None if query.unknown else lm.tokenizer.unk_id
         _check_predicted(lm, query, excluded)
         added = sample_continuations(lm.hmm, lm.context(given), eos, options, excluded, lm.chunk)
-    # With <eos> if a sample ended.
-    ended = [[*tokens, *([eos] if len(tokens) < query.max_new_tokens else [])] for tokens in added]
+        ended = [[*tokens, *([eos] if len(tokens) < query.max_new_tokens else [])] for tokens in added]
     log_probs = lm.token_log_probs([[*given, *new] for new in ended])
-    chances = [None] * len(ended) if guide is None else _chances(*guide, ended)
     samples = [
         _described(explorer, given, new, seed + i, log_probs[i].tolist(), chances[i]) for i, new in enumerate(ended)
     ]
-    chance = None if guide is None else guide[0].chance(guide[1])
     states = {state for sample in samples for token in sample["tokens"] for state in [token["state"]]}
     labels = {str(state): words for state, words in explorer.index.words(sorted(states)).items()}
     return {"seed": seed, "chance": chance, "samples": samples, "states": labels}
@@ -160,19 +160,19 @@ def _described(
     return {"text": tokenizer.decode(tokens).removesuffix("\n"), "tokens": rows}
 
 
-def _chances(guide: Guide, position: Position, added: list[list[int]]) -> list[list[float]]:
-    """Return log p(constraint satisfied in the end | tokens so far) after each new token of each sample."""
-    chances: list[list[float]] = [[] for _ in added]
-    going, positions = list(range(len(added))), [position] * len(added)
-    for step in range(max(map(len, added))):
-        tokens = [added[i][step] for i in going]
-        for i, chance in zip(going, guide.chances_after(positions, tokens).tolist(), strict=True):
-            chances[i].append(chance)
-        longer = [place for place, i in enumerate(going) if len(added[i]) > step + 1]
-        going = [going[place] for place in longer]
-        if going:
-            positions = guide.advance_all([positions[place] for place in longer], [tokens[place] for place in longer])
-    return chances
+def _sample_accepted(
+    guide: Guide, position: Position, end: int, options: SamplingOptions
+) -> tuple[list[list[int]], list[list[float]]]:
+    """Return samples, with `end` if they reached it, and log p(constraint satisfied in the end | tokens so far)."""
+    steps = list(accepted_steps(guide, position, end, options))
+    samples, positions, tokens = (list(chain.from_iterable(each)) for each in zip(*steps, strict=True))
+    sampled: list[list[int]] = [[] for _ in range(options.num)]
+    chances: list[list[float]] = [[] for _ in range(options.num)]
+    after = guide.chances_after(positions, tokens).tolist()
+    for sample, token, chance in zip(samples, tokens, after, strict=True):
+        sampled[sample].append(token)
+        chances[sample].append(chance)
+    return sampled, chances
 
 
 def fill(explorer: Explorer, query: FillQuery) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from which r tokens cannot be accepted have no row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -96,9 +97,12 @@ class Guide:
         # never grows from one step to the next: once it is a rounding error, more tokens change nothing.
         rows_of = [torch.where(mask, mask.cumsum(0) - 1, -1) for mask in live]
         self._ahead = [Ahead(rows_of[0], zeros)]
+        self._edges: _Edges | None = None
         if length == 1:
             return
         edges = _Edges(self.hmm, automaton)
+        if edges.log_weights.numel() <= CELLS:
+            self._edges = edges  # for `reading`
         for r in range(1, length):
             before = self._ahead[-1]
             row_of = rows_of[min(r, len(live) - 1)]
@@ -149,6 +153,27 @@ class Guide:
         if position.remaining < 1:
             raise InputError(f"all {self.length} tokens of the guide have been generated")
         return self._ahead[min(position.remaining, len(self._ahead)) - 1]
+
+    @property
+    def reads(self) -> bool:
+        """Whether the edges of the automaton are kept, as `reading` needs: they are unless it is very large."""
+        return self._edges is not None
+
+    def reading(self, position: Position) -> Tensor:
+        """Compute log p(all accepted | z of the next token) [Z]."""
+        assert self._edges is not None
+        return self._edges.read_from(position.automaton, self.ahead(position))
+
+    def accepted_words(self, position: Position, words: Tensor, states: Tensor) -> Tensor:
+        """Compute log p(all accepted | next token = word, its state) [n, W] for words [n, W] of states [n]."""
+        ahead, device = self.ahead(position), words.device
+        place = ahead.row_of[self.automaton.by_class[position.automaton].long()].to(device)  # of each class of words
+        by_class = torch.where(place < 0, NEG_INF, ahead.log_probs[place.clamp_min(0)[None], states[:, None]])
+        return by_class.gather(1, self._class_of[words])
+
+    @cached_property
+    def _class_of(self) -> Tensor:
+        return self.automaton.class_of.to(self.hmm.device).long()
 
     @check_arguments
     def moves(self, state: int) -> Moves:
@@ -358,6 +383,13 @@ class _Edges:
             log_terms = self.log_weights[kept[chosen]] + before.log_probs[from_row[chosen]]
             result[faint] = log_group_sums(log_terms, number[source[chosen]], len(faint))
         return result
+
+    def read_from(self, state: int, before: Ahead) -> Tensor:
+        """Compute one row of `read` [Z], that of an automaton state."""
+        edges = (self._source == state).nonzero()[:, 0]
+        places = before.row_of.to(self._device)[self._target[edges]]
+        kept = places >= 0
+        return logsumexp(self.log_weights[edges[kept]] + before.log_probs[places[kept]], 0)
 
     def _find_terms(self, before: Tensor, after: Tensor) -> _Terms:
         """Return the terms of a step from rows `before` [S] to rows `after` [S]."""

@@ -13,9 +13,9 @@ over all states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,11 @@ class SamplingOptions:
         if self.top_k is not None:
             check_count("top_k", self.top_k, 1)
         check_seed(self.seed, self.num)
+
+    @property
+    def plain(self) -> bool:
+        """Whether samples are those of the model itself."""
+        return self.temperature == 1 and self.top_k is None
 
     def choose(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
         """Draw a token from each row of log_probs [n, V], by uniform numbers [n]."""
@@ -284,15 +289,59 @@ def sample_predicted(
     return rows.tokens
 
 
-def sample_accepted(guide: Guide, position: Position, end: int, options: SamplingOptions) -> list[list[int]]:
-    """Sample tokens until `end`, which is not returned, given that the guide's automaton accepts them."""
+def _draw_accepted(guide: Guide, positions: Sequence[Position], uniform: Tensor, options: SamplingOptions) -> Tensor:
+    """Draw the next token of each position, given that all tokens are accepted, by uniform numbers [n, 4].
+
+    From the model itself, its state is drawn first, then the token: no sum over states for every word.
+    """
+    if not options.plain or not guide.reads:
+        return options.choose(guide.next_tokens(positions), uniform[:, 2])
+    alike = dict[tuple[int, int], list[int]]()
+    for row, position in enumerate(positions):
+        alike.setdefault((position.automaton, position.remaining), []).append(row)
+    tokens = torch.empty(len(positions), dtype=torch.long, device=guide.hmm.device)
+    for rows in alike.values():
+        position, numbers = positions[rows[0]], uniform[rows]
+        log_states = torch.stack([positions[row].log_state for row in rows]) + guide.reading(position)
+        if bool((log_states.amax(1) == NEG_INF).any()):
+            guide.next_tokens(positions)  # raises the error
+        states = invert(log_states, numbers[:, 1])
+        words, log_probs = guide.hmm.emissions_from(states)
+        index = invert(log_probs + guide.accepted_words(position, words, states), numbers[:, 2])
+        tokens[rows] = words.gather(1, index[:, None])[:, 0]
+    return tokens
+
+
+class AcceptedStep(NamedTuple):
+    """One more token of the samples that have not ended."""
+
+    samples: list[int]
+    """Their numbers."""
+    positions: list[Position]
+    """Of the guide, before the token."""
+    tokens: list[int]
+
+
+def accepted_steps(guide: Guide, position: Position, end: int, options: SamplingOptions) -> Iterator[AcceptedStep]:
+    """Sample tokens up to `end`, given that the guide's automaton accepts them; yield one token of each sample."""
     rows, positions = _Rows(options, range(options.num), end, guide.hmm.device), [position] * options.num
     for _ in range(options.max_new_tokens):
-        if not len(rows.index):
-            break
-        tokens = options.choose(guide.next_tokens(positions), rows.draw()[:, 2])
-        going = rows.add(tokens).tolist()
-        pairs = [pair for pair, on in zip(zip(positions, tokens.tolist(), strict=True), going, strict=True) if on]
+        samples = rows.index.tolist()
+        if not samples:
+            return
+        chosen = _draw_accepted(guide, positions, rows.draw(), options)
+        tokens, going = chosen.tolist(), rows.add(chosen).tolist()
+        yield AcceptedStep(samples, positions, tokens)
+        pairs = [pair for pair, on in zip(zip(positions, tokens, strict=True), going, strict=True) if on]
         if pairs:
             positions = guide.advance_all([before for before, _ in pairs], [token for _, token in pairs])
-    return rows.tokens
+
+
+def sample_accepted(guide: Guide, position: Position, end: int, options: SamplingOptions) -> list[list[int]]:
+    """Sample tokens until `end`, which is not returned, given that the guide's automaton accepts them."""
+    sampled: list[list[int]] = [[] for _ in range(options.num)]
+    for step in accepted_steps(guide, position, end, options):
+        for sample, token in zip(step.samples, step.tokens, strict=True):
+            if token != end:
+                sampled[sample].append(token)
+    return sampled
