@@ -240,6 +240,17 @@ def test_a_model_that_learned_little_causes_a_warning(
         assert ("little more than word frequencies" in capsys.readouterr().err) == warned
 
 
+def test_the_warning_is_about_the_optimizer_in_use(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model.states", "4", "--train.epochs", "1", "--no-train.tensorboard"]
+    for kind, setting, other in (("adamw", "rate", "step"), ("baum-welch", "step", "rate")):
+        options = ["--out", str(tmp_path / kind), *model, "--optimizer.kind", kind, f"--optimizer.{setting}", "0.0001"]
+        assert main(["train", "--data", str(corpus), *options]) == 0
+        warning = capsys.readouterr().err
+        assert f"lower optimizer.{setting} if" in warning and f"optimizer.{other}" not in warning
+
+
 def test_every_family_trains_with_its_own_defaults(corpus: Path, tmp_path: Path) -> None:
     """Factors and networks diverge at the rate of scalar models."""
     for kind, more in (("linear", []), ("neural", ["--model.blocks", "2"])):
