@@ -169,6 +169,18 @@ def test_damaged_files_are_refused(error: str, change: dict[str, object], tmp_pa
         MixtureModel.load(tmp_path, "cpu")
 
 
+@pytest.mark.parametrize(("kind", "name"), [("ngram", "order"), ("ngram", "restarts"), ("cache", "size")])
+def test_another_setting_in_the_configuration_is_noticed(kind: str, name: str, tmp_path: Path) -> None:
+    mixture().save(tmp_path)
+    header = json.loads((tmp_path / CONFIG).read_text())
+    part = next(each for each in header["components"] if each["kind"] == kind)
+    part[name] = not part[name] if name == "restarts" else part[name] - 1
+    header["weights"] = [header["weights"][0]]  # for any number of classes of contexts
+    (tmp_path / CONFIG).write_text(json.dumps(header))
+    with pytest.raises(InputError, match=r"config.json does not fit model.safetensors"):
+        MixtureModel.load(tmp_path, "cpu")
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with an HMM, an LSTM, and their mixture with an n-gram and a cache."""

@@ -10,6 +10,7 @@ the tokenizer's file, and a folder for each HMM or network.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -173,7 +174,7 @@ class MixtureModel(TextModel):
             components.append({"kind": part.kind, **header})
             tensors |= own
         content = {"components": components, "weights": self.weights.tolist(), "training": self.config}
-        tensors["weights"] = torch.from_numpy(self.weights)
+        tensors["config"] = _as_bytes(components, content["weights"])
         save_model(folder, FORMAT, content, tensors, self.tokenizer)
 
     @staticmethod
@@ -195,9 +196,19 @@ class MixtureModel(TextModel):
             raise InputError(f"{where} has weights for different numbers of components: save the mixture again")
         parts = [_load_part(folder, i, each, tensors, tokenizer, chosen) for i, each in enumerate(components)]
         try:
-            return MixtureModel(parts, rows, tokenizer, training if isinstance(training, dict) else {}, chosen)
+            model = MixtureModel(parts, rows, tokenizer, training if isinstance(training, dict) else {}, chosen)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
+        known = tensors.get("config")
+        if known is None or not torch.equal(known, _as_bytes(components, weights)):
+            raise InputError(f"{where} does not fit {MODEL} beside it: it was changed; save the mixture again")
+        return model
+
+
+def _as_bytes(components: Any, weights: Any) -> Tensor:
+    """Return components and weights as bytes [n], for the checksum of the tensors to cover what config.json says."""
+    text = json.dumps([components, weights], sort_keys=True)
+    return torch.frombuffer(bytearray(text, "ascii"), dtype=torch.uint8)
 
 
 def _stack(log_probs: Sequence[Tensor]) -> np.ndarray:
