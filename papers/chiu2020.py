@@ -90,7 +90,7 @@ LSTMS = (
     _lstm("ptb", 60.0, 57.3),
     _lstm("ptb", 93.6, 88.8, TUNED, "LSTM, 2 × 256, PTB", **SMALL_LSTM, train__epochs=80),
     _lstm("wikitext-2", 68.6, 65.8),
-    _lstm("wikitext-2", 124.5, 117.5, TUNED, "LSTM, 2 × 256, WikiText-2", **SMALL_LSTM, train__epochs=40),
+    _lstm("wikitext-2", 124.5, 117.5, TUNED, **SMALL_LSTM, train__epochs=40),
 )
 SCALAR_900 = StudyRow(
     name="PTB, HMM 900",

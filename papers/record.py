@@ -102,7 +102,7 @@ TAUGHT = (
     _pure(2**17, 0.75, 24, teacher=PTB_TEACHER, model__blocks=256, **LARGER),
 )
 """Models that also learn an LSTM's next words."""
-WIKITEXT = (_wikitext(2**17, 0.75, 12, "Very large HMM, 2^17 states, WikiText-2", **LARGER),)
+WIKITEXT = (_wikitext(2**17, 0.75, 12, **LARGER),)
 WITH_COUNTS: dict[str, Any] = {"mixed": "token", "ngram": NGRAM, "cache": CACHE}
 COUNTS = f"Kneser-Ney {NGRAM}-gram and cache of {CACHE} words"
 RECORD = Study(
@@ -116,7 +116,7 @@ RECORD = Study(
         PTB_TEACHER,
         *OTHERS,
         _combined("PTB, pure HMM, union of 2", (PTB, OTHERS[0]), mixed="sequence"),
-        _combined("PTB, pure HMM, union of 4", (PTB, *OTHERS), "Union of four HMMs, one HMM, PTB", mixed="sequence"),
+        _combined("PTB, pure HMM, union of 4", (PTB, *OTHERS), mixed="sequence"),
         _combined(
             "PTB, pure HMM, union of 2, next words of an LSTM",
             TAUGHT,
@@ -134,7 +134,7 @@ RECORD = Study(
             "Two HMMs, 5-gram and cache, PTB",
             **WITH_COUNTS,
         ),
-        _combined(f"PTB, mixture of 4 HMMs, {COUNTS}", (PTB, *OTHERS), "HMMs, 5-gram and cache, PTB", **WITH_COUNTS),
+        _combined(f"PTB, mixture of 4 HMMs, {COUNTS}", (PTB, *OTHERS), **WITH_COUNTS),
         *WIKITEXT,
         _combined(
             f"WikiText-2, mixture of one HMM, Kneser-Ney {NGRAM}-gram and cache of {WIKITEXT_CACHE:,} words",
