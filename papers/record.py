@@ -37,9 +37,10 @@ def _pure(
     headline: str = "",
     teacher: StudyRow | None = None,
     words: int = 2,
+    text: str = "PTB",
     **settings: Any,
 ) -> StudyRow:
-    """Return a very large HMM on PTB with clusters refined by exchange; it is fixed at test time.
+    """Return a very large HMM with clusters refined by exchange; it is fixed at test time.
 
     With a teacher, `words` next words that it draws at each position have half the weight. Further settings are given
     as section__name; the name of the row has their values.
@@ -47,8 +48,8 @@ def _pure(
     named, more = _named(settings)
     learned = "" if teacher is None else ", next words of an LSTM"
     return StudyRow(
-        name=f"PTB, pure HMM, 2^{states.bit_length() - 1} states, dropout {dropout}, {epochs} epochs{learned}{more}",
-        recipe="ptb-vl-hmm",
+        name=f"{text}, pure HMM, 2^{states.bit_length() - 1} states, dropout {dropout}, {epochs} epochs{learned}{more}",
+        recipe={"PTB": "ptb-vl-hmm", "WikiText-2": "wikitext2-vl-hmm"}[text],
         settings={
             "model.states": states,
             "model.dropout": dropout,
@@ -60,24 +61,6 @@ def _pure(
         seeds=(0, 1),
         headline=headline,
         teacher=teacher,
-    )
-
-
-def _wikitext(states: int, dropout: float, epochs: int, headline: str = "", **settings: Any) -> StudyRow:
-    """Return a very large HMM on WikiText-2 with clusters refined by exchange; further settings as in `_pure`."""
-    named, more = _named(settings)
-    return StudyRow(
-        name=f"WikiText-2, pure HMM, 2^{states.bit_length() - 1} states, dropout {dropout}, {epochs} epochs{more}",
-        recipe="wikitext2-vl-hmm",
-        settings={
-            "model.states": states,
-            "model.dropout": dropout,
-            "model.exchange_passes": 10,
-            "train.epochs": epochs,
-            **named,
-        },
-        seeds=(0, 1),
-        headline=headline,
     )
 
 
@@ -102,7 +85,7 @@ TAUGHT = (
     _pure(2**17, 0.75, 24, teacher=PTB_TEACHER, model__blocks=256, **LARGER),
 )
 """Models that also learn an LSTM's next words."""
-WIKITEXT = (_wikitext(2**17, 0.75, 12, **LARGER),)
+WIKITEXT = (_pure(2**17, 0.75, 12, text="WikiText-2", **LARGER),)
 WITH_COUNTS: dict[str, Any] = {"mixed": "token", "ngram": NGRAM, "cache": CACHE}
 COUNTS = f"Kneser-Ney {NGRAM}-gram and cache of {CACHE} words"
 RECORD = Study(
