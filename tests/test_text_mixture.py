@@ -119,6 +119,7 @@ def test_samples() -> None:
     lm = mixture()
     assert lm.generate(seed=3, num=4, max_new_tokens=9) == lm.generate(seed=3, num=4, max_new_tokens=9)
     assert lm.generate(seed=4, num=1, max_new_tokens=9) == lm.generate(seed=3, num=2, max_new_tokens=9)[1:]
+    assert lm.generate(seed=3, max_new_tokens=9) == lm.generate(seed=3, num=1, max_new_tokens=9)[0]
     assert all(text.startswith("a b") for text in lm.generate("a b", seed=0, num=3, max_new_tokens=9))
     assert not any("<unk>" in text for text in lm.generate(seed=0, num=20, max_new_tokens=9, unknown=False))
     first = [text.split()[0] if text else "<eos>" for text in lm.generate(seed=0, num=2000, max_new_tokens=1)]

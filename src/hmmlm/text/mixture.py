@@ -129,20 +129,20 @@ class MixtureModel(TextModel):
         unknown: bool = True,
         must: Sequence[Wanted] = (),
         never: Sequence[str] = (),
-        num: int = 1,
+        num: int | None = None,
         **constraint: Unpack[ConstraintOptions],
-    ) -> list[str]:
-        """Return samples that continue a prompt until `<eos>`; see `LanguageModel.generate`."""
+    ) -> str | list[str]:
+        """Return a sample that continues a prompt until `<eos>`, or a list of `num`; see `LanguageModel.generate`."""
         check_type("unknown", unknown, bool)
         if Constraint(must, never, **constraint):
             raise InputError("a mixture is not an HMM, so it cannot sample under a constraint: use one of its HMMs")
-        options = SamplingOptions(max_new_tokens, temperature, top_k, seed, num)
+        options = SamplingOptions(max_new_tokens, temperature, top_k, seed, 1 if num is None else num)
         given = self._encode_prompt(prompt)
         excluded = None if unknown else self.tokenizer.unk_id
         context = self._read(given)
-        return self._continued(
-            prompt, given, sample_predicted(self._predict, self._advance, context, self._eos, options, excluded)
-        )
+        added = sample_predicted(self._predict, self._advance, context, self._eos, options, excluded)
+        texts = self._continued(prompt, given, added)
+        return texts[0] if num is None else texts
 
     def _read(self, tokens: Sequence[int]) -> tuple[Any, ...]:
         context = tuple(part.begin() for part in self.predictors)
