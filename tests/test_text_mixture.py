@@ -156,6 +156,8 @@ def test_a_saved_mixture_is_the_same(tmp_path: Path) -> None:
         ("weights for 3 classes of contexts", {"weights": [[1.0] + [0.0] * 11] * 3}),
         ("different numbers of components", {"weights": [[1.0], [0.5, 0.5]]}),
         ("no list of weights", {"weights": [[1.0], "a"]}),
+        ("weights must be a list of numbers", {"weights": [10**400, *[0] * 11]}),
+        ("training", {"training": {"text": 5}}),
         ("component 0 is damaged", {"components": [{"kind": "odd"}] * 12}),
         ("component 0 is damaged", {"components": [{"kind": "ngram", "order": 3}] * 12}),
         ("component 0 is damaged", {"components": [{"kind": "cache", "size": -1}] * 12}),
@@ -180,6 +182,37 @@ def test_another_setting_in_the_configuration_is_noticed(kind: str, name: str, t
     (tmp_path / CONFIG).write_text(json.dumps(header))
     with pytest.raises(InputError, match=r"config.json does not fit model.safetensors"):
         MixtureModel.load(tmp_path, "cpu")
+
+
+def test_another_model_in_the_place_of_a_component_is_noticed(tmp_path: Path) -> None:
+    mixture().save(tmp_path)
+    number = next(i for i, part in enumerate(mixture().predictors) if part.kind == "hmm")
+    header = json.loads((tmp_path / str(number) / CONFIG).read_text())
+    header["training"] = {"batches": {"kind": "chunks", "length": 3}}
+    (tmp_path / str(number) / CONFIG).write_text(json.dumps(header))
+    with pytest.raises(InputError, match="files of two models are mixed"):
+        MixtureModel.load(tmp_path, "cpu")
+
+
+def test_a_mixture_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hmmlm.text.mixture.save_model", fail)
+    with pytest.raises(OSError, match="No space"):
+        mixture().save(tmp_path / "model")
+    assert not list((tmp_path / "model").iterdir())
+
+
+def test_without_unknown_words_nothing_may_be_left() -> None:
+    """Both HMMs emit nothing but <unk>."""
+    tokenizer = mixture().tokenizer
+    emission = torch.zeros(1, tokenizer.vocab_size)
+    emission[0, tokenizer.unk_id] = 1.0
+    only = LanguageModel(HMM.from_probs([1.0], [[1.0]], emission.tolist()), tokenizer)
+    lm = MixtureModel([HmmPredictor(only), HmmPredictor(only)], [0.5, 0.5], tokenizer)
+    with pytest.raises(InputError, match="only <unk> can follow"):
+        lm.generate(unknown=False, seed=1, max_new_tokens=3)
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,7 @@ class CombineArguments(Arguments):
     out: Path
     """Folder of the new model."""
     weights: tuple[Weight, ...] = ()
-    """Weights of the models in this order, then of an n-gram and a cache if there are, separated by commas, that sum to
-    one; none: by EM."""
+    """Weights of the models in this order, separated by commas, that sum to one; none: by EM."""
     data: Path | None = None
     """Folder of a run, or made by `hmmlm data`, whose text is counted and fitted; None: that of the first run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -64,6 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return BROKEN_PIPE
+    except SystemExit as end:
+        # Of rich, whose console has met a closed pipe; help, which argparse ends in this way, ends with 0.
+        if end.code == 1 and isinstance(end.__context__, BrokenPipeError):
+            _discard_output()
+            return BROKEN_PIPE
+        raise
     except Exception as error:
         message = _explain(error)
         if message is None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from hmmlm.cli.combine import CombineArguments
+from hmmlm.cli.combine import CombineArguments, Weight
 from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
 from hmmlm.section import MAX_TOKENS
@@ -30,6 +30,9 @@ examples:
 
 
 class MixArguments(CombineArguments):
+    weights: tuple[Weight, ...] = ()
+    """Weights of the models in this order, then of the n-gram and the cache if there are, separated by commas, that sum
+    to one; none: by EM."""
     ngram: Annotated[int, Field(ge=0, le=10)] = 0
     """Order of a Kneser-Ney n-gram of the training text; 0: none."""
     cache: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 from pydantic_core import PydanticUndefined
 from pydantic_settings import (
     BaseSettings,
@@ -45,6 +45,16 @@ class Arguments(BaseSettings):
         extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True, use_attribute_docstrings=True
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_empty_paths(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Refuse the value of an unset shell variable, which would mean this folder, or no text at all."""
+        for name, value in values.items():
+            field = cls.model_fields.get(name)
+            if value == "" and field is not None and (name == "data" or "Path" in str(field.annotation)):
+                raise ValueError(f"{name.replace('_', '-')} is empty: give a file or a folder")
+        return values
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -72,7 +82,7 @@ class Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(option, self._option_string_actions, n=1)
             message = f"unknown option {option}" + (f"; did you mean {near[0]}?" if near else "")
         elif unknown != message:
-            message = f"unexpected argument {unknown.split()[0]!r}"
+            message = f"unexpected argument {(unknown.split() or [''])[0]!r}"
         raise InputError(f"{message}; see {self.prog} --help")
 
     def format_section(self, name: str) -> str:

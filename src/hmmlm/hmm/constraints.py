@@ -31,6 +31,8 @@ from hmmlm.ops.common import FLOOR, NEG_INF, exp, logsumexp
 CELLS = 2**24  # largest intermediate
 LARGEST_GB = 16.0  # memory of the recursion
 KNOWN_MOVES = 1024  # automaton states of which the tokens are kept
+LONG = 256  # tokens of a constraint above which its recursion is in float64
+NEGLIGIBLE = 1e-6  # change of a log-probability
 FEW = 256  # tokens that lead to an automaton state; more are scored with the whole vocabulary
 
 
@@ -94,7 +96,7 @@ class Guide:
         accepting = automaton.accepting.nonzero()[:, 0]
         zeros = torch.zeros(len(accepting), hmm.states, dtype=hmm.dtype, device=hmm.device)
         # For 0, 1, … more tokens. The recursion is linear, with coefficients of at least 0, so the relative change
-        # never grows from one step to the next: once it is a rounding error, more tokens change nothing.
+        # never grows from one step to the next: it ends once this change, at every step that is left, changes nothing.
         rows_of = [torch.where(mask, mask.cumsum(0) - 1, -1) for mask in live]
         self._ahead = [Ahead(rows_of[0], zeros)]
         self._edges: _Edges | None = None
@@ -103,14 +105,21 @@ class Guide:
         edges = _Edges(self.hmm, automaton)
         if edges.log_weights.numel() <= CELLS:
             self._edges = edges  # for `reading`
+        model = self.hmm
+        if length > LONG and hmm.dtype == torch.float32:  # rounding errors would hide a change, and add up
+            model = self.hmm.to(torch.float64)
+            edges = _Edges(model, automaton)
+        before = _Step(rows_of[0], zeros.to(model.dtype), zeros.new_zeros(len(zeros), dtype=torch.float64))
+        values = before.log_probs()
         for r in range(1, length):
-            before = self._ahead[-1]
-            row_of = rows_of[min(r, len(live) - 1)]
-            read = edges.read(before, row_of)
-            step = Ahead(row_of, self.hmm.push(read) if len(read) else read)  # without rows, nothing is accepted
-            self._ahead.append(step)
-            if row_of is before.row_of and _converged(before.log_probs, step.log_probs):
+            step = edges.read(before, rows_of[min(r, len(live) - 1)])
+            if len(step.relative):  # without rows, nothing is accepted
+                step = _relative(step.row_of, model.push(step.relative), step.offset)
+            after = step.log_probs()
+            self._ahead.append(Ahead(step.row_of, after.to(hmm.dtype)))
+            if step.row_of is before.row_of and _converged(values, after, length - r):
                 break
+            before, values = step, after
 
     def __repr__(self) -> str:
         return f"Guide({self.hmm!r}, {self.automaton!r}, length={self.length})"
@@ -325,6 +334,26 @@ def _split(items: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]
         first += size
 
 
+class _Step(NamedTuple):
+    """The recursion after one number of tokens: log-probabilities relative to an offset of each row.
+
+    Log-probabilities of many tokens are large numbers, whose rounding errors would add up.
+    """
+
+    row_of: Tensor  # [S] as in `Ahead`
+    relative: Tensor  # [rows, Z]
+    offset: Tensor  # [rows] float64
+
+    def log_probs(self) -> Tensor:
+        return self.relative.double() + self.offset[:, None]
+
+
+def _relative(row_of: Tensor, log_probs: Tensor, offset: Tensor) -> _Step:
+    """Return log_probs [rows, Z] + offset [rows] relative to the largest value of each row."""
+    peak = log_probs.amax(1).clamp_min(torch.finfo(log_probs.dtype).min)
+    return _Step(row_of, log_probs - peak[:, None], offset + peak)
+
+
 class _Terms(NamedTuple):
     """What a step of the recursion adds up."""
 
@@ -355,19 +384,19 @@ class _Edges:
         self._before = self._after = torch.empty(0)
         self._terms = _Terms(*(torch.empty(0),) * 3, 0, 0.0)
 
-    def read(self, before: Ahead, row_of: Tensor) -> Tensor:
+    def read(self, before: _Step, row_of: Tensor) -> _Step:
         """Compute log Σ_edges p(edge | z) ahead(target, z) [rows, Z], for automaton states with rows row_of [S]."""
         if before.row_of is not self._before or row_of is not self._after:  # else the terms of the last step
             self._before, self._after, self._terms = before.row_of, row_of, self._find_terms(before.row_of, row_of)
         kept, source, from_row, rows, least = self._terms
-        states, dtype = before.log_probs.shape[1], before.log_probs.dtype
-        # Relative to the largest value of each row, and each source's rows to the largest of these.
-        peak = before.log_probs.amax(1).clamp_min(torch.finfo(dtype).min)
-        relative = torch.nn.functional.threshold((before.log_probs - peak[:, None]).exp_(), FLOOR[dtype], 0.0)
-        top = torch.full((rows,), NEG_INF, dtype=dtype, device=self._device)
-        peak_of = peak[from_row]
-        top = top.scatter_reduce(0, source, peak_of, "amax")
-        factor = (peak_of - top[source]).exp_()
+        states, dtype = before.relative.shape[1], before.relative.dtype
+        # Each source's rows relative to the largest of their offsets.
+        relative = torch.nn.functional.threshold(before.relative.exp(), FLOOR[dtype], 0.0)
+        top = torch.full((rows,), NEG_INF, dtype=torch.float64, device=self._device)
+        offset = before.offset[from_row]
+        top = top.scatter_reduce(0, source, offset, "amax")
+        log_factor = (offset - top[source]).to(dtype)
+        factor = log_factor.exp()
         total = torch.zeros(rows, states, dtype=dtype, device=self._device)
         size = max(1, CELLS // states)
         for first in range(0, len(kept), size):
@@ -375,14 +404,14 @@ class _Edges:
             terms = relative[from_row[piece]].mul_(self._weights[kept[piece]]).mul_(factor[piece, None])
             total.index_add_(0, source[piece], terms)
         faint = (total.amin(1) < least).nonzero()[:, 0]
-        result = total.log_().add_(top[:, None])
+        result = total.log_()
         if len(faint):  # some sums may have underflowed: in log space
             chosen = torch.isin(source, faint).nonzero()[:, 0]
             number = torch.full((rows,), -1, device=self._device)
             number[faint] = torch.arange(len(faint), device=self._device)
-            log_terms = self.log_weights[kept[chosen]] + before.log_probs[from_row[chosen]]
+            log_terms = self.log_weights[kept[chosen]] + before.relative[from_row[chosen]] + log_factor[chosen, None]
             result[faint] = log_group_sums(log_terms, number[source[chosen]], len(faint))
-        return result
+        return _Step(row_of, result, top)
 
     def read_from(self, state: int, before: Ahead) -> Tensor:
         """Compute one row of `read` [Z], that of an automaton state."""
@@ -431,10 +460,9 @@ def _live(automaton: Automaton, length: int) -> list[Tensor]:
     return live
 
 
-def _converged(before: Tensor, after: Tensor) -> bool:
-    """Return whether two steps of a recursion in log space differ by rounding errors only."""
-    tolerance = 4 * torch.finfo(after.dtype).eps
+def _converged(before: Tensor, after: Tensor, steps: int) -> bool:
+    """Return whether `steps` more changes, like that from before to after [rows, Z], are negligible in log space."""
     return all(
-        torch.allclose(after[rows], before[rows], rtol=tolerance, atol=tolerance)  # −inf equals −inf
+        torch.allclose(after[rows], before[rows], rtol=0.0, atol=NEGLIGIBLE / steps)  # −inf equals −inf
         for rows in (slice(0, FEW), slice(FEW, None))  # of large tables, the first rows mostly decide
     )

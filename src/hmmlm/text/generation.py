@@ -28,6 +28,7 @@ from hmmlm.hmm.reader import Reader, read_context
 from hmmlm.ops.common import NEG_INF
 
 _SAMPLES = 1_000_000  # most samples of a call: each has a random generator of its own
+ONLY_UNKNOWN = "only <unk> can follow here: allow unknown words"
 _CELLS = 2**22  # largest table of probabilities: samples × words or states
 _STEPS = 32  # draws for which random numbers are made at once
 _NUMBERS = 4  # random numbers of a draw: the state before, the state, its token, whether it is accepted
@@ -55,10 +56,13 @@ class SamplingOptions:
             check_count("top_k", self.top_k, 1)
         check_seed(self.seed, self.num)
 
-    @property
-    def plain(self) -> bool:
-        """Whether samples are those of the model itself."""
-        return self.temperature == 1 and self.top_k is None
+    def plain(self, vocab_size: int) -> bool:
+        """Return whether samples are those of the model itself."""
+        return self.temperature == 1 and self.whole(vocab_size)
+
+    def whole(self, vocab_size: int) -> bool:
+        """Return whether tokens are drawn from the whole vocabulary."""
+        return self.top_k is None or self.top_k >= vocab_size
 
     def choose(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
         """Draw a token from each row of log_probs [n, V], by uniform numbers [n]."""
@@ -127,10 +131,9 @@ class _Sampler:
     def __init__(self, hmm: HiddenMarkovModel, rows: _Rows, excluded: int | None) -> None:
         options = rows.options
         self.hmm, self.rows, self.options, self.excluded = hmm, rows, options, excluded
-        whole = options.top_k is None or options.top_k >= hmm.vocab_size
-        self.ancestral = whole and options.temperature == 1 and excluded is None
+        self.ancestral = options.plain(hmm.vocab_size) and excluded is None
         lowest = _PROPOSED if hmm.states >= _PROPOSED_STATES else 1.0
-        self.proposing = whole and lowest <= options.temperature <= 1
+        self.proposing = options.whole(hmm.vocab_size) and lowest <= options.temperature <= 1
 
     def run(self, before: Reader | None, read: int, chunk: int | None) -> None:
         """Sample until all rows have ended, after the sequence `before` of `read` tokens."""
@@ -181,7 +184,7 @@ class _Sampler:
         if self.excluded is not None:
             log_probs = log_probs.index_fill(1, torch.tensor([self.excluded], device=log_probs.device), NEG_INF)
             if bool((log_probs.amax(1) == NEG_INF).any()):
-                raise InputError("only <unk> can follow here: allow unknown words")
+                raise InputError(ONLY_UNKNOWN)
         return self.options.choose(log_probs, uniform[:, 2])
 
     def propose(self, reader: Reader) -> tuple[Tensor, Reader]:
@@ -278,8 +281,12 @@ def sample_predicted(
         if not len(rows.index):
             break
         log_probs = predict(contexts)
+        if not bool((log_probs.amax(1) > NEG_INF).all()):  # or NaN, of an impossible text
+            raise InputError("the text so far has probability zero under the model, so nothing can follow it")
         if excluded is not None:
             log_probs[:, excluded] = NEG_INF
+            if bool((log_probs.amax(1) == NEG_INF).any()):
+                raise InputError(ONLY_UNKNOWN)
         tokens = options.choose(log_probs, rows.draw()[:, 2])
         going = rows.add(tokens).tolist()
         if added == options.max_new_tokens:
@@ -294,7 +301,7 @@ def _draw_accepted(guide: Guide, positions: Sequence[Position], uniform: Tensor,
 
     From the model itself, its state is drawn first, then the token: no sum over states for every word.
     """
-    if not options.plain or not guide.reads:
+    if not options.plain(guide.hmm.vocab_size) or not guide.reads:
         return options.choose(guide.next_tokens(positions), uniform[:, 2])
     alike = dict[tuple[int, int], list[int]]()
     for row, position in enumerate(positions):

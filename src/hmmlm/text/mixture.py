@@ -11,6 +11,8 @@ the tokenizer's file, and a folder for each HMM or network.
 from __future__ import annotations
 
 import json
+import shutil
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -42,6 +44,7 @@ from hmmlm.text.predictors import (
     open_predictor,
     predictor_tokenizer,
 )
+from hmmlm.text.reading import check_training
 from hmmlm.text.textmodel import TextModel
 
 FORMAT = "hmmlm mixture"
@@ -66,7 +69,7 @@ class MixtureModel(TextModel):
     ) -> None:
         try:
             values = np.atleast_2d(np.array(weights, dtype=np.float64))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise InputError("weights must be a list of numbers, or equally long lists of numbers") from None
         if not len(predictors) or values.shape[1] != len(predictors):
             raise InputError(f"{values.shape[1]} weights for {len(predictors)} models: give one for each")
@@ -169,13 +172,19 @@ class MixtureModel(TextModel):
     def save(self, path: str | Path) -> None:
         """Write the model into the folder `path`."""
         folder, components, tensors = as_folder(path), list[dict[str, Any]](), dict[str, Tensor]()
-        for i, part in enumerate(self.predictors):
-            header, own = part.save(folder / str(i), self.tokenizer)
-            components.append({"kind": part.kind, **header})
-            tensors |= own
-        content = {"components": components, "weights": self.weights.tolist(), "training": self.config}
-        tensors["config"] = _as_bytes(components, content["weights"])
-        save_model(folder, FORMAT, content, tensors, self.tokenizer)
+        new = [folder / str(i) for i in range(len(self.predictors)) if not (folder / str(i)).exists()]
+        try:
+            for i, part in enumerate(self.predictors):
+                header, own = part.save(folder / str(i), self.tokenizer)
+                components.append({"kind": part.kind, **header, **_identity(folder / str(i))})
+                tensors |= own
+            content = {"components": components, "weights": self.weights.tolist(), "training": self.config}
+            tensors["config"] = _as_bytes(components, content["weights"])
+            save_model(folder, FORMAT, content, tensors, self.tokenizer)
+        except BaseException:  # a folder with parts of a model would be refused as the place of another
+            for part_folder in new:
+                shutil.rmtree(part_folder, ignore_errors=True)
+            raise
 
     @staticmethod
     def load(path: str | Path, device: str | torch.device = "auto") -> MixtureModel:
@@ -183,7 +192,7 @@ class MixtureModel(TextModel):
         chosen = pick_device(device)
         folder, header, tensors, tokenizer = load_model(as_folder(path), FORMAT)
         where, components, weights = folder / CONFIG, header.get("components"), header.get("weights")
-        training = header.get("training")
+        training = check_training(where, header.get("training"))
         check_checksum(folder / MODEL, tensors)
         if not isinstance(components, list) or not 0 < len(components) <= MAX_COMPONENTS:
             raise InputError(f"{where} has no list of components: save the mixture again")
@@ -196,13 +205,19 @@ class MixtureModel(TextModel):
             raise InputError(f"{where} has weights for different numbers of components: save the mixture again")
         parts = [_load_part(folder, i, each, tensors, tokenizer, chosen) for i, each in enumerate(components)]
         try:
-            model = MixtureModel(parts, rows, tokenizer, training if isinstance(training, dict) else {}, chosen)
+            model = MixtureModel(parts, rows, tokenizer, training, chosen)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
         known = tensors.get("config")
         if known is None or not torch.equal(known, _as_bytes(components, weights)):
             raise InputError(f"{where} does not fit {MODEL} beside it: it was changed; save the mixture again")
         return model
+
+
+def _identity(folder: Path) -> dict[str, str]:
+    """Return the checksums of the files of a component, by which it is known again; none without files."""
+    files = [folder / name for name in (CONFIG, MODEL) if (folder / name).is_file()]
+    return {file.name: f"crc32:{zlib.crc32(file.read_bytes()):08x}" for file in files}
 
 
 def _as_bytes(components: Any, weights: Any) -> Tensor:
@@ -223,7 +238,12 @@ def _load_part(
     where = f"{folder / CONFIG}: component {number}"
     if kind in (HmmPredictor.kind, NetworkPredictor.kind):
         part = open_predictor(folder / str(number), device)
-        if part.kind != kind or predictor_tokenizer(folder / str(number)).fingerprint() != tokenizer.fingerprint():
+        changed = _identity(folder / str(number)).items() - header.items()
+        if (
+            changed
+            or part.kind != kind
+            or predictor_tokenizer(folder / str(number)).fingerprint() != tokenizer.fingerprint()
+        ):
             raise InputError(f"{where} does not fit the model in {folder / str(number)}: files of two models are mixed")
         return part
     if kind == CachePredictor.kind and _is_count(header.get("size")):
