@@ -38,7 +38,7 @@ def tasks(problem: Problem) -> Tasks:
         return leaves[1].grad
 
     def em() -> hmmlm.HMM:
-        return maximize(fixed.expected_counts(tokens)._asdict(), fixed)
+        return hmmlm.HMM(*maximize(fixed.expected_counts(tokens)._asdict(), fixed.parameters))
 
     return {
         "forward": lambda: compiled(lambda: fixed.log_likelihood(tokens), lambda out: out.numpy()),

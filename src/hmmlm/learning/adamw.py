@@ -18,11 +18,25 @@ from hmmlm.runs.checkpoint import load_tensors
 class AdamW:
     """AdamW on the mean negative log-likelihood per token, with the gradient norm clipped.
 
-    Of several processes, each computes the gradient of its rows of a batch; all take the step of the sum.
+    Of several processes, each computes the gradient of its rows of a batch; all take the step of the sum. Of parameters
+    whose rows are divided, each process has the rows, the gradients and the moments that are its own.
     """
 
-    def __init__(self, module: nn.Module, config: AdamWConfig, device: torch.device, decay_all: bool) -> None:
-        """`decay_all`: weight decay on every parameter; otherwise on matrices only."""
+    def __init__(
+        self,
+        module: nn.Module,
+        config: AdamWConfig,
+        device: torch.device,
+        decay_all: bool,
+        divided: frozenset[str] = frozenset(),
+    ) -> None:
+        """Create the optimizer.
+
+        Args:
+            decay_all: weight decay on every parameter; otherwise on matrices only.
+            divided: names of the parameters of which each process has some rows; their gradients are summed already.
+        """
+        self.divided = divided
         self.module, self.clip, self.on_gpu = module, config.clip, device.type == "cuda"
         # A tensor, because a CUDA graph would freeze a number.
         self.rate = torch.tensor(config.rate, device=device)
@@ -57,15 +71,26 @@ class AdamW:
             tokens = batch.whole.tokens
         # The gradient of the loss, −Σ log p / tokens, without the kernels that would compute the loss itself.
         log_likelihood.backward(torch.ones_like(log_likelihood) / -tokens)
-        world().sum_(p.grad for p in self.module.parameters() if p.grad is not None)
+        gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+        world().sum_(gradient for name, gradient in gradients.items() if name not in self.divided)
         if self.clip:
             # Not checking for finite norms, which would wait for the device: the training loop checks the loss.
-            torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip)
+            norm = self._norm(gradients)
+            torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.clip, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def _norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Return the norm [] of the whole gradient."""
+        if not self.divided:
+            return torch.nn.utils.get_total_norm(gradients.values())
+        parts = [[g for name, g in gradients.items() if (name in self.divided) == own] for own in (False, True)]
+        shared, own = (torch.nn.utils.get_total_norm(part).square() for part in parts)
+        world().sum_([own])
+        return (shared + own).sqrt()
+
     def collect(self) -> None:
-        """Moments are the same in all processes."""
+        """Moments are the same in all processes, or divided like their parameters."""
 
     def advice(self, rate: float) -> str:
         return f"lower optimizer.rate (now {rate:.3g}) or optimizer.clip, or lengthen the warm-up"

@@ -27,7 +27,7 @@ from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.device import device_name
 from hmmlm.errors import InputError
 from hmmlm.learning.evaluate import Evaluation
-from hmmlm.learning.learners import Learner
+from hmmlm.learning.learners import Learner, count_parameters
 from hmmlm.learning.schedules import Plateau, rate_factor
 from hmmlm.ranks import FirstRankError, world
 from hmmlm.runs.checkpoint import (
@@ -110,7 +110,7 @@ class Fit:
                 if self.saved.step < 0:
                     self.save()
                 if self.history.empty:  # from here on, a run without a checkpoint has lost it
-                    parameters = sum(p.numel() for p in self.learner.parameters().values())
+                    parameters = count_parameters(self.learner)
                     self.history.write("start", 0, device=device_name(self.learner.device), parameters=parameters)
                 with self.progress.phase("train", self.total_tokens, done=self.position.tokens) as self.display:
                     self.clock = Clock(self.position.seconds)
@@ -216,7 +216,7 @@ class Fit:
             if not math.isfinite(value):
                 raise self.failure(f"the training loss is {-value} at step {step}")
         parameters = (p for p in self.learner.parameters().values() if p.is_floating_point())
-        if bool(torch.stack([p.isnan().any() for p in parameters]).any()):
+        if self.ranks.any(bool(torch.stack([p.isnan().any() for p in parameters]).any())):
             raise self.failure(f"parameters are NaN after step {self.position.step}")
         skipped, sequences = int(self.ranks.sum_numbers([self.learner.skipped()])[0]), self.sequences
         lost, self.skipped, self.sequences = skipped - self.skipped, skipped, 0
@@ -276,8 +276,8 @@ class Fit:
 
     def export(self, link: str) -> None:
         """Write the model for use to `out/link`."""
-        name = f"{link}-{self.position.step:08}"
-        self.ranks.on_first(lambda: save_folder(self.out, link, name, self.learner.export))
+        name, write = f"{link}-{self.position.step:08}", self.learner.exporter()
+        self.ranks.on_first(lambda: save_folder(self.out, link, name, write))
 
     def save(self) -> None:
         """Write a checkpoint to `out/last`, unless it is there already."""
@@ -289,6 +289,7 @@ class Fit:
         moments, values = self.learner.optimizer.state_dict()
         tensors = {f"parameters.{name}": t for name, t in self.learner.parameters().items()}
         tensors |= {f"optimizer.{name}": t for name, t in moments.items()}
+        tensors |= {name: self.ranks.join_rows(t).cpu() for name, t in tensors.items() if self.is_divided(name, t)}
         tensors |= {f"carry.{name}": t for name, t in self.gather_carry().items()}
         tensors |= {"window": self.window, "rng.cpu": torch.get_rng_state()}
         if self.learner.device.type == "cuda":
@@ -320,6 +321,10 @@ class Fit:
         if not self.ranks.first:
             self.window.zero_()
 
+    def is_divided(self, name: str, tensor: Tensor) -> bool:
+        """Return whether each process has some rows of a tensor of a checkpoint, which stores all of them."""
+        return tensor.dim() > 0 and not self.learner.divided.isdisjoint(name.split("."))
+
     def gather_carry(self) -> dict[str, Tensor]:
         """Return the carry of all sequences of the last batch, in their order."""
         own = self.learner.carry_tensors(self.carry)
@@ -346,7 +351,8 @@ class Fit:
         if self.ranks.count == 1:
             return
         generator = zlib.crc32(torch.get_rng_state().numpy().data)
-        parameters = [float(p.sum(dtype=torch.float64)) for p in self.learner.parameters().values()]
+        same = (p for name, p in self.learner.parameters().items() if name not in self.learner.divided)
+        parameters = [float(p.sum(dtype=torch.float64)) for p in same]
         first, *others = self.ranks.gather((generator, parameters))
         for rank, other in enumerate(others, 1):
             if other != first:
@@ -364,6 +370,7 @@ class Fit:
         """Continue from `out/last`."""
         folder, learner = self.out / "last", self.learner
         tensors, content = read_checkpoint(folder)
+        tensors |= {n: t[self.ranks.own_rows(len(t))] for n, t in tensors.items() if self.is_divided(n, t)}
         self.check_checkpoint(folder / VALUES, content)
         position = {name: content["position"][name] for name in self.stored_position()}
         self.position = TrainingPosition(**position, seconds=self.seconds_until(position["step"]))

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from hmmlm.config.sections import AdamWConfig, BaumWelchConfig
 from hmmlm.data.batches import Batch
 from hmmlm.data.tokenizers import Tokenizer
-from hmmlm.hmm import HMM, Carry, HiddenMarkovModel, Scan
+from hmmlm.hmm import Carry, HiddenMarkovModel, Scan
 from hmmlm.learning.adamw import AdamW
 from hmmlm.learning.baum_welch import RunningCounts, maximize
 from hmmlm.learning.evaluate import Evaluation, carried, evaluate
 from hmmlm.learning.graph import GraphedStep
 from hmmlm.models.base import FactoredBlockedModel, Model
+from hmmlm.models.scalar import Scalar
+from hmmlm.ops.scan import Parameters
 from hmmlm.ranks import world
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.scoring import perplexity
@@ -35,7 +37,7 @@ class StepResult(NamedTuple):
 
     log_likelihood: Tensor  # [] float64, of P(O), or of P(O, S) for a batch with labels
     carry: Any
-    hmm: HMM | None = None  # of the E step of Baum-Welch
+    log_probs: Parameters | None = None  # of the E step of Baum-Welch
 
 
 class Optimizer(Protocol):
@@ -60,6 +62,8 @@ class Learner(Protocol[AnyCarry]):
     device: torch.device
     peak_rate: float
     """The rate (or α of Baum-Welch) that the schedule multiplies."""
+    divided: frozenset[str]
+    """Names of the parameters of which each process has some rows."""
 
     @property
     def optimizer(self) -> Optimizer:
@@ -71,8 +75,8 @@ class Learner(Protocol[AnyCarry]):
     def evaluate(self, batches: Iterable[Batch], on_batch: Callable[[int], None]) -> Evaluation:
         """Score batches with the present parameters."""
 
-    def export(self, folder: Path) -> None:
-        """Write the model for use into a folder."""
+    def exporter(self) -> Callable[[Path], None]:
+        """Return the function that writes the model for use into a folder; every process asks for it, one calls it."""
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters by name, as a checkpoint stores them; loading copies into these tensors."""
@@ -88,6 +92,12 @@ class Learner(Protocol[AnyCarry]):
 
     def skipped(self) -> int:
         """Return how many sequences were dropped so far because their mass underflowed inside a CUDA graph."""
+
+
+def count_parameters(learner: Learner[Any]) -> int:
+    """Return the number of parameters of all processes together, each counted once."""
+    owners = {name: world().count if name in learner.divided else 1 for name in learner.parameters()}
+    return sum(owners[name] * parameter.numel() for name, parameter in learner.parameters().items())
 
 
 def counted(log_likelihood: Tensor, batch: Batch) -> Tensor:
@@ -125,6 +135,7 @@ class HmmLearner(ABC):
     ) -> None:
         self.fabric, self.device, self.peak_rate = fabric, fabric.device, peak_rate
         self.model, self.tokenizer, self.config = model.to(fabric.device), tokenizer, config
+        self.divided = model.divided
         self.reset_graph()
 
     @abstractmethod
@@ -164,8 +175,13 @@ class HmmLearner(ABC):
     def evaluate(self, batches: Iterable[Batch], on_batch: Callable[[int], None]) -> Evaluation:
         return evaluate(self.hmm(), batches, on_batch)
 
-    def export(self, folder: Path) -> None:
-        LanguageModel(self.hmm(), self.tokenizer, self.config).save(folder)
+    def exporter(self) -> Callable[[Path], None]:
+        joined = self.hmm() if self.divided else None  # with the rows of all processes
+
+        def write(folder: Path) -> None:
+            LanguageModel(self.hmm() if joined is None else joined, self.tokenizer, self.config).save(folder)
+
+        return write
 
     def parameters(self) -> dict[str, Tensor]:
         return self.model.state_dict()
@@ -195,7 +211,7 @@ class AdamWLearner(HmmLearner):
         """`next_word_weight`: weight of the words that a teacher drew, for batches that have them."""
         super().__init__(fabric, model, tokenizer, config, optimizer.rate)
         self.next_word_weight = next_word_weight
-        self.optimizer: AdamW = AdamW(self.model, optimizer, self.device, decay_all=True)
+        self.optimizer: AdamW = AdamW(self.model, optimizer, self.device, True, self.divided)
 
     def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult:
         self.optimizer.set_rate(rate)
@@ -224,23 +240,29 @@ class BaumWelchLearner(HmmLearner):
         self, fabric: Fabric, model: Model, tokenizer: Tokenizer, config: dict[str, Any], optimizer: BaumWelchConfig
     ) -> None:
         super().__init__(fabric, model, tokenizer, config, optimizer.step)
+        assert isinstance(self.model, Scalar)  # the configuration was validated
+        self.model: Scalar
         self.settings = optimizer
-        self.optimizer: RunningCounts = RunningCounts(model.states, model.vocab_size, optimizer.momentum, self.device)
+        self.optimizer: RunningCounts = RunningCounts(
+            model.states, model.vocab_size, optimizer.momentum, self.device, model.divided
+        )
 
     def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult:
         result = self.run(batch, carry)
         if batch.last or not self.settings.full_batch:
-            assert result.hmm is not None
+            assert result.log_probs is not None
             with torch.no_grad():
                 counts = self.optimizer.take()
-                self.model.assign(maximize(counts, result.hmm, self.settings.pseudocount, rate))
+                self.model.assign_rows(maximize(counts, result.log_probs, self.settings.pseudocount, rate))
         return result
 
     def learn(self, batch: Batch, carry: Carry | None) -> StepResult:
         """Add the expected counts of a batch: the gradient with respect to its log-probabilities."""
         with torch.no_grad():
-            hmm = self.model().dense()
-        leaves = [p.requires_grad_() for p in hmm.parameters]
+            leaves = self.model.log_probs()
+        for log_probs in leaves:
+            log_probs.requires_grad_()
+        hmm = self.model.join(leaves)
         with self.fabric.autocast():
             scan: Scan = (
                 hmm.scan(batch.tokens, batch.lengths, carry, batch.restart)
@@ -251,7 +273,7 @@ class BaumWelchLearner(HmmLearner):
         counts = torch.autograd.grad(counted(scan.log_likelihood, batch).sum(), leaves)
         with torch.no_grad():
             self.optimizer.add(*counts)
-        return StepResult(total(scan.log_likelihood, batch), scan.carry, hmm)
+        return StepResult(total(scan.log_likelihood, batch), scan.carry, leaves)
 
 
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
@@ -263,6 +285,7 @@ class NetworkLearner(Generic[AnyNetwork]):
     def __init__(self, fabric: Fabric, network: AnyNetwork, tokenizer: Tokenizer, optimizer: AdamWConfig) -> None:
         self.fabric, self.device, self.peak_rate = fabric, fabric.device, optimizer.rate
         self.network, self.tokenizer = network.to(fabric.device), tokenizer
+        self.divided: frozenset[str] = frozenset()
         self.optimizer = AdamW(self.network, optimizer, self.device, decay_all=False)
 
     def _score(self, batch: Batch, hidden: Hidden | None) -> tuple[Tensor, Hidden | None]:
@@ -293,8 +316,8 @@ class NetworkLearner(Generic[AnyNetwork]):
             (log_likelihood,) = world().sum_numbers([log_likelihood])
         return Evaluation(perplexity(log_likelihood, tokens), tokens, log_likelihood)
 
-    def export(self, folder: Path) -> None:
-        self.network.save(folder, self.tokenizer)  # type: ignore[operator]
+    def exporter(self) -> Callable[[Path], None]:
+        return lambda folder: self.network.save(folder, self.tokenizer)  # type: ignore[operator]
 
     def parameters(self) -> dict[str, Tensor]:
         return self.network.state_dict()

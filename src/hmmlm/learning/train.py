@@ -29,7 +29,14 @@ from hmmlm.distillation.labels import LabeledBatches
 from hmmlm.distillation.next_words import NEXT_WORDS, NextWordBatches
 from hmmlm.errors import InputError
 from hmmlm.learning.fit import Fit, Phase, TrainingError
-from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner, HmmLearner, Learner, NetworkLearner
+from hmmlm.learning.learners import (
+    AdamWLearner,
+    BaumWelchLearner,
+    HmmLearner,
+    Learner,
+    NetworkLearner,
+    count_parameters,
+)
 from hmmlm.learning.memory import check_memory
 from hmmlm.learning.next_words import check_teacher, draw_next_words
 from hmmlm.learning.prepare import (
@@ -222,6 +229,8 @@ def _train(
     def begin() -> bool:
         """Prepare the folder; return whether there is a checkpoint to load."""
         check_batch_size(config.batches, ranks.count)
+        if model is not None:
+            model.check_processes(ranks.count)
         if resume:
             stack.enter_context(lock_run(out))
             refuse_changes(saved_config(type(config), out), config, out)
@@ -291,7 +300,7 @@ def _train(
 
 def describe(learner: Learner[Any], data: Prepared) -> str:
     """Return the line with device, parameters and text of a run."""
-    parameters = sum(p.numel() for p in learner.parameters().values())
+    parameters = count_parameters(learner)
     train, tokenizer = data.tokens["train"], data.tokenizer
     unknown = unknown_fraction(train, tokenizer.unk_id, tokenizer.eos_id)
     return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from hmmlm.data.tokenizers import Tokenizer
@@ -12,6 +13,9 @@ from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, BlockedHMM, Carry, Scan
 from hmmlm.models.base import BlockedConfig, BlockedModel, Model, restart_lost
 from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
+from hmmlm.ops.join_rows import join_rows
+from hmmlm.ops.scan import Parameters
+from hmmlm.ranks import world
 from hmmlm.section import ModelSize, Scale
 from hmmlm.structure.blocks import Blocks
 from hmmlm.structure.dropout import global_states, sample_states
@@ -23,6 +27,9 @@ class ScalarConfig(BlockedConfig):
     kind: Literal["scalar"] = "scalar"
     scale: Scale = 1.0
     """Standard deviation of the initial logits."""
+    shard: bool = False
+    """Divide the rows of the transition and emission matrices over the processes of a run, with their gradients and the
+    state of the optimizer (without blocks). Their number must divide that of the states."""
 
     # A high rate with a high eps: where gradients are smaller than eps, AdamW is gradient descent with momentum. With
     # eps 1e-8 it moves the logit of a word that a state never meets as fast as any other, and overfits.
@@ -32,35 +39,90 @@ class ScalarConfig(BlockedConfig):
     def assignable(self) -> bool:
         return not self.blocks
 
+    def check_processes(self, count: int) -> None:
+        if self.shard and self.states % count:
+            raise InputError(
+                f"model.shard cannot divide {self.states} states evenly over {count} processes: change model.states or "
+                "the number of processes"
+            )
+
     def size(self, words: int) -> ModelSize:
         words_of_state = words // max(1, self.blocks)
-        return ModelSize(self.states * (self.states + words_of_state), super().size(words).probabilities)
+        owners = world().count if self.shard else 1
+        return ModelSize(self.states * (self.states + words_of_state) // owners, super().size(words).probabilities)
 
     def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
         generator, words = torch.Generator().manual_seed(seed), vocabulary.vocab_size
         if block_of_word is None:
-            return Scalar(self.states, words, self.scale, generator)
+            return Scalar(self.states, words, self.scale, generator, self.shard)
         blocks = Blocks.from_clusters(block_of_word, self.states, vocab_size=words)
         return BlockedScalar(blocks, self.dropout, self.scale, generator)
 
+    @model_validator(mode="after")
+    def _shard_is_dense(self) -> ScalarConfig:
+        if self.shard and self.blocks:
+            raise ValueError("shard = true needs blocks = 0")
+        return self
 
-def _logits(scale: float, generator: torch.Generator | None, *shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(*shape, generator=generator) * scale)
+
+def _logits(scale: float, generator: torch.Generator | None, *shape: int, rows: slice = slice(None)) -> nn.Parameter:
+    return nn.Parameter((torch.randn(*shape, generator=generator) * scale)[rows].clone())
 
 
 class Scalar(Model):
-    """Logits start [Z], transition [Z, Z] and emission [Z, V], drawn from N(0, scale²); a softmax over each row."""
+    """Logits start [Z], transition [Z, Z] and emission [Z, V], drawn from N(0, scale²); a softmax over each row.
+
+    With `shard`, each process of a run has some rows of transition and emission. A softmax is over one row, so that
+    only probabilities are exchanged: in training, all of the transition and the emissions of the words in the batch.
+    """
 
     def __init__(
-        self, states: int, vocab_size: int, scale: float = 1.0, generator: torch.Generator | None = None
+        self,
+        states: int,
+        vocab_size: int,
+        scale: float = 1.0,
+        generator: torch.Generator | None = None,
+        shard: bool = False,
     ) -> None:
         super().__init__(states, vocab_size)
+        self.rows = slice(None)
+        if shard and world().count > 1:
+            self.rows, self.divided = world().own_rows(states), frozenset({"transition", "emission"})
         self.start = _logits(scale, generator, states)
-        self.transition = _logits(scale, generator, states, states)
-        self.emission = _logits(scale, generator, states, vocab_size)
+        # All rows are drawn, so that they do not depend on the number of processes.
+        self.transition = _logits(scale, generator, states, states, rows=self.rows)
+        self.emission = _logits(scale, generator, states, vocab_size, rows=self.rows)
+
+    def log_probs(self) -> Parameters:
+        """Return the log-probabilities of the start and of the rows of this process."""
+        return Parameters(*(logits.log_softmax(-1) for logits in (self.start, self.transition, self.emission)))
+
+    def join(self, own: Parameters) -> HMM:
+        """Return the HMM of log-probabilities of which each process has its rows."""
+        if not self.divided:
+            return HMM(*own)
+        return HMM(own.log_start, join_rows(own.log_transition), join_rows(own.log_emission))
 
     def forward(self) -> HMM:
-        return HMM(self.start.log_softmax(-1), self.transition.log_softmax(-1), self.emission.log_softmax(-1))
+        return self.join(self.log_probs())
+
+    def scan(
+        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
+    ) -> Scan:
+        own = self.log_probs()
+        if self.divided:
+            words, tokens = self._words_of_batch(tokens)
+            own = own._replace(log_emission=own.log_emission.index_select(1, words))
+        result = self.join(own).scan(tokens, lengths, carry, restart_lost(restart, carry, tokens))
+        return self.drop_underflowed(result)
+
+    def _words_of_batch(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the words [W] in the tokens of all processes, and these tokens [B, T] as positions among them."""
+        found = torch.zeros(self.vocab_size, device=tokens.device)
+        found[tokens.clamp(min=0)] = 1
+        world().sum_([found])
+        positions = (found > 0).cumsum(0) - 1
+        return found.nonzero().squeeze(1), torch.where(tokens < 0, tokens, positions[tokens])
 
     @torch.no_grad()
     def assign(self, hmm: HMM) -> None:
@@ -70,9 +132,13 @@ class Scalar(Model):
                 f"an HMM of {hmm.states} states and {hmm.vocab_size} words cannot be assigned to a model of "
                 f"{self.states} states and {self.vocab_size} words"
             )
-        self.start.copy_(hmm.log_start)
-        self.transition.copy_(hmm.log_transition)
-        self.emission.copy_(hmm.log_emission)
+        self.assign_rows(Parameters(hmm.log_start, hmm.log_transition[self.rows], hmm.log_emission[self.rows]))
+
+    @torch.no_grad()
+    def assign_rows(self, own: Parameters) -> None:
+        """Copy the log-probabilities of the rows of this process."""
+        for logits, log_probs in zip((self.start, self.transition, self.emission), own, strict=True):
+            logits.copy_(log_probs)
 
 
 class BlockedScalar(BlockedModel):

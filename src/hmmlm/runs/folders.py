@@ -34,6 +34,7 @@ PREPARED = (CONFIG, "tokenizer", "data", BLOCKS)
 CHANGEABLE = frozenset(
     {
         "data_folder",
+        "model.shard",
         "train.epochs",
         "train.max_tokens",
         "train.device",

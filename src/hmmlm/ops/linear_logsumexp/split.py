@@ -21,8 +21,8 @@ def split_linear_logsumexp(u: Tensor, w: Tensor) -> Tensor:
     ranks, training = world(), torch.is_grad_enabled() and (u.requires_grad or w.requires_grad)
     if not training or ranks.count == 1 or len(u) < ranks.count:
         return linear_logsumexp(u, w)
-    begin, end = (len(u) * rank // ranks.count for rank in (ranks.rank, ranks.rank + 1))
-    result: Tensor = _Join.apply(linear_logsumexp(u[begin:end], w), len(u), begin)
+    rows = ranks.own_rows(len(u))
+    result: Tensor = _Join.apply(linear_logsumexp(u[rows], w), len(u), rows)
     return result
 
 
@@ -30,10 +30,10 @@ class _Join(torch.autograd.Function):
     """The parts of all processes as one vector [N]; the gradient of a part is the sum of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, total: int, begin: int) -> Tensor:
-        ctx.rows = slice(begin, begin + len(part))
+    def forward(ctx: Any, part: Tensor, total: int, rows: slice) -> Tensor:
+        ctx.rows = rows
         whole = part.new_zeros(total)
-        whole[ctx.rows] = part
+        whole[rows] = part
         world().sum_([whole])
         return whole
 
