@@ -135,6 +135,12 @@ class Ranks:
             raise FirstRankError(value)
         return value
 
+    def first_before_others(self, function: Callable[[], Result]) -> Result:
+        """Run a function in rank 0, then in the others, and return the result of each; an error of rank 0 ends all."""
+        results: list[Result] = []
+        self.on_first(lambda: results.append(function()))
+        return results[0] if results else function()
+
 
 _current = Ranks()
 

@@ -33,6 +33,8 @@ Scale = Annotated[float, Field(ge=0, le=100)]
 """Standard deviation of logits: at the largest, every initial distribution is a single outcome."""
 
 
+DeviceCount = Annotated[int, Field(gt=0, le=1_024)]
+"""Processes of one machine."""
 MAX_THREADS = 1_024
 """CPU threads; far more than this end the process."""
 

@@ -1,4 +1,4 @@
-"""Start the processes of `--train.devices N` on this machine with the engine of torchrun."""
+"""Start the processes of `--train.devices N` or `--devices N` on this machine with the engine of torchrun."""
 
 from __future__ import annotations
 
@@ -6,16 +6,34 @@ import logging
 import os
 import sys
 import uuid
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from hmmlm.config.sections import TrainConfig
+from typing import Protocol
 
 
-def launch(command: str, argv: list[str], config: TrainConfig) -> int | None:
+class Devices(Protocol):
+    """Where a command computes."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def devices(self) -> int:
+        """Number of processes."""
+
+
+def launch(
+    command: str,
+    argv: list[str],
+    config: Devices,
+    setting: str = "train.devices",
+    advice: str = "continue the run with --resume",
+) -> int | None:
     """Run a command in `config.devices` processes and return its exit code; None if this process is to run it.
 
     If one of them fails or is killed, the others are ended; Ctrl-C lets all of them save.
+
+    Args:
+        setting: the name of `devices` in errors.
+        advice: what to do after a process was killed.
     """
     from hmmlm.ranks import started_by_torchrun
 
@@ -28,7 +46,7 @@ def launch(command: str, argv: list[str], config: TrainConfig) -> int | None:
 
     from hmmlm.cli.main import INTERRUPTED
 
-    _check_gpus(config)
+    _check_gpus(config, setting)
     # Threads of all processes together: one per core.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // config.devices)))
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it reports is reported below
@@ -51,14 +69,14 @@ def launch(command: str, argv: list[str], config: TrainConfig) -> int | None:
             return failure.exitcode
         print(
             f"hmmlm: error: rank {rank} of {config.devices} (process {failure.pid}) was ended by "
-            f"{failure.signal_name()}, and the others with it; continue the run with --resume",
+            f"{failure.signal_name()}, and the others with it; {advice}",
             file=sys.stderr,
         )
         return 2
     return 0
 
 
-def _check_gpus(config: TrainConfig) -> None:
+def _check_gpus(config: Devices, setting: str) -> None:
     """Raise an InputError if there are fewer GPUs than processes that need one."""
     import torch
 
@@ -68,6 +86,6 @@ def _check_gpus(config: TrainConfig) -> None:
     gpus = torch.cuda.device_count()
     if pick_device(config.device).type == "cuda" and gpus < config.devices:
         raise InputError(
-            f"train.devices is {config.devices}, but this machine has {gpus} GPU{'s' if gpus > 1 else ''}: set it to "
+            f"{setting} is {config.devices}, but this machine has {gpus} GPU{'s' if gpus > 1 else ''}: set it to "
             f"{gpus} or less, or start processes on several machines with torchrun"
         )

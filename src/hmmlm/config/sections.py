@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from hmmlm.section import MAX_TOKENS, MAX_VOCABULARY, Fraction, Momentum, Pseudocount, Section, Seed, TokenCount
+from hmmlm.section import (
+    MAX_TOKENS,
+    MAX_VOCABULARY,
+    DeviceCount,
+    Fraction,
+    Momentum,
+    Pseudocount,
+    Section,
+    Seed,
+    TokenCount,
+)
 
 # --- text ---
 
@@ -190,7 +200,7 @@ class TrainConfig(Section):
     """bf16-mixed: bfloat16 products, float32 parameters and sums."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
-    devices: Annotated[int, Field(gt=0, le=1_024)] = 1
+    devices: DeviceCount = 1
     """Processes on this machine that share the sequences of a batch, each with a GPU, or with a part of the CPU's
     cores. torchrun, which also starts processes on several machines, sets their number itself."""
     checks_per_epoch: Annotated[int, Field(gt=0, le=1_000)] = 1

@@ -19,6 +19,7 @@ from hmmlm.data.files import write_bytes
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.learning.evaluate import Evaluation, evaluate
 from hmmlm.learning.prepare import Prepared, evaluation_batches, reopen, trained_batches
+from hmmlm.ranks import world
 from hmmlm.runs.folders import RESULTS, saved_config
 from hmmlm.runs.history import read_history
 from hmmlm.text.lm import LanguageModel
@@ -121,6 +122,7 @@ def _log_probs(lm: TextModel, tokens: TokenFile) -> Tensor:
     """Return log p [N] of every token of a text given those before it.
 
     The text is read in parts of about PART_TOKENS tokens that end where the chain restarts: lists of tokens are large.
+    Of several processes, each reads every n-th piece between two restarts.
     """
     ids, batches = np.asarray(tokens.tokens), lm.config.get("batches", {})
     if not isinstance(lm, LanguageModel):  # a cache does not restart
@@ -134,7 +136,14 @@ def _log_probs(lm: TextModel, tokens: TokenFile) -> Tensor:
     texts = np.split(ids, begins[1:])
     part = np.searchsorted(np.arange(PART_TOKENS, len(ids), PART_TOKENS), begins, side="right")
     groups = np.split(np.arange(len(texts)), np.flatnonzero(np.diff(part)) + 1)
-    return torch.cat([x for group in groups for x in lm.token_log_probs([texts[i].tolist() for i in group])])
+    ranks, own = world(), [torch.zeros(0, dtype=torch.float64)]
+    for group in groups:
+        own += lm.token_log_probs([texts[i].tolist() for i in group if i % ranks.count == ranks.rank])
+    owner = torch.from_numpy(np.repeat(np.arange(len(texts)) % ranks.count, [len(text) for text in texts]))
+    log_probs = torch.empty(len(ids), dtype=torch.float64)
+    for rank, found in enumerate(ranks.gather(torch.cat(own))):
+        log_probs[owner == rank] = found
+    return log_probs
 
 
 def count_ngram(data: Prepared, order: int, restarts: bool) -> NgramModel:
