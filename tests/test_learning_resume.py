@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.commands import failure, run_python
-from helpers.network_runs import write_pairs
+from helpers.network_runs import interrupt_after, write_pairs
 from helpers.runs import Interrupting, assert_same_run, tiny_config, write_text
 
 import hmmlm
@@ -348,11 +349,36 @@ def test_a_wrong_tensor_of_the_state_is_named(stopped: tuple[RunConfig, Path], e
     for described in (True, False):  # earlier versions did not write which tensors there are
         if not described:
             damage_json(run, "tensors")
+            damage_json(run, "checksum")
         for change in wrong.values() if described or entry != "carry.probs" else [None]:
             path.unlink()
             write_tensors(path, {n: t for n, t in (tensors | {name: change}).items() if t is not None})
             with pytest.raises(InputError, match="has no carry" if entry == "carry.probs" and not described else name):
                 train(config, run, resume=True)
+
+
+def flip_a_bit(path: Path) -> None:
+    """Damage the last byte of a file."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_it_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = tiny_config(write_text(tmp_path)), tmp_path / "run"
+    train(config, tmp_path / "straight")
+    with monkeypatch.context() as patch:
+        interrupt_after(7, patch)
+        train(config, run)
+    flip_a_bit(run / "last" / "state.safetensors")
+    with pytest.raises(InputError, match=r"is damaged: its bytes .* continue from .* `mv -T (\S+) (\S+)`") as error:
+        train(config, run, resume=True)
+    subprocess.run(str(error.value).split("`")[1].split(), check=True)
+    assert read_checkpoint(run / "last")[1]["position"]["step"] == 5
+    assert train(config, run, resume=True).finished
+    assert_same_run(run, tmp_path / "straight")
 
 
 # --- nothing is lost ---
@@ -473,5 +499,5 @@ def test_the_last_model_is_not_stored_twice_if_it_is_the_best(tmp_path: Path) ->
     longer = {**improving, "train": {"epochs": 2, "checks_per_epoch": 1}}
     assert train(tiny_config(text, **longer), run, resume=True).finished
     stored = sorted(path.name.partition("-")[0] for path in (run / "checkpoints").iterdir())
-    assert stored in (["best", "step"], ["best", "final", "step"])
+    assert stored in (["best", "step", "step"], ["best", "final", "step", "step"])
     assert hmmlm.load(run / "final").hmm.states == 4

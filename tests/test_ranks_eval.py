@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,12 @@ BATCHES: dict[str, dict[str, Any]] = {
 def evaluate(folder: Path, argv: list[str], code: int) -> None:
     """Run `hmmlm eval` with its output in two files per rank."""
     name = f"{world().count}-{world().rank}"
-    with (folder / f"{name}.out").open("w") as out, (folder / f"{name}.err").open("w") as errors:
-        with redirect_stdout(out), redirect_stderr(errors):
-            found = main(["eval", *argv])
-    assert found == code
+    files = (folder / f"{name}.{kind}" for kind in ("out", "err"))
+    with ExitStack() as stack:
+        out, errors = (stack.enter_context(file.open("w")) for file in files)
+        stack.enter_context(redirect_stdout(out))
+        stack.enter_context(redirect_stderr(errors))
+        assert main(["eval", *argv]) == code
 
 
 def printed(folder: Path, count: int, kind: str = "out") -> list[str]:

@@ -12,14 +12,21 @@ import torch
 
 from hmmlm.errors import InputError
 from hmmlm.runs import checkpoint
-from hmmlm.runs.checkpoint import load_tensors, read_checkpoint, save_folder, write_checkpoint
+from hmmlm.runs.checkpoint import (
+    PREVIOUS,
+    load_tensors,
+    read_checkpoint,
+    save_folder,
+    verify_checkpoint,
+    write_checkpoint,
+)
 
 
 def save(run: Path, value: float, name: str | None = None) -> None:
-    state = {"value": value}
-    save_folder(
-        run, "last", name or f"step-{value}", lambda f: write_checkpoint(f, {"x": torch.tensor([value])}, state)
-    )
+    def write(folder: Path) -> None:
+        write_checkpoint(folder, {"x": torch.tensor([value])}, {"value": value})
+
+    save_folder(run, "last", name or f"step-{value}", write, verify_checkpoint, PREVIOUS)
 
 
 def value_of(run: Path) -> float:
@@ -28,12 +35,12 @@ def value_of(run: Path) -> float:
     return float(state["value"])
 
 
-def test_a_new_checkpoint_replaces_the_old_one_and_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_a_new_checkpoint_replaces_the_old_one_and_nothing_else_is_left_behind(tmp_path: Path) -> None:
     save(tmp_path, 1.0)
     save(tmp_path, 2.0)
     assert value_of(tmp_path) == 2.0
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-2.0"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "last"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-1.0", "step-2.0"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "last", "previous"]
 
 
 def test_other_links_keep_their_folders_and_a_run_can_be_moved(tmp_path: Path) -> None:
@@ -52,7 +59,7 @@ def test_saving_the_same_step_again_never_touches_what_the_link_points_to(tmp_pa
     assert value_of(tmp_path) == 2.0
     save(tmp_path, 3.0, "same")
     assert value_of(tmp_path) == 3.0
-    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
 def test_a_copy_in_which_links_became_folders_can_be_saved_to(tmp_path: Path) -> None:
@@ -84,7 +91,34 @@ def test_a_full_disk_keeps_the_previous_checkpoint(
     assert value_of(tmp_path) == 1.0
     save(tmp_path, 3.0)
     assert value_of(tmp_path) == 3.0
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-3.0"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-1.0", "step-3.0"]
+
+
+def test_what_was_written_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1.0)
+    fsync = checkpoint._fsync
+
+    def damage_and_fsync(path: Path) -> None:
+        if path.name == "state.safetensors":
+            content = path.read_bytes()
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        fsync(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_fsync", damage_and_fsync)
+        with pytest.raises(
+            InputError, match=r"state.safetensors is damaged: .*the previous checkpoint, .*last, is intact"
+        ):
+            save(tmp_path, 2.0)
+    assert value_of(tmp_path) == 1.0
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-1.0"]
+
+
+def test_the_checkpoint_before_the_last_is_kept(tmp_path: Path) -> None:
+    for value in (1.0, 2.0, 3.0):
+        save(tmp_path, value)
+    assert read_checkpoint(tmp_path / "previous")[1]["value"] == 2.0
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-2.0", "step-3.0"]
 
 
 @pytest.mark.parametrize("file", ["state.json", "state.safetensors"])

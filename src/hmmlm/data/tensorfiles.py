@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -25,10 +27,14 @@ DTYPES = {
 """The names of dtypes in the format."""
 CHECKSUM = "checksum"
 """The entry of a file's metadata."""
+PIECE = 1 << 24
+"""Bytes of a file that are read at once."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
     """Write a safetensors file whose bytes depend on its content alone, one tensor at a time, readable as umask allows.
+
+    Return the `file_checksum` of what was meant to be written.
 
     safetensors' own writer orders metadata at random and lets only the owner read.
     """
@@ -41,10 +47,24 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    start = memoryview(len(text).to_bytes(8, "little") + text)
+    crc = 0
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            file.write(_bytes(tensors[name]))
+        for piece in chain([start], (_bytes(tensors[name]) for name in names)):
+            file.write(piece)
+            crc = zlib.crc32(piece, crc)
+    return f"crc32:{crc:08x}"
+
+
+def file_checksum(path: Path) -> str:
+    """Return the checksum of a file's bytes, from the disk where the system allows it: not from its cache."""
+    crc = 0
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while piece := file.read(PIECE):
+            crc = zlib.crc32(piece, crc)
+    return f"crc32:{crc:08x}"
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -31,12 +31,14 @@ from hmmlm.learning.learners import Learner, count_parameters
 from hmmlm.learning.schedules import Plateau, rate_factor
 from hmmlm.ranks import FirstRankError, world
 from hmmlm.runs.checkpoint import (
+    PREVIOUS,
     TENSORS,
     VALUES,
     TrainingPosition,
     load_tensors,
     read_checkpoint,
     save_folder,
+    verify_checkpoint,
     write_checkpoint,
 )
 from hmmlm.runs.clock import Clock
@@ -304,9 +306,11 @@ class Fit:
         }
         self.history.sync()
         name = f"step-{self.position.step:08}"
-        self.ranks.on_first(
-            lambda: save_folder(self.out, "last", name, lambda folder: write_checkpoint(folder, tensors, content))
-        )
+
+        def write(folder: Path) -> None:
+            write_checkpoint(folder, tensors, content)
+
+        self.ranks.on_first(lambda: save_folder(self.out, "last", name, write, verify_checkpoint, PREVIOUS))
         self.saved = replace(self.position)
 
     def collect(self) -> None:

@@ -1,8 +1,8 @@
 """Training from a configuration, or resuming a run: hidden Markov models, teachers and baselines.
 
 A run is a folder: config.json, tokenizer/, data/ (token files), history.jsonl, tensorboard/, with blocks blocks.json,
-with a teacher clusters.safetensors, and links into checkpoints/: last (to resume from), best (by validation) and final
-(models for use).
+with a teacher clusters.safetensors, and links into checkpoints/: last (to resume from), previous (the one before),
+best (by validation) and final (models for use).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Checkpoints that survive a kill at any moment: safetensors and JSON, no pickle.
 
 A folder cannot be replaced atomically, a symbolic link can. So `RUN/last` and `RUN/best` are relative links into
-`RUN/checkpoints/`. To save: write everything into a hidden folder there and fsync it; rename it to its final name,
-unless a folder with the same content exists; make a new link to it under a temporary name and rename it over the old
-one (the atomic step); then delete what no link points to.
+`RUN/checkpoints/`. To save: write everything into a hidden folder there and fsync it; read it back; rename it to its
+final name, unless a folder with the same content exists; make a new link to it under a temporary name and rename it
+over the old one (the atomic step); then delete what no link points to. `RUN/previous` is the checkpoint before `last`.
 A kill before the atomic step leaves the old checkpoint, a kill after it the new one; the next save removes the
 leftovers. If the disk is full, the hidden folder is removed and the old checkpoint remains.
 """
@@ -23,13 +23,15 @@ import torch
 from torch import Tensor
 
 from hmmlm.data.files import read_json
-from hmmlm.data.tensorfiles import read_tensors, write_tensors
+from hmmlm.data.tensorfiles import CHECKSUM, file_checksum, read_tensors, write_tensors
 from hmmlm.errors import InputError
 
 FORMAT = "hmmlm checkpoint"
 VERSION = 2
 TENSORS = "state.safetensors"
 VALUES = "state.json"
+PREVIOUS = "previous"
+"""The link to the checkpoint before the last one."""
 
 
 @dataclass
@@ -51,10 +53,21 @@ class TrainingPosition:
     """Tokens at which training switches from P(O, S) to P(O); fixed when the run starts."""
 
 
-def save_folder(run: Path, link: str, name: str, write: Callable[[Path], None]) -> None:
+def save_folder(
+    run: Path,
+    link: str,
+    name: str,
+    write: Callable[[Path], None],
+    verify: Callable[[Path], None] | None = None,
+    previous: str | None = None,
+) -> None:
     """Make `run/link` point to a new folder `run/checkpoints/name` that `write` fills; all or nothing.
 
     If another link points to a folder with the same content, `run/link` points there too.
+
+    Args:
+        verify: reads the folder back from the disk, and raises an InputError if it is not as it was written.
+        previous: a second link, to where `run/link` pointed before.
     """
     store = run / "checkpoints"
     final = store / name
@@ -70,17 +83,22 @@ def save_folder(run: Path, link: str, name: str, write: Callable[[Path], None]) 
         if same is None:
             for path in (*partial.rglob("*"), partial):
                 _fsync(path)
+            if verify is not None:
+                verify(partial)
             os.rename(partial, final)
             _fsync(store)
         else:
             final = same
+        if previous is not None and (run / link).is_symlink():
+            _replace_link(run / previous, (run / link).resolve())
         _replace_link(run / link, final)
         _fsync(run)
     except (OSError, InputError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         kept = f"the previous checkpoint, {run / link}, is intact" if (run / link).exists() else "there was none before"
         raise InputError(
-            f"cannot save {final}: {reason}; {kept}: free some disk space and continue with --resume {run}"
+            f"cannot save {final}: {reason}; {kept}: free some disk space, or repair the disk, and "
+            f"continue with --resume {run}"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -134,9 +152,23 @@ def _fsync(path: Path) -> None:
 
 def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Write the two files of a checkpoint to resume from."""
-    write_tensors(folder / TENSORS, tensors)
-    content = {"format": FORMAT, "version": VERSION, **values, "tensors": _describe(tensors)}
+    checksum = write_tensors(folder / TENSORS, tensors)
+    content = {"format": FORMAT, "version": VERSION, **values, "tensors": _describe(tensors), CHECKSUM: checksum}
     (folder / VALUES).write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def verify_checkpoint(folder: Path) -> None:
+    """Raise an InputError if the bytes of the tensors on the disk are not those that were written."""
+    saved = read_json(folder / VALUES).get(CHECKSUM)  # earlier versions did not write it
+    if saved is not None and saved != file_checksum(folder / TENSORS):
+        before = folder.with_name(PREVIOUS)
+        other = (
+            f", or continue from the checkpoint before it, after `mv -T {before} {folder}`" if before.exists() else ""
+        )
+        raise InputError(
+            f"{folder / TENSORS} is damaged: its bytes do not have the checksum {saved!s:.40} of {VALUES}: restore the "
+            f"file{other}"
+        )
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -163,6 +195,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
                     f"{folder / TENSORS}: {name} is {found.get(name, 'missing')}, {VALUES} has "
                     f"{saved.get(name, 'no such entry')}: the checkpoint is damaged, or its files are of two runs"
                 )
+    verify_checkpoint(folder)  # after the other checks, which name what is wrong
     return tensors, values
 
 
