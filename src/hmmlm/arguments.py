@@ -112,6 +112,8 @@ def _matches(value: object, kind: Any) -> bool:
         return isinstance(value, Tensor) and not value.is_meta and value.layout == torch.strided
     if origin is Sequence:
         return is_sequence(value) or (isinstance(value, bytes) and get_args(kind) == (int,))
+    if getattr(origin, "_is_protocol", False) and isinstance(value, type):
+        return False  # a class has the methods of its instances
     return origin is Any or not isinstance(origin, type) or isinstance(value, origin)
 
 

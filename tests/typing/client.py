@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from lightning_fabric.loggers.csv_logs import CSVLogger
 
 import hmmlm
 
@@ -26,6 +27,7 @@ def use(folder: Path) -> list[str]:
     guide, position = lm.guide(must=["a list"])
     chance: float = guide.chance(position)
     lm.save_pretrained(folder / "copy")
+    hmmlm.train("my.txt", loggers=[CSVLogger(folder)], train={"epochs": 1})
     again = hmmlm.LanguageModel.from_pretrained("owner/name")
     if perplexity > chance:
         raise hmmlm.InputError(f"{words[0][0][0]} {again.hmm.states}")

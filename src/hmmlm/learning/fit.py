@@ -44,6 +44,7 @@ from hmmlm.runs.checkpoint import (
 from hmmlm.runs.clock import Clock
 from hmmlm.runs.history import HISTORY, History, NoHistory, read_history
 from hmmlm.runs.interrupt import Stopped, StopRequest
+from hmmlm.runs.loggers import Logger
 from hmmlm.runs.progress import Progress, perplexity_text
 from hmmlm.text.scoring import perplexity
 
@@ -84,9 +85,10 @@ class Fit:
         train: Batches,
         valid: Batches,
         progress: Progress,
+        loggers: Sequence[Logger] = (),
     ) -> None:
         self.config, self.out, self.learner, self.tokenizer, self.progress = config, out, learner, tokenizer, progress
-        self.train, self.valid, self.ranks = train, valid, world()
+        self.train, self.valid, self.loggers, self.ranks = train, valid, loggers, world()
         self.total_tokens = total_tokens(config, train.tokens_per_epoch)
         self.plateau = Plateau(config.schedule)
         self.position, self.saved = TrainingPosition(), TrainingPosition(step=-1)
@@ -126,7 +128,8 @@ class Fit:
 
     def open_history(self) -> History | NoHistory:
         if self.ranks.first:
-            return History(self.out, self.saved.step, self.config.train.tensorboard)
+            settings = self.config.dump()
+            return History(self.out, self.saved.step, self.config.train.tensorboard, self.loggers, settings)
         return NoHistory()
 
     def share_generator(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,18 @@ from hmmlm.errors import InputError
 from hmmlm.learning.distill import distill as distill_in_folder
 from hmmlm.learning.train import train as train_in_folder
 from hmmlm.runs.folders import new_folder
+from hmmlm.runs.loggers import Logger
 from hmmlm.runs.progress import terminal_progress
 from hmmlm.text.lm import LanguageModel, load
 
 
 @check_arguments
 def train(
-    data: str | Path = "embedded", out: str | Path | None = None, recipe: str | None = None, **settings: Any
+    data: str | Path = "embedded",
+    out: str | Path | None = None,
+    recipe: str | None = None,
+    loggers: Sequence[Logger] = (),
+    **settings: Any,
 ) -> LanguageModel:
     """Train a model as `hmmlm train` does, and return the best one by validation.
 
@@ -34,6 +40,9 @@ def train(
         out: the folder of the run; None: a new one in runs/.
         recipe: the settings to start from, by name or a .toml file; None: the recipe "default", unless the settings
             choose a model, optimizer or initialization.
+        loggers: loggers of Lightning Fabric or Lightning (CSVLogger, WandbLogger, …), or objects with their methods
+            log_hyperparams, log_metrics and finalize. They receive the configuration, and the figures of
+            history.jsonl as "train/loss" or "valid/perplexity". A run that is resumed has none.
         settings: sections of the configuration, as in a recipe: model={"kind": "linear", "states": 512},
             train={"epochs": 3}.
     """
@@ -42,7 +51,7 @@ def train(
     values = {} if start is None else drop_other_kinds(RunConfig, recipe_values(start), given)
     config = read_config(RunConfig, merge(values, given), "hmmlm.train")
     with new_folder(None if out is None else Path(out), "runs", recipe or Path(data).stem) as folder:
-        result = train_in_folder(config, folder, progress=terminal_progress())
+        result = train_in_folder(config, folder, progress=terminal_progress(), loggers=loggers)
     if not result.finished:
         raise KeyboardInterrupt(f"saved; continue with: hmmlm train --resume {folder}")
     return load(folder, config.train.device)

@@ -64,6 +64,7 @@ from hmmlm.runs.folders import (
     saved_config,
 )
 from hmmlm.runs.interrupt import StopRequest, stop_on_signals
+from hmmlm.runs.loggers import Logger
 from hmmlm.runs.progress import Progress
 from hmmlm.section import ModelSize
 from hmmlm.teachers.teacher import Teacher
@@ -106,7 +107,13 @@ def flush_denormals() -> Iterator[None]:
 
 
 @flush_denormals()
-def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress | None = None) -> TrainResult:
+def train(
+    config: RunConfig,
+    out: Path,
+    resume: bool = False,
+    progress: Progress | None = None,
+    loggers: Sequence[Logger] = (),
+) -> TrainResult:
     """Train a hidden Markov model in the folder `out`; with `resume`, continue from its last checkpoint.
 
     Ctrl-C or SIGTERM saves and returns a result that is not `finished`; a second one ends the process at once.
@@ -137,7 +144,8 @@ def train(config: RunConfig, out: Path, resume: bool = False, progress: Progress
         return _plan_phases(config, fit, fit.learner, opened, request)
 
     config = with_actual_text(config, saved_config(RunConfig, out) if resume else None)
-    return _train(config, Path(out), resume, progress or Progress(), check, make, plan, config.model.size, config.model)
+    progress, size = progress or Progress(), config.model.size
+    return _train(config, Path(out), resume, progress, check, make, plan, size, config.model, loggers)
 
 
 def make_learner(config: RunConfig, fabric: Fabric, data: Prepared) -> HmmLearner:
@@ -208,6 +216,7 @@ def _train(
     plan: Plan,
     size: Callable[[int], ModelSize],
     model: ModelConfig | None,
+    loggers: Sequence[Logger] = (),
 ) -> TrainResult:
     """Run training: `check` raises errors before anything is written, `make` creates the learner.
 
@@ -224,7 +233,7 @@ def _train(
         training, validation = (make_batches(config, data, split, own_share()) for split in ("train", "valid"))
         learner = make(make_fabric(config), data)
         progress.note(describe(learner, data))
-        return Fit(config, out, learner, data.tokenizer, training, validation, progress)
+        return Fit(config, out, learner, data.tokenizer, training, validation, progress, loggers)
 
     def begin() -> bool:
         """Prepare the folder; return whether there is a checkpoint to load."""

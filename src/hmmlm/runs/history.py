@@ -1,16 +1,17 @@
-"""The history of a run: JSON lines, and the same figures for TensorBoard."""
+"""The history of a run: JSON lines, and the same figures for TensorBoard and other loggers."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
+from hmmlm.runs.loggers import Logger, Loggers
 
 HISTORY = "history.jsonl"
 
@@ -21,7 +22,14 @@ class History:
     Opening it at a checkpoint's step drops the later lines, so that a resumed run does not write them twice.
     """
 
-    def __init__(self, run: Path, step: int, tensorboard: bool = False) -> None:
+    def __init__(
+        self,
+        run: Path,
+        step: int,
+        tensorboard: bool = False,
+        loggers: Sequence[Logger] = (),
+        settings: dict[str, Any] | None = None,
+    ) -> None:
         self.path = run / HISTORY
         kept = [record for record in read_history(self.path) if record["step"] <= step] if self.path.exists() else []
         self.empty = not kept
@@ -33,30 +41,34 @@ class History:
             from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
             self._board = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+        self._loggers = Loggers(loggers, run)
+        self._loggers.start(settings or {})
 
     def write(self, event: str, step: int, **figures: Any) -> None:
         """Append a record. It survives a kill of the process immediately, a loss of power after `sync`."""
         self._file.write(_line({"event": event, "step": step, **figures}))
         self._file.flush()
+        scalars = {f"{event}/{name}": value for name, value in figures.items() if isinstance(value, int | float)}
         if self._board is not None:
-            for name, value in figures.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{event}/{name}", value, step)
+            for name, value in scalars.items():
+                self._board.add_scalar(name, value, step)
+        self._loggers.log(scalars, step)
 
     def sync(self) -> None:
         """Flush the records to disk; done before each checkpoint, so that no checkpoint is ahead of the history."""
         os.fsync(self._file.fileno())
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._file.close()
         if self._board is not None:
             self._board.close()
+        self._loggers.finish(failed)
 
     def __enter__(self) -> History:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self.close()
+        self.close(failed=raised[0] is not None)
 
 
 class NoHistory:
