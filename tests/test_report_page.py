@@ -2,22 +2,25 @@
 
 import random
 import re
+import shlex
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.commands import ParsedError, only_parse
 from helpers.report_models import sentence_model
 from markupsafe import escape
 from rich.console import Console
 
+from hmmlm.cli.main import main
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
 from hmmlm.data.tokenfile import TokenFile, unknown_fraction
 from hmmlm.errors import InputError
 from hmmlm.learning.prepare import Prepared
-from hmmlm.report.demo import SENTENCE, _verdict, run_demo
+from hmmlm.report.demo import SENTENCE, _verdict, next_steps, run_demo
 from hmmlm.report.explain import explain_states
 from hmmlm.report.facts import training_facts
 from hmmlm.report.page import next_commands, write_report
@@ -66,8 +69,21 @@ def test_the_demonstration_prints_results_states_and_files(finished: tuple[RunRe
     for file in ("report.html", "best", "last", "history.jsonl"):
         assert str(results.run / file) in out
         assert (results.run / file).exists()
-    for command, purpose in next_commands(results).items():
+    steps = next_steps(results.run)
+    assert len(steps) == 3 and out.index("to try next") < min(map(out.index, steps))
+    for command, purpose in steps.items():
         assert command in out and purpose in out
+
+
+def test_the_demonstration_ends_with_commands_that_work(
+    finished: tuple[RunResults, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("a line\n" * 3)
+    only_parse(monkeypatch)
+    for command in next_steps(finished[0].run):
+        with pytest.raises(ParsedError):
+            main(shlex.split(command)[1:])
 
 
 def test_the_demonstration_says_whether_counting_wins(finished: tuple[RunResults, str]) -> None:

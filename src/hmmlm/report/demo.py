@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +12,7 @@ from rich.text import Text
 from hmmlm.config.run import RunConfig
 from hmmlm.learning.train import TrainResult, train
 from hmmlm.report.explain import explain_states
-from hmmlm.report.page import next_commands, write_report
+from hmmlm.report.page import write_report
 from hmmlm.report.results import MIXTURE, RunResults, evaluate_run
 from hmmlm.report.tables import path_table, states_table
 from hmmlm.runs.commands import program
@@ -56,13 +57,20 @@ def print_summary(results: RunResults, report: Path, console: Console) -> None:
     }
     for name, path in files.items():
         console.print(Text(f"{name:18}{path}"), soft_wrap=True)
-    console.rule("[bold]Next commands", align="left")
-    commands = next_commands(results) | {
-        f"{program()} train --data my.txt": "train on your own text: one example per line"
-    }
-    for command, purpose in commands.items():
+    console.rule("[bold]Three things to try next", align="left")
+    for command, purpose in next_steps(run).items():
         console.print(Text(command), soft_wrap=True)
         console.print(Text(f"    {purpose}"), style="dim", soft_wrap=True)
+
+
+def next_steps(run: Path) -> dict[str, str]:
+    """Return the commands that the demonstration ends with, each with what it does; the report lists others."""
+    hmmlm, folder = program(), shlex.quote(str(run))
+    return {
+        f"{hmmlm} explore {folder}": "look at sentences and states in the browser",
+        f'{hmmlm} sample {folder} --prompt "the" --must "a list"': "generate text that must contain a phrase",
+        f"{hmmlm} train --data my.txt": "train on your own text: one example per line",
+    }
 
 
 def _verdict(results: RunResults) -> str:
