@@ -1,6 +1,11 @@
-"""Pages of the documentation site that are files of the repository elsewhere; see `hooks` in mkdocs.yml."""
+"""Pages of the documentation site that are not Markdown in docs/: files of the repository elsewhere, and notebooks.
 
+See `hooks` in mkdocs.yml.
+"""
+
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +23,29 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, page, content=text))
     for image in IMAGES:
         files.append(File.generated(config, image, abs_src_path=str(ROOT / image)))
+    for notebook in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        text = "\n\n".join(notebook_parts(notebook))
+        files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=text))
     return files
+
+
+def notebook_parts(path: Path) -> Iterator[str]:
+    """Yield the cells of a notebook, with their outputs, as Markdown."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    yield cells[0]["source"].pop(0)  # the title
+    yield f"[Download the notebook]({path.name}) to run it in Jupyter."
+    for cell in cells:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            yield source.replace(".ipynb)", ".md)")
+            continue
+        yield f"```python\n{source}\n```"
+        for output in cell["outputs"]:
+            data = output.get("data", {"text/plain": output.get("text")})
+            if "image/png" in data:
+                yield f"![figure](data:image/png;base64,{data['image/png'].strip()})"
+            else:
+                yield f"```text\n{''.join(data['text/plain']).rstrip()}\n```"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -33,7 +60,7 @@ def relink(markdown: str) -> str:
         text, target = match.groups()
         path, _, anchor = target.partition("#")
         if path.startswith("docs/"):
-            return f"[{text}]({target.removeprefix('docs/')})"
+            return f"[{text}]({target.removeprefix('docs/').replace('.ipynb', '.md')})"
         if path in PAGES:
             return f"[{text}]({PAGES[path]}{'#' + anchor if anchor else ''})"
         return match[0] if "://" in target else text

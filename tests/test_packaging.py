@@ -66,7 +66,8 @@ def test_every_page_and_public_name_is_in_the_documentation() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     docs = ROOT / "docs"
     pages = {str(file.relative_to(docs)) for file in docs.rglob("*.md")}
-    listed = set(re.findall(r"[\w/]+\.md", text[text.index("\nnav:") :]))
+    pages |= {str(file.relative_to(docs).with_suffix(".md")) for file in docs.rglob("*.ipynb")}
+    listed = set(re.findall(r"[\w/-]+\.md", text[text.index("\nnav:") :]))
     assert pages | {"index.md", "changelog.md", "contributing.md"} == listed
     reference = "".join(file.read_text() for file in (docs / "api").glob("*.md"))
     missing = [name for name in hmmlm.__all__ if not re.search(rf"::: hmmlm\.[\w.]*\b{name}\b", reference)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,26 @@ def tiny_llama(vocab_size: int, eos: int | None, pad: int | None, seed: int = 0,
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval()
 
 
-def save_causal(folder: Path, end: int = EOS, rows: int = 13, context: int = 32, **special: str) -> Any:
-    """Write a model of 13 tokens that ends about half of its texts of 30 tokens with the token `end`; return it.
+def save_causal(
+    folder: Path,
+    end: int = EOS,
+    rows: int = 13,
+    context: int = 32,
+    words: Sequence[str] = WORDS,
+    **special: str,
+) -> Any:
+    """Write a model that ends about half of its texts of 30 tokens with the token `end`; return it.
 
     Args:
         rows: rows of its embedding table.
         context: maximum number of tokens.
+        words: ten of them; with more, `rows` too.
         special: special tokens of the tokenizer.
     """
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     special = special or {"bos_token": "[CLS]", "eos_token": "[SEP]"}
-    words = transformers.PreTrainedTokenizerFast(tokenizer_object=word_level(WORDS), unk_token="[UNK]", **special)
-    words.save_pretrained(folder)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=word_level(words), unk_token="[UNK]", **special)
+    tokenizer.save_pretrained(folder)
     model = tiny_llama(
         rows,
         EOS if "eos_token" in special else None,
