@@ -18,9 +18,10 @@ import pytest
 from helpers.causal import save_causal
 from helpers.commands import python_environment
 
+from docs.record_demo import trim
 from docs.run_notebooks import NOTEBOOKS, execute
 from hmmlm.cli.main import main
-from hmmlm.report import page
+from hmmlm.report import demo, page
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -135,6 +136,19 @@ def test_what_is_not_run_says_why(part: str) -> None:
 def test_the_list_of_studies_is_printed() -> None:
     command = [sys.executable, "-m", "papers", "--list"]
     assert "chiu2020-table1" in subprocess.check_output(command, cwd=ROOT, env=python_environment(), text=True)
+
+
+def test_the_recording_of_the_demo_has_all_that_it_prints() -> None:
+    """Record it again with docs/record_demo.py."""
+    recording = (ROOT / "docs" / "guide" / "demo.md").read_text(encoding="utf-8")
+    titles = re.findall(r'console\.rule\("\[bold\]([^"]+)"', Path(demo.__file__).read_text(encoding="utf-8"))
+    assert len(titles) > 4
+    for text in (*titles, *(text for step in demo.next_steps(Path("runs/demo")).items() for text in step)):
+        assert f"\n{text}" in recording.replace("\n    ", "\n"), text
+    assert (
+        trim("train: 6,144 of 9 tokens\nepoch 1.00, step 8\nencoding valid: 3 documents\nend ")
+        == "epoch 1.00, step 8\nend"
+    )
 
 
 def test_there_are_notebooks() -> None:
