@@ -110,14 +110,14 @@ class Guide:
             model = self.hmm.to(torch.float64)
             edges = _Edges(model, automaton)
         before = _Step(rows_of[0], zeros.to(model.dtype), zeros.new_zeros(len(zeros), dtype=torch.float64))
-        values = before.log_probs()
+        values, rounding = before.log_probs(), 2 * torch.finfo(hmm.dtype).eps  # of sums of the model's own rows
         for r in range(1, length):
             step = edges.read(before, rows_of[min(r, len(live) - 1)])
             if len(step.relative):  # without rows, nothing is accepted
                 step = _relative(step.row_of, model.push(step.relative), step.offset)
             after = step.log_probs()
             self._ahead.append(Ahead(step.row_of, after.to(hmm.dtype)))
-            if step.row_of is before.row_of and _converged(values, after, length - r):
+            if step.row_of is before.row_of and _converged(values, after, max(NEGLIGIBLE / (length - r), rounding)):
                 break
             before, values = step, after
 
@@ -460,9 +460,9 @@ def _live(automaton: Automaton, length: int) -> list[Tensor]:
     return live
 
 
-def _converged(before: Tensor, after: Tensor, steps: int) -> bool:
-    """Return whether `steps` more changes, like that from before to after [rows, Z], are negligible in log space."""
+def _converged(before: Tensor, after: Tensor, tolerance: float) -> bool:
+    """Return whether no value changed by more than `tolerance` from before to after [rows, Z]."""
     return all(
-        torch.allclose(after[rows], before[rows], rtol=0.0, atol=NEGLIGIBLE / steps)  # −inf equals −inf
+        torch.allclose(after[rows], before[rows], rtol=0.0, atol=tolerance)  # −inf equals −inf
         for rows in (slice(0, FEW), slice(FEW, None))  # of large tables, the first rows mostly decide
     )
