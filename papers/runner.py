@@ -259,7 +259,8 @@ def _train(config: Config, folder: Path, on_gpu: bool) -> dict[str, Any]:
     try:
         return _train_and_score(config, folder, on_gpu)
     finally:
-        remove_folder(folder, "last")  # the checkpoint to resume from; those of large networks soon fill a disk
+        for link in ("last", "previous"):  # the checkpoints to resume from; those of large networks soon fill a disk
+            remove_folder(folder, link)
 
 
 def _train_and_score(config: Config, folder: Path, on_gpu: bool) -> dict[str, Any]:

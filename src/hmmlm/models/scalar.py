@@ -109,10 +109,11 @@ class Scalar(Model):
     def scan(
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> Scan:
+        if not self.divided:
+            return super().scan(tokens, lengths, carry, restart)
         own = self.log_probs()
-        if self.divided:
-            words, tokens = self._words_of_batch(tokens)
-            own = own._replace(log_emission=own.log_emission.index_select(1, words))
+        words, tokens = self._words_of_batch(tokens)
+        own = own._replace(log_emission=own.log_emission.index_select(1, words))
         result = self.join(own).scan(tokens, lengths, carry, restart_lost(restart, carry, tokens))
         return self.drop_underflowed(result)
 
