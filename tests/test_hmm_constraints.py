@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, WordTokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, HiddenMarkovModel, constraints
+from hmmlm.hmm import HMM, HiddenMarkovModel, ahead, constraints
 from hmmlm.hmm.automaton import Automaton, anything, containing
 from hmmlm.hmm.constraints import Guide
 from hmmlm.hmm.logmatrix import LogMatrix
@@ -121,9 +121,14 @@ def test_chances_of_several_positions_agree_with_each_alone(number: int, monkeyp
         positions.append(guide.advance(positions[place], token))
     alone = torch.stack([guide.chances(position) for position in positions])
     torch.testing.assert_close(guide.chances_of(positions), alone)
-    for token in range(hmm.vocab_size):
-        torch.testing.assert_close(guide.chances_after(positions, [token] * len(positions)), alone[:, token])
-    monkeypatch.setattr(constraints, "CELLS", 1)  # the recursion in pieces of one automaton state
+    for prompt in ([], [2]):
+        position, text, expected = guide.begin(prompt), [1, 1, 2, 0], []
+        (found,) = guide.chances_along(position, prompt, [text])
+        for token in text:
+            position = guide.advance(position, token)
+            expected.append(guide.chance(position))
+        assert found == pytest.approx(expected)
+    monkeypatch.setattr(ahead, "CELLS", 1)  # the recursion in pieces of one automaton state
     torch.testing.assert_close(Guide(hmm, automaton, 5).chances_of(positions), alone)
 
 

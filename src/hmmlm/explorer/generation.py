@@ -6,7 +6,6 @@ import secrets
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields
-from itertools import chain
 from typing import Annotated, Any
 
 import torch
@@ -16,9 +15,8 @@ from hmmlm.errors import InputError, InputWarning
 from hmmlm.explorer.explorer import Explorer
 from hmmlm.explorer.query import Count, Query, Text
 from hmmlm.explorer.tokens import described
-from hmmlm.hmm.constraints import Guide, Position
 from hmmlm.text.constraint import Constraint
-from hmmlm.text.generation import SamplingOptions, accepted_steps, sample_continuations
+from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuations
 from hmmlm.text.lm import LanguageModel
 
 MAX_WORK = 2**33  # states² × tokens of a constraint on a CPU: about ten seconds
@@ -90,12 +88,14 @@ def generate(explorer: Explorer, query: GenerateQuery) -> dict[str, Any]:
             guide, position = lm.guide(
                 max_new_tokens=query.max_new_tokens, prompt=query.prompt, unknown=query.unknown, **constraints
             )
-        chance, (ended, chances) = guide.chance(position), _sample_accepted(guide, position, eos, options)
+        added = sample_accepted(guide, position, eos, options)
     else:
         excluded = None if query.unknown else lm.tokenizer.unk_id
         _check_predicted(lm, query, excluded)
         added = sample_continuations(lm.hmm, lm.context(given), eos, options, excluded, lm.chunk)
-        ended = [[*tokens, *([eos] if len(tokens) < query.max_new_tokens else [])] for tokens in added]
+    ended = [[*tokens, *([eos] if len(tokens) < query.max_new_tokens else [])] for tokens in added]
+    if constraints:
+        chance, chances = guide.chance(position), guide.chances_along(position, lm.context(given), ended)
     log_probs = lm.token_log_probs([[*given, *new] for new in ended])
     samples = [
         _described(explorer, given, new, seed + i, log_probs[i].tolist(), chances[i]) for i, new in enumerate(ended)
@@ -158,21 +158,6 @@ def _described(
     for row, chance in zip(rows[len(given) :], chances or [], strict=False):
         row["chance"] = chance
     return {"text": tokenizer.decode(tokens).removesuffix("\n"), "tokens": rows}
-
-
-def _sample_accepted(
-    guide: Guide, position: Position, end: int, options: SamplingOptions
-) -> tuple[list[list[int]], list[list[float]]]:
-    """Return samples, with `end` if they reached it, and log p(constraint satisfied in the end | tokens so far)."""
-    steps = list(accepted_steps(guide, position, end, options))
-    samples, positions, tokens = (list(chain.from_iterable(each)) for each in zip(*steps, strict=True))
-    sampled: list[list[int]] = [[] for _ in range(options.num)]
-    chances: list[list[float]] = [[] for _ in range(options.num)]
-    after = guide.chances_after(positions, tokens).tolist()
-    for sample, token, chance in zip(samples, tokens, after, strict=True):
-        sampled[sample].append(token)
-        chances[sample].append(chance)
-    return sampled, chances
 
 
 def fill(explorer: Explorer, query: FillQuery) -> dict[str, Any]:

@@ -21,18 +21,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.arguments import check_arguments
 from hmmlm.errors import InputError
+from hmmlm.hmm.ahead import CELLS, Ahead, Edges, live_states, tables_ahead
 from hmmlm.hmm.automaton import Automaton, check_words
 from hmmlm.hmm.checks import check_count
-from hmmlm.hmm.emissions import log_group_sums
-from hmmlm.hmm.logmatrix import least_sum
 from hmmlm.hmm.queries import HiddenMarkovModel
-from hmmlm.ops.common import FLOOR, NEG_INF, exp, logsumexp
+from hmmlm.ops.common import NEG_INF, logsumexp
 
-CELLS = 2**24  # largest intermediate
 LARGEST_GB = 16.0  # memory of the recursion
 KNOWN_MOVES = 1024  # automaton states of which the tokens are kept
-LONG = 256  # tokens of a constraint above which its recursion is in float64
-NEGLIGIBLE = 1e-6  # change of a log-probability
 FEW = 256  # tokens that lead to an automaton state; more are scored with the whole vocabulary
 
 
@@ -60,13 +56,6 @@ class Moves(NamedTuple):
     few_states: Tensor  # [n] the automaton states that they lead to
 
 
-class Ahead(NamedTuple):
-    """The recursion after one number of tokens."""
-
-    row_of: Tensor  # [S] the row of each automaton state; −1 without one
-    log_probs: Tensor  # [rows, Z]
-
-
 class Guide:
     """`hmm` conditioned on the acceptance of `length` tokens by `automaton`.
 
@@ -85,7 +74,7 @@ class Guide:
         check_count("length", length, 1)
         self.hmm, self.automaton, self.length = hmm.detach(), automaton, length
         self._known_moves: dict[int, Moves] = {}
-        live = _live(automaton, length)
+        live = live_states(automaton, length)
         rows = sum(int(mask.sum()) for mask in live) + int(live[-1].sum()) * (length - len(live))
         size = rows * hmm.states * hmm.dtype.itemsize / 1e9
         if size > LARGEST_GB:
@@ -93,33 +82,9 @@ class Guide:
                 f"{length} tokens, {automaton.states} automaton states and {hmm.states} HMM states need "
                 f"{size:.3g} GB: use fewer tokens or a simpler constraint"
             )
-        accepting = automaton.accepting.nonzero()[:, 0]
-        zeros = torch.zeros(len(accepting), hmm.states, dtype=hmm.dtype, device=hmm.device)
-        # For 0, 1, … more tokens. The recursion is linear, with coefficients of at least 0, so the relative change
-        # never grows from one step to the next: it ends once this change, at every step that is left, changes nothing.
-        rows_of = [torch.where(mask, mask.cumsum(0) - 1, -1) for mask in live]
-        self._ahead = [Ahead(rows_of[0], zeros)]
-        self._edges: _Edges | None = None
-        if length == 1:
-            return
-        edges = _Edges(self.hmm, automaton)
-        if edges.log_weights.numel() <= CELLS:
-            self._edges = edges  # for `reading`
-        model = self.hmm
-        if length > LONG and hmm.dtype == torch.float32:  # rounding errors would hide a change, and add up
-            model = self.hmm.to(torch.float64)
-            edges = _Edges(model, automaton)
-        before = _Step(rows_of[0], zeros.to(model.dtype), zeros.new_zeros(len(zeros), dtype=torch.float64))
-        values, rounding = before.log_probs(), 2 * torch.finfo(hmm.dtype).eps  # of sums of the model's own rows
-        for r in range(1, length):
-            step = edges.read(before, rows_of[min(r, len(live) - 1)])
-            if len(step.relative):  # without rows, nothing is accepted
-                step = _relative(step.row_of, model.push(step.relative), step.offset)
-            after = step.log_probs()
-            self._ahead.append(Ahead(step.row_of, after.to(hmm.dtype)))
-            if step.row_of is before.row_of and _converged(values, after, max(NEGLIGIBLE / (length - r), rounding)):
-                break
-            before, values = step, after
+        edges = Edges(self.hmm, automaton)
+        self._edges = edges if edges.log_weights.numel() <= CELLS else None  # for `reading`
+        self._ahead = tables_ahead(self.hmm, automaton, edges, live, length)
 
     def __repr__(self) -> str:
         return f"Guide({self.hmm!r}, {self.automaton!r}, length={self.length})"
@@ -236,21 +201,29 @@ class Guide:
         return chances_of([(self, position) for position in positions])
 
     @torch.no_grad()
-    def chances_after(self, positions: Sequence[Position], tokens: Sequence[int]) -> Tensor:
-        """Compute log p(all accepted | tokens so far, next token) [B] for one next token of each position.
+    def chances_along(
+        self, position: Position, context: Sequence[int], texts: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """Compute log p(all accepted | tokens so far) after each token of each text, which follows `position`.
 
-        It reads no other column of the emission; −inf for a token of probability zero.
+        Args:
+            context: the tokens before the position.
         """
-        log_states = torch.stack([position.log_state for position in positions])
-        following = []
-        for position, token in zip(positions, tokens, strict=True):
-            ahead = self.ahead(position)
-            place = int(ahead.row_of[self.automaton.read([token], position.automaton)])
-            following.append(ahead.log_probs[place] if place >= 0 else torch.full_like(log_states[0], NEG_INF))
-        support, scores = self.hmm.observe(torch.tensor(tokens, device=log_states.device), missing=False)
-        plain = self.hmm.restrict(log_states, support) + scores
-        joint = plain + self.hmm.restrict(torch.stack(following), support)
-        return (logsumexp(joint, 1) - logsumexp(plain, 1)).nan_to_num_(nan=NEG_INF, neginf=NEG_INF).clamp_(max=0)
+        given = len(context)
+        rows = [torch.tensor([*context, *text]) for text in texts]
+        lengths = torch.tensor([len(row) for row in rows])
+        probs = self.hmm.filter(pad_sequence(rows, batch_first=True), lengths).probs
+        result = []
+        for row, text in enumerate(texts):
+            state, tables = position.automaton, list[Tensor]()
+            for left, token in zip(reversed(range(position.remaining)), text, strict=False):
+                state = self.automaton.read([token], state)
+                ahead = self._ahead[min(left, len(self._ahead) - 1)]
+                place = int(ahead.row_of[state])
+                tables.append(ahead.log_probs[place] if place >= 0 else torch.full_like(probs[0, 0], NEG_INF))
+            here = probs[row, given : given + len(tables)].log()
+            result.append(logsumexp(here + torch.stack(tables), 1).clamp_(max=0).tolist() if tables else [])
+        return result
 
 
 def _check_any(positions: Sequence[Position]) -> None:
@@ -332,137 +305,3 @@ def _split(items: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]
     for size in sizes:
         yield items[first : first + size]
         first += size
-
-
-class _Step(NamedTuple):
-    """The recursion after one number of tokens: log-probabilities relative to an offset of each row.
-
-    Log-probabilities of many tokens are large numbers, whose rounding errors would add up.
-    """
-
-    row_of: Tensor  # [S] as in `Ahead`
-    relative: Tensor  # [rows, Z]
-    offset: Tensor  # [rows] float64
-
-    def log_probs(self) -> Tensor:
-        return self.relative.double() + self.offset[:, None]
-
-
-def _relative(row_of: Tensor, log_probs: Tensor, offset: Tensor) -> _Step:
-    """Return log_probs [rows, Z] + offset [rows] relative to the largest value of each row."""
-    peak = log_probs.amax(1).clamp_min(torch.finfo(log_probs.dtype).min)
-    return _Step(row_of, log_probs - peak[:, None], offset + peak)
-
-
-class _Terms(NamedTuple):
-    """What a step of the recursion adds up."""
-
-    kept: Tensor  # [n] the edges
-    source: Tensor  # [n] their rows after the step
-    from_row: Tensor  # [n] their rows before it
-    rows: int
-    least: float  # smallest sum that underflow cannot have changed
-
-
-class _Edges:
-    """The edges of an automaton and log p(a token of the edge | z), for one step of the recursion."""
-
-    def __init__(self, hmm: HiddenMarkovModel, automaton: Automaton) -> None:
-        source, target, of_cell = automaton.edges
-        hopeful = automaton.hopeful()
-        useful = hopeful[target] & hopeful[source]
-        number = torch.full_like(source, -1)
-        number[useful] = torch.arange(int(useful.sum()))
-        cells = number[of_cell]  # [S, C]; −1: leads nowhere
-        self._device = hmm.device
-        self._source, self._target = source[useful].to(hmm.device), target[useful].to(hmm.device)
-        log_classes = hmm.group_emission(automaton.class_of.to(hmm.device), automaton.classes)  # [C, Z]
-        edge, of_class = cells[cells >= 0], torch.arange(automaton.classes).expand_as(cells)[cells >= 0]
-        order = edge.argsort(stable=True)
-        self.log_weights = _log_sums(log_classes, of_class[order], edge[order], len(self._source))  # [E, Z]
-        self._weights = exp(self.log_weights)
-        self._before = self._after = torch.empty(0)
-        self._terms = _Terms(*(torch.empty(0),) * 3, 0, 0.0)
-
-    def read(self, before: _Step, row_of: Tensor) -> _Step:
-        """Compute log Σ_edges p(edge | z) ahead(target, z) [rows, Z], for automaton states with rows row_of [S]."""
-        if before.row_of is not self._before or row_of is not self._after:  # else the terms of the last step
-            self._before, self._after, self._terms = before.row_of, row_of, self._find_terms(before.row_of, row_of)
-        kept, source, from_row, rows, least = self._terms
-        states, dtype = before.relative.shape[1], before.relative.dtype
-        # Each source's rows relative to the largest of their offsets.
-        relative = torch.nn.functional.threshold(before.relative.exp(), FLOOR[dtype], 0.0)
-        top = torch.full((rows,), NEG_INF, dtype=torch.float64, device=self._device)
-        offset = before.offset[from_row]
-        top = top.scatter_reduce(0, source, offset, "amax")
-        log_factor = (offset - top[source]).to(dtype)
-        factor = log_factor.exp()
-        total = torch.zeros(rows, states, dtype=dtype, device=self._device)
-        size = max(1, CELLS // states)
-        for first in range(0, len(kept), size):
-            piece = slice(first, first + size)
-            terms = relative[from_row[piece]].mul_(self._weights[kept[piece]]).mul_(factor[piece, None])
-            total.index_add_(0, source[piece], terms)
-        faint = (total.amin(1) < least).nonzero()[:, 0]
-        result = total.log_()
-        if len(faint):  # some sums may have underflowed: in log space
-            chosen = torch.isin(source, faint).nonzero()[:, 0]
-            number = torch.full((rows,), -1, device=self._device)
-            number[faint] = torch.arange(len(faint), device=self._device)
-            log_terms = self.log_weights[kept[chosen]] + before.relative[from_row[chosen]] + log_factor[chosen, None]
-            result[faint] = log_group_sums(log_terms, number[source[chosen]], len(faint))
-        return _Step(row_of, result, top)
-
-    def read_from(self, state: int, before: Ahead) -> Tensor:
-        """Compute one row of `read` [Z], that of an automaton state."""
-        edges = (self._source == state).nonzero()[:, 0]
-        places = before.row_of.to(self._device)[self._target[edges]]
-        kept = places >= 0
-        return logsumexp(self.log_weights[edges[kept]] + before.log_probs[places[kept]], 0)
-
-    def _find_terms(self, before: Tensor, after: Tensor) -> _Terms:
-        """Return the terms of a step from rows `before` [S] to rows `after` [S]."""
-        from_row = before.to(self._device)[self._target]
-        kept = (from_row >= 0).nonzero()[:, 0]
-        source = after.to(self._device)[self._source[kept]]
-        most = int(torch.bincount(source, minlength=1).max()) if len(source) else 1
-        least = least_sum(most, self.log_weights.dtype)
-        return _Terms(kept, source, from_row[kept], int(after.max()) + 1, least)
-
-
-def _log_sums(log_classes: Tensor, of_class: Tensor, edge: Tensor, edges: int) -> Tensor:
-    """Compute log Σ p(class | z) over the classes of each edge [edges, Z], for pairs of both, sorted by edge."""
-    result = torch.full((edges, log_classes.shape[1]), NEG_INF, dtype=log_classes.dtype, device=log_classes.device)
-    size = max(1, CELLS // log_classes.shape[1])
-    first = 0
-    while first < len(edge):
-        last = min(first + size, len(edge))
-        if last < len(edge) and int(edge[last]) > int(edge[first]):  # whole edges
-            last = int(torch.searchsorted(edge, edge[last]))
-        low, high = int(edge[first]), int(edge[last - 1]) + 1
-        chosen = log_classes[of_class[first:last].to(log_classes.device)]
-        sums = log_group_sums(chosen, (edge[first:last] - low).to(log_classes.device), high - low)
-        result[low:high] = torch.logaddexp(result[low:high], sums)
-        first = last
-    return result
-
-
-def _live(automaton: Automaton, length: int) -> list[Tensor]:
-    """Return masks [S] of the automaton states from which 0, 1, … tokens may be accepted, until they repeat."""
-    source, target, _ = automaton.edges
-    live = [automaton.accepting]
-    while len(live) < length:
-        mask = torch.zeros_like(automaton.accepting)
-        mask[source[live[-1][target]]] = True
-        live.append(mask)
-        if torch.equal(mask, live[-2]):
-            break
-    return live
-
-
-def _converged(before: Tensor, after: Tensor, tolerance: float) -> bool:
-    """Return whether no value changed by more than `tolerance` from before to after [rows, Z]."""
-    return all(
-        torch.allclose(after[rows], before[rows], rtol=0.0, atol=tolerance)  # −inf equals −inf
-        for rows in (slice(0, FEW), slice(FEW, None))  # of large tables, the first rows mostly decide
-    )

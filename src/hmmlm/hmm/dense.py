@@ -252,6 +252,10 @@ class HMM(HiddenMarkovModel):
         return LogMatrix(self._into)
 
     @cached_property
+    def _row_peaks(self) -> Tensor:
+        return self._backward_product.peak.exp()
+
+    @cached_property
     def _emissions(self) -> EmissionMatrix:
         return EmissionMatrix(self.log_emission)
 
@@ -328,6 +332,10 @@ class HMM(HiddenMarkovModel):
 
     def push(self, log_values: Tensor, source: Support = None, target: Support = None) -> Tensor:
         return self._backward_product.product(log_values)
+
+    def push_probs(self, values: Tensor) -> Tensor:
+        """Compute Σ_j A(i, j) values_j [n, Z] for values [n, Z] of at most 1, below FLOOR of which none matters."""
+        return (values @ self._backward_product.scaled).mul_(self._row_peaks)
 
     def pull_max(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
         """See `Primitives.pull_max`; sums are taken in pieces that stay in the CPU's cache."""

@@ -13,9 +13,9 @@ over all states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -296,59 +296,49 @@ def sample_predicted(
     return rows.tokens
 
 
-def _draw_accepted(guide: Guide, positions: Sequence[Position], uniform: Tensor, options: SamplingOptions) -> Tensor:
-    """Draw the next token of each position, given that all tokens are accepted, by uniform numbers [n, 4].
+def _draw_accepted(guide: Guide, positions: Sequence[Position], uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw the state and the token that follow each position, given that all are accepted, by uniform numbers [n, 4].
 
-    From the model itself, its state is drawn first, then the token: no sum over states for every word.
+    The state comes first, then the token: no sum over states for every word.
     """
-    if not options.plain(guide.hmm.vocab_size) or not guide.reads:
-        return options.choose(guide.next_tokens(positions), uniform[:, 2])
     alike = dict[tuple[int, int], list[int]]()
     for row, position in enumerate(positions):
         alike.setdefault((position.automaton, position.remaining), []).append(row)
-    tokens = torch.empty(len(positions), dtype=torch.long, device=guide.hmm.device)
+    states, tokens = torch.empty(2, len(positions), dtype=torch.long, device=guide.hmm.device)
     for rows in alike.values():
         position, numbers = positions[rows[0]], uniform[rows]
         log_states = torch.stack([positions[row].log_state for row in rows]) + guide.reading(position)
         if bool((log_states.amax(1) == NEG_INF).any()):
             guide.next_tokens(positions)  # raises the error
-        states = invert(log_states, numbers[:, 1])
-        words, log_probs = guide.hmm.emissions_from(states)
-        index = invert(log_probs + guide.accepted_words(position, words, states), numbers[:, 2])
-        tokens[rows] = words.gather(1, index[:, None])[:, 0]
-    return tokens
-
-
-class AcceptedStep(NamedTuple):
-    """One more token of the samples that have not ended."""
-
-    samples: list[int]
-    """Their numbers."""
-    positions: list[Position]
-    """Of the guide, before the token."""
-    tokens: list[int]
-
-
-def accepted_steps(guide: Guide, position: Position, end: int, options: SamplingOptions) -> Iterator[AcceptedStep]:
-    """Sample tokens up to `end`, given that the guide's automaton accepts them; yield one token of each sample."""
-    rows, positions = _Rows(options, range(options.num), end, guide.hmm.device), [position] * options.num
-    for _ in range(options.max_new_tokens):
-        samples = rows.index.tolist()
-        if not samples:
-            return
-        chosen = _draw_accepted(guide, positions, rows.draw(), options)
-        tokens, going = chosen.tolist(), rows.add(chosen).tolist()
-        yield AcceptedStep(samples, positions, tokens)
-        pairs = [pair for pair, on in zip(zip(positions, tokens, strict=True), going, strict=True) if on]
-        if pairs:
-            positions = guide.advance_all([before for before, _ in pairs], [token for _, token in pairs])
+        drawn = invert(log_states, numbers[:, 1])
+        words, log_probs = guide.hmm.emissions_from(drawn)
+        index = invert(log_probs + guide.accepted_words(position, words, drawn), numbers[:, 2])
+        states[rows], tokens[rows] = drawn, words.gather(1, index[:, None])[:, 0]
+    return states, tokens
 
 
 def sample_accepted(guide: Guide, position: Position, end: int, options: SamplingOptions) -> list[list[int]]:
-    """Sample tokens until `end`, which is not returned, given that the guide's automaton accepts them."""
-    sampled: list[list[int]] = [[] for _ in range(options.num)]
-    for step in accepted_steps(guide, position, end, options):
-        for sample, token in zip(step.samples, step.tokens, strict=True):
-            if token != end:
-                sampled[sample].append(token)
-    return sampled
+    """Sample tokens until `end`, which is not returned, given that the guide's automaton accepts them.
+
+    Samples of the model itself are drawn with their states, after which the tokens before do not matter any more.
+    """
+    rows, positions = _Rows(options, range(options.num), end, guide.hmm.device), [position] * options.num
+    plain, automaton = options.plain(guide.hmm.vocab_size) and guide.reads, guide.automaton
+    for _ in range(options.max_new_tokens):
+        if not positions:
+            break
+        if plain:
+            states, tokens = _draw_accepted(guide, positions, rows.draw())
+            log_states = guide.hmm.transitions_from(states)
+        else:
+            tokens = options.choose(guide.next_tokens(positions), rows.draw()[:, 2])
+        going = rows.add(tokens).nonzero()[:, 0].tolist()
+        before, chosen = [positions[row] for row in going], tokens.tolist()
+        if not plain:
+            positions = guide.advance_all(before, [chosen[row] for row in going]) if going else []
+            continue
+        positions = [
+            Position(log_states[row], automaton.read([chosen[row]], at.automaton), at.remaining - 1, at.prompt)
+            for row, at in zip(going, before, strict=True)
+        ]
+    return rows.tokens

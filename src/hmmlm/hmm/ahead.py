@@ -1,0 +1,251 @@
+"""The recursion of a guide: p(r more tokens end in an accepting automaton state | automaton state, HMM state).
+
+See constraints.py for the formula. With probabilities relative to the largest of each row, a step takes a few products.
+If one of its sums may have lost anything to underflow, or there are many steps, it runs with log-probabilities instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import threshold
+
+from hmmlm.hmm.automaton import Automaton
+from hmmlm.hmm.dense import HMM
+from hmmlm.hmm.emissions import log_group_sums
+from hmmlm.hmm.logmatrix import least_sum
+from hmmlm.hmm.queries import HiddenMarkovModel
+from hmmlm.ops.common import FLOOR, NEG_INF, exp, logsumexp
+
+CELLS = 2**24  # largest intermediate
+LONG = 256  # tokens of a constraint above which its recursion is in float64
+NEGLIGIBLE = 1e-6  # change of a log-probability
+_FIRST_ROWS = 256  # of a table, which mostly decide whether it has changed
+_CHECKED = 16  # steps from one test for convergence to the next
+
+
+class Ahead(NamedTuple):
+    """The recursion after one number of tokens."""
+
+    row_of: Tensor  # [S] the row of each automaton state; −1 without one
+    log_probs: Tensor  # [rows, Z]
+
+
+def tables_ahead(
+    hmm: HiddenMarkovModel, automaton: Automaton, edges: Edges, live: Sequence[Tensor], length: int
+) -> list[Ahead]:
+    """Compute the recursion for 0, 1, … more tokens: up to `length` − 1, or until all that follow are the same.
+
+    It is linear, with coefficients of at least 0, so the relative change never grows from one step to the next: it ends
+    once this change, at every step that is left, changes nothing.
+
+    Args:
+        live: of `live_states`.
+    """
+    rows_of = [torch.where(mask, mask.cumsum(0) - 1, -1) for mask in live]
+    rows_of += rows_of[-1:] * (length - len(rows_of))
+    accepting = int(automaton.accepting.sum())
+    zeros = torch.zeros(accepting, hmm.states, dtype=hmm.dtype, device=hmm.device)
+    tables = [Ahead(rows_of[0], zeros)]
+    if isinstance(hmm, HMM) and length <= LONG and _add_products(hmm, edges, rows_of, tables):
+        return tables
+    del tables[1:]
+    model = hmm
+    if length > LONG and hmm.dtype == torch.float32:  # rounding errors would hide a change, and add up
+        model = hmm.to(torch.float64)
+        edges = Edges(model, automaton)
+    before = _Step(rows_of[0], zeros.to(model.dtype), zeros.new_zeros(accepting, dtype=torch.float64))
+    values = before.log_probs()
+    for r in range(1, length):
+        step = edges.read(before, rows_of[r])
+        if len(step.relative):  # without rows, nothing is accepted
+            step = _relative(step.row_of, model.push(step.relative), step.offset)
+        after = step.log_probs()
+        tables.append(Ahead(step.row_of, after.to(hmm.dtype)))
+        if step.row_of is before.row_of and _converged(values, after, length - r, hmm.dtype):
+            break
+        before, values = step, after
+    return tables
+
+
+def _add_products(hmm: HMM, edges: Edges, rows_of: Sequence[Tensor], tables: list[Ahead]) -> bool:
+    """Add tables to that of no token, from products of probabilities; return False if a sum may have underflowed.
+
+    Values below FLOOR may be lost. Each adds at most FLOOR to a sum over states, and at most FLOOR / top to one over
+    edges, whose largest value is then divided by `top`: sums of 10⁶ times as much have not changed.
+    """
+    length, dtype, device = len(rows_of), hmm.dtype, hmm.device
+    probs = torch.ones_like(tables[0].log_probs)
+    offset = torch.zeros(len(probs), dtype=torch.float64, device=device)
+    for first in range(1, length, _CHECKED):
+        block: list[tuple[Tensor, Tensor, Tensor]] = []
+        lowest: list[Tensor] = []
+        for r in range(first, min(first + _CHECKED, length)):
+            terms = edges.find_terms(rows_of[r - 1], rows_of[r])
+            if not terms.rows:
+                return False
+            total, offset, _ = edges.add(probs, offset, terms)
+            top = total.amax(1, keepdim=True)
+            probs = hmm.push_probs(total.div_(top))
+            lowest.append(probs.amin(1, keepdim=True) * top - least_sum(hmm.states, dtype) * top)
+            lowest[-1] -= least_sum(terms.most, dtype)
+            peak = probs.amax(1, keepdim=True)
+            probs = probs.div_(peak)
+            offset = offset + (top * peak)[:, 0].double().log()
+            block.append((rows_of[r], probs, offset))
+        if not bool(torch.cat(lowest).amin() >= 0):  # or NaN
+            return False
+        tables += [Ahead(row_of, each.log().add_(at[:, None])) for row_of, each, at in block]
+        before, after = tables[-2:]
+        if before.row_of is after.row_of and _converged(
+            before.log_probs, after.log_probs, length + 1 - len(tables), dtype
+        ):
+            break
+    return True
+
+
+class _Step(NamedTuple):
+    """The recursion after one number of tokens: log-probabilities relative to an offset of each row.
+
+    Log-probabilities of many tokens are large numbers, whose rounding errors would add up.
+    """
+
+    row_of: Tensor  # [S] as in `Ahead`
+    relative: Tensor  # [rows, Z]
+    offset: Tensor  # [rows] float64
+
+    def log_probs(self) -> Tensor:
+        return self.relative.double() + self.offset[:, None]
+
+
+def _relative(row_of: Tensor, log_probs: Tensor, offset: Tensor) -> _Step:
+    """Return log_probs [rows, Z] + offset [rows] relative to the largest value of each row."""
+    peak = log_probs.amax(1).clamp_min(torch.finfo(log_probs.dtype).min)
+    return _Step(row_of, log_probs - peak[:, None], offset + peak)
+
+
+class _Terms(NamedTuple):
+    """What a step of the recursion adds up."""
+
+    kept: Tensor  # [n] the edges
+    source: Tensor  # [n] their rows after the step
+    from_row: Tensor  # [n] their rows before it
+    rows: int
+    most: int  # terms of a sum
+
+
+class Edges:
+    """The edges of an automaton and log p(a token of the edge | z), for one step of the recursion."""
+
+    def __init__(self, hmm: HiddenMarkovModel, automaton: Automaton) -> None:
+        source, target, of_cell = automaton.edges
+        hopeful = automaton.hopeful()
+        useful = hopeful[target] & hopeful[source]
+        number = torch.full_like(source, -1)
+        number[useful] = torch.arange(int(useful.sum()))
+        cells = number[of_cell]  # [S, C]; −1: leads nowhere
+        self._device = hmm.device
+        self._source, self._target = source[useful].to(hmm.device), target[useful].to(hmm.device)
+        log_classes = hmm.group_emission(automaton.class_of.to(hmm.device), automaton.classes)  # [C, Z]
+        edge, of_class = cells[cells >= 0], torch.arange(automaton.classes).expand_as(cells)[cells >= 0]
+        order = edge.argsort(stable=True)
+        self.log_weights = _log_sums(log_classes, of_class[order], edge[order], len(self._source))  # [E, Z]
+        self._weights = exp(self.log_weights)
+        self._before = self._after = torch.empty(0)
+        self._terms = _Terms(*(torch.empty(0),) * 3, 0, 0)
+
+    def read(self, before: _Step, row_of: Tensor) -> _Step:
+        """Compute log Σ_edges p(edge | z) ahead(target, z) [rows, Z], for automaton states with rows row_of [S]."""
+        terms = self.find_terms(before.row_of, row_of)
+        total, top, log_factor = self.add(before.relative.exp(), before.offset, terms)
+        faint = (total.amin(1) < least_sum(terms.most, total.dtype)).nonzero()[:, 0]
+        result = total.log_()
+        if len(faint):  # some sums may have underflowed: in log space
+            chosen = torch.isin(terms.source, faint).nonzero()[:, 0]
+            number = torch.full((terms.rows,), -1, device=self._device)
+            number[faint] = torch.arange(len(faint), device=self._device)
+            from_row, edge = terms.from_row[chosen], terms.kept[chosen]
+            log_terms = self.log_weights[edge] + before.relative[from_row] + log_factor[chosen, None]
+            result[faint] = log_group_sums(log_terms, number[terms.source[chosen]], len(faint))
+        return _Step(row_of, result, top)
+
+    def add(self, probs: Tensor, offset: Tensor, terms: _Terms) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute Σ_edges p(edge | z) ahead(target, z) [rows, Z], for probs [before, Z] relative to offset [before].
+
+        Returns:
+            The sums, relative to the largest offset of a target [rows], which is returned too, and the offset of each
+            term [n] from it.
+        """
+        kept, source, from_row, rows, _ = terms
+        top = torch.full((rows,), NEG_INF, dtype=torch.float64, device=self._device)
+        offset = offset[from_row]
+        top = top.scatter_reduce(0, source, offset, "amax")
+        log_factor = (offset - top[source]).to(probs.dtype)
+        factor = log_factor.exp()[:, None]
+        total = torch.zeros(rows, probs.shape[1], dtype=probs.dtype, device=self._device)
+        size, floor = max(1, CELLS // probs.shape[1]), FLOOR[probs.dtype]
+        for first in range(0, len(kept), size):
+            piece = slice(first, first + size)
+            each = probs[from_row[piece]].mul_(self._weights[kept[piece]]).mul_(factor[piece])
+            total.index_add_(0, source[piece], threshold(each, floor, 0.0, inplace=True))  # denormal numbers are slow
+        return total, top, log_factor
+
+    def read_from(self, state: int, before: Ahead) -> Tensor:
+        """Compute one row of `read` [Z], that of an automaton state."""
+        edges = (self._source == state).nonzero()[:, 0]
+        places = before.row_of.to(self._device)[self._target[edges]]
+        kept = places >= 0
+        return logsumexp(self.log_weights[edges[kept]] + before.log_probs[places[kept]], 0)
+
+    def find_terms(self, before: Tensor, after: Tensor) -> _Terms:
+        """Return the terms of a step from rows `before` [S] to rows `after` [S]; those of the last step are kept."""
+        if before is not self._before or after is not self._after:
+            from_row = before.to(self._device)[self._target]
+            kept = (from_row >= 0).nonzero()[:, 0]
+            source = after.to(self._device)[self._source[kept]]
+            most = int(torch.bincount(source, minlength=1).max()) if len(source) else 1
+            self._terms = _Terms(kept, source, from_row[kept], int(after.max()) + 1, most)
+            self._before, self._after = before, after
+        return self._terms
+
+
+def _log_sums(log_classes: Tensor, of_class: Tensor, edge: Tensor, edges: int) -> Tensor:
+    """Compute log Σ p(class | z) over the classes of each edge [edges, Z], for pairs of both, sorted by edge."""
+    result = torch.full((edges, log_classes.shape[1]), NEG_INF, dtype=log_classes.dtype, device=log_classes.device)
+    size = max(1, CELLS // log_classes.shape[1])
+    first = 0
+    while first < len(edge):
+        last = min(first + size, len(edge))
+        if last < len(edge) and int(edge[last]) > int(edge[first]):  # whole edges
+            last = int(torch.searchsorted(edge, edge[last]))
+        low, high = int(edge[first]), int(edge[last - 1]) + 1
+        chosen = log_classes[of_class[first:last].to(log_classes.device)]
+        sums = log_group_sums(chosen, (edge[first:last] - low).to(log_classes.device), high - low)
+        result[low:high] = torch.logaddexp(result[low:high], sums)
+        first = last
+    return result
+
+
+def live_states(automaton: Automaton, length: int) -> list[Tensor]:
+    """Return masks [S] of the automaton states from which 0, 1, … tokens may be accepted, until they repeat."""
+    source, target, _ = automaton.edges
+    live = [automaton.accepting]
+    while len(live) < length:
+        mask = torch.zeros_like(automaton.accepting)
+        mask[source[live[-1][target]]] = True
+        live.append(mask)
+        if torch.equal(mask, live[-2]):
+            break
+    return live
+
+
+def _converged(before: Tensor, after: Tensor, left: int, dtype: torch.dtype) -> bool:
+    """Return whether no value changed, from before to after [rows, Z], so that `left` such changes would matter."""
+    tolerance = max(NEGLIGIBLE / left, 2 * torch.finfo(dtype).eps)  # the rounding of sums of the model's own rows
+    return all(
+        torch.allclose(after[rows], before[rows], rtol=0.0, atol=tolerance)  # −inf equals −inf
+        for rows in (slice(0, _FIRST_ROWS), slice(_FIRST_ROWS, None))
+    )
