@@ -24,6 +24,7 @@ from hmmlm.errors import InputError
 from hmmlm.hmm.ahead import CELLS, Ahead, Edges, live_states, tables_ahead
 from hmmlm.hmm.automaton import Automaton, check_words
 from hmmlm.hmm.checks import check_count
+from hmmlm.hmm.guided_step import Plan
 from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.ops.common import NEG_INF, logsumexp
 
@@ -74,6 +75,7 @@ class Guide:
         check_count("length", length, 1)
         self.hmm, self.automaton, self.length = hmm.detach(), automaton, length
         self._known_moves: dict[int, Moves] = {}
+        self._plans: dict[tuple[int, int], Plan] = {}
         live = live_states(automaton, length)
         rows = sum(int(mask.sum()) for mask in live) + int(live[-1].sum()) * (length - len(live))
         size = rows * hmm.states * hmm.dtype.itemsize / 1e9
@@ -165,6 +167,20 @@ class Guide:
             device = self.hmm.device
             self._known_moves[state] = Moves(reached[many], number[group_of].to(device), few.to(device), following[few])
         return self._known_moves[state]
+
+    def plan(self, state: int, remaining: int) -> Plan:
+        """Return where the kernels of `guided_step` find what follows `state`, with `remaining` tokens to come."""
+        key = state, min(remaining, len(self._ahead))
+        if key not in self._plans:
+            if len(self._plans) == KNOWN_MOVES:
+                self._plans.clear()
+            ahead, moves = self._ahead[key[1] - 1], self.moves(state)
+            begin, stride = ahead.log_probs.data_ptr(), ahead.log_probs.stride(0) * ahead.log_probs.itemsize
+            places = [begin + stride * row if row >= 0 else 0 for row in ahead.row_of[moves.many].tolist()]
+            rows = ahead.row_of[moves.few_states]
+            alone = torch.stack([moves.few_tokens.cpu(), begin + stride * rows], 1)[rows >= 0]
+            self._plans[key] = Plan(moves.group_of, tuple(places), alone.numpy())
+        return self._plans[key]
 
     @check_arguments
     def next_token(self, position: Position) -> Tensor:

@@ -1,5 +1,6 @@
 """An HMM with dense matrices: start [Z], transition [Z, Z] and emission [Z, V]."""
 
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -24,12 +25,13 @@ from hmmlm.hmm.checks import (
 )
 from hmmlm.hmm.em import maximize_rows
 from hmmlm.hmm.emissions import EmissionMatrix
+from hmmlm.hmm.guided_step import GuidedSteps
 from hmmlm.hmm.lattice import Lattice, SortedBatch
 from hmmlm.hmm.logmatrix import LogMatrix
 from hmmlm.hmm.products import Observations, filter_products, message_products
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
 from hmmlm.hmm.queries import HiddenMarkovModel
-from hmmlm.ops.common import NEG_INF, Impl, logsumexp
+from hmmlm.ops.common import NEG_INF, Impl, installed, logsumexp
 from hmmlm.ops.scan import Evidence, Parameters, loops_pay, scan
 from hmmlm.ops.scan.scaled import distinct
 
@@ -250,6 +252,24 @@ class HMM(HiddenMarkovModel):
     @cached_property
     def _backward_product(self) -> LogMatrix:
         return LogMatrix(self._into)
+
+    def guided_steps(self) -> GuidedSteps | None:
+        served = self.dtype == torch.float32 and installed("triton")
+        return self._guided_steps if served and (self.log_start.is_cuda or "TRITON_INTERPRET" in os.environ) else None
+
+    @cached_property
+    def _guided_steps(self) -> GuidedSteps:
+        return GuidedSteps(self)
+
+    @property
+    def forward_columns(self) -> LogMatrix:
+        """The transition, each column relative to its largest entry."""
+        return self._forward_product
+
+    @property
+    def emission_columns(self) -> tuple[Tensor, Tensor | None]:
+        """The distinct columns of the emission [Z, U], each relative to its largest entry, and the one of each word."""
+        return self._emissions.columns
 
     @cached_property
     def _row_peaks(self) -> Tensor:

@@ -28,6 +28,11 @@ class EmissionMatrix:
         self._column_of = None if found is None else found[1]  # [V]
         self._matrix = LogMatrix(log_emission if found is None else log_emission.index_select(1, found[0]))
 
+    @property
+    def columns(self) -> tuple[Tensor, Tensor | None]:
+        """The distinct columns [Z, U], each relative to its largest entry, and that of each word [V] if not its own."""
+        return self._matrix.scaled, self._column_of
+
     def product(self, log_states: Tensor) -> Tensor:
         """Compute log Σ_z p(z) p(word | z) [..., V] for log_states [..., Z]."""
         product = self._matrix.product(log_states)

@@ -21,6 +21,7 @@ from hmmlm.hmm.checks import (
     check_log_state,
     check_tokens,
 )
+from hmmlm.hmm.guided_step import GuidedSteps
 from hmmlm.hmm.lattice import Lattice, SortedBatch, add_first, endings, first_rows, some_rows
 from hmmlm.hmm.protocol import Carry, Counts, Filtered, Primitives, Scan, Support
 from hmmlm.ops.common import NEG_INF, logsumexp
@@ -438,6 +439,10 @@ class HiddenMarkovModel(Primitives):
     def begin(self) -> Tensor:
         """Return log p(z_1) [Z]."""
         return self.log_start_scores().detach()
+
+    def guided_steps(self) -> GuidedSteps | None:
+        """Return the kernels of a token under constraints; None if there are none for this model."""
+        return None
 
     @torch.no_grad()
     def advance(self, log_state: Tensor, token: int | Tensor) -> Tensor:

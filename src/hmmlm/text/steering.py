@@ -15,8 +15,10 @@ from hmmlm.arguments import check_arguments, is_sequence
 from hmmlm.errors import InputError, InputWarning
 from hmmlm.hmm.checks import check_number
 from hmmlm.hmm.constraints import Guide, Position, advance_states, chances_of
+from hmmlm.hmm.guided_step import StepRow
 from hmmlm.ops.common import NEG_INF
 
+_DOUBTFUL = 4  # calls whose sums may have underflowed in the kernels of a step, after which these are not tried again
 _KEPT_TOKENS = 64  # positions of texts shorter than the current ones by more are computed again if needed
 
 Text = tuple[int, ...]
@@ -90,11 +92,13 @@ class Steering:
         if any(guide.hmm is not self.guides[0].hmm for guide in self.guides):
             raise InputError("the guides of a batch need the same HMM: make them with one LanguageModel")
         distinct = {id(guide): guide for guide in self.guides}
-        self._settled = {key: guide.automaton.settled() for key, guide in distinct.items()}
+        self._settled = {key: guide.automaton.settled().tolist() for key, guide in distinct.items()}
         self._roots = [self._row(number, position) for number, (_, position) in enumerate(guided)]
         self._prompts: list[Text] = []  # the rows of the first call
         self._length = 0  # of the rows of the last call
-        self._changed = torch.zeros((), dtype=torch.long)
+        self._changed: int | Tensor = 0
+        self._steps = self.guides[0].hmm.guided_steps()
+        self._doubtful = 0  # calls for which they did not serve
         self._tokens = 0
         self._progress = _Progress({}, self.guides)
         weakref.finalize(self, _warn_unmet, self._progress)
@@ -128,12 +132,62 @@ class Steering:
                 f"the scores are for {scores.shape[1]:,} tokens, but the guide is for {words:,}: both models need "
                 "the same tokenizer"
             )
-        keys = self._keys(input_ids)
-        self._advance_to(keys)
-        progress = self._progress
+        keys, progress = self._keys(input_ids), self._progress
         pairs = zip(keys, progress.last, strict=False)
         progress.reordered |= any(now[1] and now[1][:-1] != then[1] for now, then in pairs)
         progress.last = keys
+        steered = self._replay(keys, scores)
+        if steered is None:
+            self._advance_to(keys)
+            steered = self._score(keys, scores)
+        longest = len(keys[0][1])
+        if not longest % _KEPT_TOKENS:
+            kept = {
+                key: row for key, row in progress.rows.items() if not key[1] or len(key[1]) > longest - _KEPT_TOKENS
+            }
+            progress.rows = kept
+        return steered
+
+    def _replay(self, keys: Sequence[tuple[int, Text]], scores: Tensor) -> Tensor | None:
+        """Advance to `keys` and return steered scores [B, V], by the kernels of a step; None if these do not serve."""
+        if self._steps is None or scores.device != self.guides[0].hmm.device:
+            return None
+        rows, requests, after = self._progress.rows, list[StepRow](), list[_Row]()
+        begins = keys[0] in rows
+        for key in keys:
+            before = rows.get(key if begins else (key[0], key[1][:-1]))
+            if before is None:
+                return None
+            token = -1
+            if not begins and not before.settled:
+                token = key[1][-1]
+                if not 0 <= token < self.guides[0].automaton.vocab_size:
+                    return None
+                before = self._after(before, token, before.position.log_state)
+            position, plan = before.position, None
+            if not before.settled:
+                plan = self.guides[before.root].plan(position.automaton, position.remaining)
+            requests.append(StepRow(position.log_state, token, plan))
+            after.append(before)
+        constrained = sum(request.plan is not None for request in requests)
+        if not constrained:
+            rows.update(zip(keys, after, strict=True))
+            return scores
+        result = self._steps.run(requests, scores, self.weight)
+        if result is None:
+            self._doubtful += 1
+            if self._doubtful == _DOUBTFUL:
+                self._steps = None
+            return None
+        self._tokens, self._changed = self._tokens + constrained, self._changed + result.changed
+        for key, row, log_state in zip(keys, after, result.log_states.unbind(), strict=True):
+            if not begins:
+                rows[key] = row if row.settled else _Row(row.root, row.position._replace(log_state=log_state), False)
+        return result.scores
+
+    def _score(self, keys: Sequence[tuple[int, Text]], scores: Tensor) -> Tensor:
+        """Return steered scores [B, V] of texts whose positions are known."""
+        progress = self._progress
         rows = [progress.rows[key] for key in keys]
         open_rows = [number for number, row in enumerate(rows) if not row.settled]
         if not open_rows:
@@ -149,7 +203,7 @@ class Steering:
         self._tokens += len(open_rows)
         # Faster on a CPU than argmax.
         both = (after == after.amax(1, keepdim=True)) & (before == before.amax(1, keepdim=True))
-        self._changed = self._changed.to(scores.device) + len(both) - both.any(1).sum()
+        self._changed = self._changed + (len(both) - both.any(1).sum())
         return after if whole else scores.index_copy(0, torch.tensor(open_rows, device=scores.device), after)
 
     def _combine(self, scores: Tensor, chances: Tensor) -> Tensor:
@@ -228,21 +282,19 @@ class Steering:
                 rows[key] = before  # once every continuation is accepted, further tokens are not read
             for number, row in zip(going, advanced, strict=True):
                 rows[level[number]] = row
-        longest = len(keys[0][1])
-        kept = {key: row for key, row in rows.items() if not key[1] or len(key[1]) > longest - _KEPT_TOKENS}
-        self._progress.rows = kept
 
     def _advance(self, befores: Sequence[_Row], tokens: Sequence[int]) -> list[_Row]:
         """Return rows after one more token each."""
         log_states = advance_states(self.guides[0].hmm, [before.position for before in befores], tokens)
-        result = []
-        for before, token, log_state in zip(befores, tokens, log_states, strict=True):
-            automaton = self.guides[before.root].automaton
-            state = automaton.read([token], before.position.automaton)
-            # A text that is longer than its guide, and may be, stays accepted with every further token.
-            remaining = before.position.remaining - 1 or int(automaton.accepting[state])
-            result.append(self._row(before.root, Position(log_state, state, remaining, before.position.prompt)))
-        return result
+        return [self._after(*each) for each in zip(befores, tokens, log_states, strict=True)]
+
+    def _after(self, before: _Row, token: int, log_state: Tensor) -> _Row:
+        """Return a row after one more token, with the distribution of its state."""
+        automaton, position = self.guides[before.root].automaton, before.position
+        state = automaton.step(position.automaton, token)
+        # A text that is longer than its guide, and may be, stays accepted with every further token.
+        remaining = position.remaining - 1 or int(automaton.accepting[state])
+        return self._row(before.root, Position(log_state, state, remaining, position.prompt))
 
 
 def _warn_unmet(progress: _Progress) -> None:

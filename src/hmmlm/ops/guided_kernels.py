@@ -1,0 +1,258 @@
+"""GPU kernels of one token under constraints: from the states before a token to steered scores of the next.
+
+Texts of a call have different guides, whose tables lie anywhere in memory. So the kernels take addresses, as integers
+in `packet`: [scores, out, states] of the call, then [state, token, group_of, places…] of each row, then
+[row, token, place] of each token that is scored alone. One recorded CUDA graph thus serves every guide.
+
+A sum that underflow may have changed sets `found[0]`: the result must then not be used.
+"""
+# mypy: allow-untyped-defs
+# (kernel arguments are Triton's own pointers and numbers)
+
+import torch
+import triton
+import triton.language as tl
+
+HEADER = 3  # numbers of a packet before those of its rows
+OF_ROW = 3  # numbers of a row before its places
+OF_TOKEN = 3
+
+_KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_HEADER, _OF_ROW, _OF_TOKEN = tl.constexpr(HEADER), tl.constexpr(OF_ROW), tl.constexpr(OF_TOKEN)
+
+
+def kind_of(dtype: torch.dtype) -> tl.dtype:
+    """Return Triton's type of scores."""
+    return _KINDS[dtype]
+
+
+@triton.jit
+def _floats(address):
+    return address.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def read_kernel(packet, log_emission, probs, found, STATES, WORDS, PLACES: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per row: probs[row, z] = p(z | tokens so far, token); without a token, the state as it is."""
+    row = tl.program_id(0)
+    at = packet + _HEADER + row * (_OF_ROW + PLACES)
+    state, token = _floats(tl.load(at)), tl.load(at + 1)
+    out = probs + row.to(tl.int64) * STATES
+    reading = token + tl.zeros([BLOCK], tl.int64) >= 0
+    peaks = tl.full([BLOCK], -float("inf"), tl.float32)
+    for first in range(0, STATES, BLOCK):
+        z = first + tl.arange(0, BLOCK)
+        inside = z < STATES
+        emitted = tl.load(log_emission + z.to(tl.int64) * WORDS + token, mask=inside & reading, other=0.0)
+        peaks = tl.maximum(peaks, tl.load(state + z, mask=inside, other=-float("inf")) + emitted)
+    peak = tl.max(peaks, 0)
+    if peak == -float("inf"):
+        tl.store(found, 1)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, STATES, BLOCK):
+        z = first + tl.arange(0, BLOCK)
+        inside = z < STATES
+        emitted = tl.load(log_emission + z.to(tl.int64) * WORDS + token, mask=inside & reading, other=0.0)
+        value = tl.exp(tl.load(state + z, mask=inside, other=-float("inf")) + emitted - peak)
+        total += value
+        tl.store(out + z, value, mask=inside)
+    inverse = 1.0 / tl.sum(total, 0)
+    for first in range(0, STATES, BLOCK):
+        z = first + tl.arange(0, BLOCK)
+        tl.store(out + z, tl.load(out + z, mask=z < STATES, other=0.0) * inverse, mask=z < STATES)
+
+
+@triton.jit
+def _log_state(state, moved, peak, z, STATES, FIRST: tl.constexpr):
+    """Return log p(z of the next token | tokens so far); and the scaled probability it is from."""
+    if FIRST:
+        value = tl.load(state + z, mask=z < STATES, other=-float("inf"))
+        return value, tl.full(z.shape, 1.0, tl.float32)
+    scaled = tl.load(moved + z, mask=z < STATES, other=1.0)
+    return tl.where(z < STATES, tl.log(scaled) + tl.load(peak + z, mask=z < STATES, other=0.0), -float("inf")), scaled
+
+
+@triton.jit
+def weigh_kernel(
+    packet,
+    moved,
+    peak,
+    weights,
+    tops,
+    found,
+    STATES,
+    LEAST,
+    PLACES: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row and place (0: none): weights = exp(log p(z) + table − top), and top, their largest value.
+
+    moved [B, Z] · exp(peak) are the probabilities of states, which are stored for later calls.
+    """
+    row, place = tl.program_id(0), tl.program_id(1)
+    at = packet + _HEADER + row * (_OF_ROW + PLACES)
+    states = _floats(tl.load(packet + 2)) + row.to(tl.int64) * STATES
+    state = _floats(tl.load(at))
+    moved += row.to(tl.int64) * STATES
+    address = tl.where(place > 0, tl.load(at + _OF_ROW - 1 + place), 0)
+    table = _floats(address)
+    adding = address + tl.zeros([BLOCK], tl.int64) != 0
+    peaks = tl.full([BLOCK], -float("inf"), tl.float32)
+    faint = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, STATES, BLOCK):
+        z = first + tl.arange(0, BLOCK)
+        value, scaled = _log_state(state, moved, peak, z, STATES, FIRST)
+        faint |= (scaled < LEAST).to(tl.int32)
+        if place == 0:
+            tl.store(states + z, value, mask=z < STATES)
+        peaks = tl.maximum(peaks, value + tl.load(table + z, mask=adding & (z < STATES), other=0.0))
+    top = tl.where((place > 0) & (address == 0), -float("inf"), tl.max(peaks, 0))
+    if (tl.max(faint, 0) > 0) & (tl.load(at + 2) != 0):
+        tl.store(found, 1)
+    index = row * (PLACES + 1) + place
+    tl.store(tops + index, top)
+    shift = tl.where(top == -float("inf"), 0.0, top)
+    for first in range(0, STATES, BLOCK):
+        z = first + tl.arange(0, BLOCK)
+        value, _ = _log_state(state, moved, peak, z, STATES, FIRST)
+        value += tl.load(table + z, mask=adding & (z < STATES), other=0.0)
+        weight = tl.where(top == -float("inf"), 0.0, tl.exp(value - shift))
+        tl.store(weights + index.to(tl.int64) * STATES + z, weight, mask=z < STATES)
+
+
+@triton.jit
+def _steer(score, chance, WEIGHT):
+    """Return score + WEIGHT · min(chance, 0), −inf where chance is."""
+    return tl.where(chance == -float("inf"), -float("inf"), score + WEIGHT * tl.minimum(chance, 0.0))
+
+
+@triton.jit
+def combine_kernel(
+    packet,
+    sums,
+    tops,
+    column_of,
+    steered,
+    found,
+    WORDS,
+    COLUMNS,
+    WIDTH,
+    LEAST,
+    WEIGHT,
+    KIND: tl.constexpr,
+    SHARED: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row and block of tokens: scores weighted by chances; those scored alone are −inf for now.
+
+    sums [B·(1 + PLACES), COLUMNS] are products with the emissions, of which equal columns are SHARED by words.
+    """
+    row = tl.program_id(0)
+    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = packet + _HEADER + row * (_OF_ROW + PLACES)
+    scores = tl.load(packet).to(tl.pointer_type(KIND)) + row.to(tl.int64) * WIDTH
+    score = tl.load(scores + v, mask=v < WIDTH, other=0.0).to(tl.float32)
+    address = tl.load(at + 2)
+    result = score
+    if address != 0:
+        inside = v < WORDS
+        column = v
+        if SHARED:
+            column = tl.load(column_of + v, mask=inside, other=0)
+        group = tl.load(address.to(tl.pointer_type(tl.int16)) + v, mask=inside, other=PLACES).to(tl.int32)
+        chosen = inside & (group < PLACES)
+        first = row * (PLACES + 1)
+        plain = tl.load(sums + first.to(tl.int64) * COLUMNS + column, mask=inside, other=1.0)
+        joint = tl.load(sums + (first + 1 + group).to(tl.int64) * COLUMNS + column, mask=chosen, other=1.0)
+        top = tl.load(tops + first + 1 + group, mask=chosen, other=-float("inf"))
+        possible = top > -float("inf")
+        faint = (inside & (plain < LEAST)) | (possible & (joint < LEAST))
+        if tl.max(faint.to(tl.int32), 0) > 0:
+            tl.store(found, 1)
+        chance = tl.where(possible, tl.log(joint) + top - tl.log(plain) - tl.load(tops + first), -float("inf"))
+        result = _steer(score, chance, WEIGHT)
+    tl.store(steered + row.to(tl.int64) * WIDTH + v, result, mask=v < WIDTH)
+
+
+@triton.jit
+def alone_kernel(
+    packet,
+    begin,
+    log_emission,
+    steered,
+    STATES,
+    WORDS,
+    WIDTH,
+    WEIGHT,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per token that is scored alone: its steered score, from sums over states in log space."""
+    at = packet + begin + tl.program_id(0) * _OF_TOKEN
+    row, token = tl.load(at), tl.load(at + 1)
+    if row >= 0:
+        table = _floats(tl.load(at + 2))
+        states = _floats(tl.load(packet + 2)) + row * STATES
+        low = tl.full([BLOCK], -float("inf"), tl.float32)
+        high = tl.full([BLOCK], -float("inf"), tl.float32)
+        for first in range(0, STATES, BLOCK):
+            z = first + tl.arange(0, BLOCK)
+            inside = z < STATES
+            plain = tl.load(states + z, mask=inside, other=-float("inf"))
+            plain += tl.load(log_emission + z.to(tl.int64) * WORDS + token, mask=inside, other=-float("inf"))
+            low = tl.maximum(low, plain)
+            high = tl.maximum(high, plain + tl.load(table + z, mask=inside, other=-float("inf")))
+        low_top, high_top = tl.max(low, 0), tl.max(high, 0)
+        chance = -float("inf")
+        if high_top > -float("inf"):
+            low_sum = tl.zeros([BLOCK], tl.float32)
+            high_sum = tl.zeros([BLOCK], tl.float32)
+            for first in range(0, STATES, BLOCK):
+                z = first + tl.arange(0, BLOCK)
+                inside = z < STATES
+                plain = tl.load(states + z, mask=inside, other=-float("inf"))
+                plain += tl.load(log_emission + z.to(tl.int64) * WORDS + token, mask=inside, other=-float("inf"))
+                low_sum += tl.exp(plain - low_top)
+                high_sum += tl.exp(plain + tl.load(table + z, mask=inside, other=-float("inf")) - high_top)
+            chance = tl.log(tl.sum(high_sum, 0)) + high_top - tl.log(tl.sum(low_sum, 0)) - low_top
+        score = tl.load(tl.load(packet).to(tl.pointer_type(KIND)) + row * WIDTH + token).to(tl.float32)
+        tl.store(steered + row * WIDTH + token, _steer(score, chance, WEIGHT))
+
+
+@triton.jit
+def finish_kernel(packet, steered, found, WIDTH, KIND: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per row: normalize; found[1] counts the rows whose most likely token became another."""
+    row = tl.program_id(0)
+    scores = tl.load(packet).to(tl.pointer_type(KIND)) + row.to(tl.int64) * WIDTH
+    out = tl.load(packet + 1).to(tl.pointer_type(KIND)) + row.to(tl.int64) * WIDTH
+    steered += row.to(tl.int64) * WIDTH
+    tops = tl.full([BLOCK], -float("inf"), tl.float32)
+    befores = tl.full([BLOCK], -float("inf"), tl.float32)
+    for first in range(0, WIDTH, BLOCK):
+        v = first + tl.arange(0, BLOCK)
+        tops = tl.maximum(tops, tl.load(steered + v, mask=v < WIDTH, other=-float("inf")))
+        before = tl.load(scores + v, mask=v < WIDTH, other=-float("inf")).to(tl.float32)
+        befores = tl.maximum(befores, before)
+    top, most = tl.max(tops, 0), tl.max(befores, 0)
+    constrained = tl.load(packet + _HEADER + row * (_OF_ROW + PLACES) + 2) != 0
+    total = tl.zeros([BLOCK], tl.float32)
+    same = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, WIDTH, BLOCK):
+        v = first + tl.arange(0, BLOCK)
+        value = tl.load(steered + v, mask=v < WIDTH, other=-float("inf"))
+        before = tl.load(scores + v, mask=v < WIDTH, other=-float("inf")).to(tl.float32)
+        total += tl.exp(value - top)
+        same |= ((value == top) & (before == most) & (v < WIDTH)).to(tl.int32)
+    mass = tl.sum(total, 0)
+    if constrained:
+        if (mass >= 1.0) == 0:  # or NaN: every token is impossible
+            tl.store(found, 1)
+        if tl.max(same, 0) == 0:
+            tl.atomic_add(found + 1, 1)
+    shift = tl.where(constrained, top + tl.log(mass), 0.0)
+    for first in range(0, WIDTH, BLOCK):
+        v = first + tl.arange(0, BLOCK)
+        value = tl.load(steered + v, mask=v < WIDTH, other=0.0) - shift
+        tl.store(out + v, value.to(KIND), mask=v < WIDTH)

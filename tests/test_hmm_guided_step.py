@@ -1,0 +1,88 @@
+"""The kernels of a token under constraints agree with log space, and leave to it what they cannot do."""
+
+import pytest
+import torch
+from helpers.interpreter import in_interpreter, run_in_interpreter, starts_interpreter
+from torch import Tensor
+
+from hmmlm import HMM, Guide, Steering
+from hmmlm.hmm import constraints
+from hmmlm.hmm.automaton import Automaton, containing
+
+END, WORDS, LENGTH = 0, 9, 6
+
+
+def random_model(seed: int, states: int = 5, spread: float = 2.0) -> HMM:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return (spread * torch.randn(*shape, generator=generator)).log_softmax(-1)
+
+    return HMM(draw(states), draw(states, states), draw(states, WORDS))
+
+
+def lines() -> list[Automaton]:
+    return [
+        containing([1, 2], WORDS).until(END),
+        (containing([3], WORDS) & containing([4, 4], WORDS) & ~containing([5], WORDS)).until(END),
+        (~containing([1], WORDS)).until(END),
+    ]
+
+
+def run(steering: Steering, texts: Tensor, scores: Tensor, prompt: int = 2) -> list[Tensor]:
+    """Return the steered scores after 0, 1, … tokens of texts [B, T]."""
+    begun = torch.full((len(texts), prompt), 7)
+    return [steering(torch.cat([begun, texts[:, :t]], 1), scores[t]) for t in range(texts.shape[1] + 1)]
+
+
+@in_interpreter
+@pytest.mark.parametrize("few", [0, 2, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight", [1.0, 0.5, 0.0])
+@pytest.mark.filterwarnings("ignore:.*before the constraint was satisfied")
+def test_triton_steps_agree_with_log_space(
+    few: int, dtype: torch.dtype, weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints, "FEW", few)
+    hmm, generator = random_model(few), torch.Generator().manual_seed(1)
+    guides = [Guide(hmm, line, LENGTH) for line in lines()]
+    pairs = [(guide, guide.begin()) for guide in guides]
+    # The first two rows are of one guide; those that end are not constrained any more.
+    texts = torch.tensor(
+        [[1, 2, 8, 0, 6], [6, 1, 2, 6, 0], [3, 4, 4, 0, 1], [4, 4, 3, 8, 8], [2, 0, 1, 1, 1], [6, 6, 8, 0, 3]]
+    )
+    scores = torch.randn(texts.shape[1] + 1, len(texts), WORDS + 2, generator=generator).to(dtype)
+    kernels, portable = Steering.batch(pairs, weight), Steering.batch(pairs, weight)
+    portable._steps = None
+    found, expected = run(kernels, texts, scores), run(portable, texts, scores)
+    assert kernels._steps is not None and not kernels._doubtful
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        tolerance = {} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.05}
+        torch.testing.assert_close(ours.float(), theirs.float(), **tolerance)
+    if dtype == torch.float32:
+        assert kernels.report == portable.report and kernels.report.changed > 0
+
+
+@in_interpreter
+@pytest.mark.filterwarnings("ignore:.*before the constraint was satisfied")
+def test_triton_steps_leave_what_underflows_to_log_space() -> None:
+    hmm = random_model(0)
+    log_emission = hmm.log_emission.clone()
+    log_emission[:, 1] = torch.tensor([-100.0, -120.0, -90.0, -200.0, -150.0])
+    log_emission[2:, 3] = -torch.inf
+    log_transition = torch.full_like(hmm.log_transition, -torch.inf).fill_diagonal_(0.0)
+    hmm = HMM(hmm.log_start, log_transition, log_emission.log_softmax(1))
+    guide = Guide(hmm, lines()[0], LENGTH)
+    texts = torch.tensor([[3, 3, 1, 2], [1, 1, 2, 8]])
+    scores = torch.randn(5, 2, WORDS, generator=torch.Generator().manual_seed(0))
+    kernels, portable = Steering(guide, guide.begin()), Steering(guide, guide.begin())
+    portable._steps = None
+    for ours, theirs in zip(run(kernels, texts, scores), run(portable, texts, scores), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert kernels._doubtful
+
+
+@starts_interpreter
+def test_triton_kernels_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
