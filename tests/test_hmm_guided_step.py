@@ -83,6 +83,16 @@ def test_triton_steps_leave_what_underflows_to_log_space() -> None:
     assert kernels._doubtful
 
 
+@pytest.mark.parametrize("spread", [1.0, 8.0])
+def test_tables_of_probabilities_agree_with_float64_also_with_triton(spread: float) -> None:
+    hmm = random_model(1, spread=spread)
+    for line in lines():
+        tables, expected = Guide(hmm, line, 30)._ahead, Guide(hmm.to(torch.float64), line, 30)._ahead
+        for ours, theirs in zip(tables, expected, strict=False):
+            assert torch.equal(ours.row_of, theirs.row_of)
+            torch.testing.assert_close(ours.log_probs, theirs.log_probs.float(), rtol=1e-5, atol=1e-5)
+
+
 @starts_interpreter
 def test_triton_kernels_in_the_interpreter() -> None:
     run_in_interpreter(__file__)

@@ -25,6 +25,7 @@ LONG = 256  # tokens of a constraint above which its recursion is in float64
 NEGLIGIBLE = 1e-6  # change of a log-probability
 _FIRST_ROWS = 256  # of a table, which mostly decide whether it has changed
 _CHECKED = 16  # steps from one test for convergence to the next
+_BLOCK = 1024  # states of a program
 
 
 class Ahead(NamedTuple):
@@ -74,37 +75,59 @@ def tables_ahead(
 def _add_products(hmm: HMM, edges: Edges, rows_of: Sequence[Tensor], tables: list[Ahead]) -> bool:
     """Add tables to that of no token, from products of probabilities; return False if a sum may have underflowed.
 
-    Values below FLOOR may be lost. Each adds at most FLOOR to a sum over states, and at most FLOOR / top to one over
-    edges, whose largest value is then divided by `top`: sums of 10⁶ times as much have not changed.
+    Terms below FLOOR may be lost: one for each edge in a sum over edges, one for each state in a sum over states. Sums
+    of 10⁶ times as much have not changed.
     """
-    length, dtype, device = len(rows_of), hmm.dtype, hmm.device
-    probs = torch.ones_like(tables[0].log_probs)
-    offset = torch.zeros(len(probs), dtype=torch.float64, device=device)
+    length, dtype = len(rows_of), hmm.dtype
+    step = _kernel_step if hmm.has_kernels else _product_step
+    probs, offset = torch.ones_like(tables[0].log_probs), torch.zeros(len(tables[0].log_probs), dtype=torch.float64)
+    offset = offset.to(probs.device)
     for first in range(1, length, _CHECKED):
-        block: list[tuple[Tensor, Tensor, Tensor]] = []
-        lowest: list[Tensor] = []
+        doubtful = torch.zeros((), dtype=torch.int32, device=hmm.device)
         for r in range(first, min(first + _CHECKED, length)):
             terms = edges.find_terms(rows_of[r - 1], rows_of[r])
             if not terms.rows:
                 return False
-            total, offset, _ = edges.add(probs, offset, terms)
-            top = total.amax(1, keepdim=True)
-            probs = hmm.push_probs(total.div_(top))
-            lowest.append(probs.amin(1, keepdim=True) * top - least_sum(hmm.states, dtype) * top)
-            lowest[-1] -= least_sum(terms.most, dtype)
-            peak = probs.amax(1, keepdim=True)
-            probs = probs.div_(peak)
-            offset = offset + (top * peak)[:, 0].double().log()
-            block.append((rows_of[r], probs, offset))
-        if not bool(torch.cat(lowest).amin() >= 0):  # or NaN
+            log_probs, probs, offset = step(hmm, edges, terms, probs, offset, doubtful)
+            tables.append(Ahead(rows_of[r], log_probs))
+        if bool(doubtful):
             return False
-        tables += [Ahead(row_of, each.log().add_(at[:, None])) for row_of, each, at in block]
         before, after = tables[-2:]
-        if before.row_of is after.row_of and _converged(
-            before.log_probs, after.log_probs, length + 1 - len(tables), dtype
-        ):
+        left = length + 1 - len(tables)
+        if before.row_of is after.row_of and _converged(before.log_probs, after.log_probs, left, dtype):
             break
     return True
+
+
+def _product_step(
+    hmm: HMM, edges: Edges, terms: _Terms, probs: Tensor, offset: Tensor, doubtful: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the next table [rows, Z], and its probabilities relative to an offset of each row [rows]."""
+    total, top, _ = edges.add(probs, offset, terms)
+    moved = hmm.push_probs(total)
+    doubtful |= ~(moved.amin() >= least_sum(hmm.states + terms.most, moved.dtype))  # or NaN
+    peak = moved.amax(1, keepdim=True)
+    offset = top + peak[:, 0].double().log()
+    probs = moved.div_(peak)
+    return probs.log().add_(offset[:, None]), probs, offset
+
+
+def _kernel_step(
+    hmm: HMM, edges: Edges, terms: _Terms, probs: Tensor, offset: Tensor, doubtful: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `_product_step`; for a GPU."""
+    from hmmlm.ops.ahead_kernels import divide_kernel, edges_kernel  # needs Triton
+
+    states, top = hmm.states, offset.new_empty(terms.rows)
+    total, moved = torch.empty(2, terms.rows, states, device=probs.device)
+    log_probs = torch.empty_like(total)
+    edges_kernel[(terms.rows, -(-states // _BLOCK))](
+        probs, offset, edges.weights, terms.first, terms.kept, terms.from_row, total, top, states, BLOCK=_BLOCK
+    )
+    torch.mm(total, hmm.backward_columns.scaled, out=moved)
+    least = least_sum(states + terms.most, torch.float32)
+    divide_kernel[(terms.rows,)](moved, hmm.row_peaks, top, total, log_probs, doubtful, states, least, BLOCK=_BLOCK)
+    return log_probs, total, top
 
 
 class _Step(NamedTuple):
@@ -130,9 +153,10 @@ def _relative(row_of: Tensor, log_probs: Tensor, offset: Tensor) -> _Step:
 class _Terms(NamedTuple):
     """What a step of the recursion adds up."""
 
-    kept: Tensor  # [n] the edges
+    kept: Tensor  # [n] the edges, by source
     source: Tensor  # [n] their rows after the step
     from_row: Tensor  # [n] their rows before it
+    first: Tensor  # [rows + 1] the first edge of each row
     rows: int
     most: int  # terms of a sum
 
@@ -148,14 +172,14 @@ class Edges:
         number[useful] = torch.arange(int(useful.sum()))
         cells = number[of_cell]  # [S, C]; −1: leads nowhere
         self._device = hmm.device
-        self._source, self._target = source[useful].to(hmm.device), target[useful].to(hmm.device)
+        self._ends = source[useful], target[useful]
         log_classes = hmm.group_emission(automaton.class_of.to(hmm.device), automaton.classes)  # [C, Z]
         edge, of_class = cells[cells >= 0], torch.arange(automaton.classes).expand_as(cells)[cells >= 0]
         order = edge.argsort(stable=True)
-        self.log_weights = _log_sums(log_classes, of_class[order], edge[order], len(self._source))  # [E, Z]
-        self._weights = exp(self.log_weights)
+        self.log_weights = _log_sums(log_classes, of_class[order], edge[order], len(self._ends[0]))  # [E, Z]
+        self.weights = exp(self.log_weights)
         self._before = self._after = torch.empty(0)
-        self._terms = _Terms(*(torch.empty(0),) * 3, 0, 0)
+        self._terms = _Terms(*(torch.empty(0),) * 4, 0, 0)
 
     def read(self, before: _Step, row_of: Tensor) -> _Step:
         """Compute log Σ_edges p(edge | z) ahead(target, z) [rows, Z], for automaton states with rows row_of [S]."""
@@ -179,7 +203,7 @@ class Edges:
             The sums, relative to the largest offset of a target [rows], which is returned too, and the offset of each
             term [n] from it.
         """
-        kept, source, from_row, rows, _ = terms
+        kept, source, from_row, _, rows, _ = terms
         top = torch.full((rows,), NEG_INF, dtype=torch.float64, device=self._device)
         offset = offset[from_row]
         top = top.scatter_reduce(0, source, offset, "amax")
@@ -189,25 +213,30 @@ class Edges:
         size, floor = max(1, CELLS // probs.shape[1]), FLOOR[probs.dtype]
         for first in range(0, len(kept), size):
             piece = slice(first, first + size)
-            each = probs[from_row[piece]].mul_(self._weights[kept[piece]]).mul_(factor[piece])
+            each = probs[from_row[piece]].mul_(self.weights[kept[piece]]).mul_(factor[piece])
             total.index_add_(0, source[piece], threshold(each, floor, 0.0, inplace=True))  # denormal numbers are slow
         return total, top, log_factor
 
     def read_from(self, state: int, before: Ahead) -> Tensor:
         """Compute one row of `read` [Z], that of an automaton state."""
-        edges = (self._source == state).nonzero()[:, 0]
-        places = before.row_of.to(self._device)[self._target[edges]]
-        kept = places >= 0
-        return logsumexp(self.log_weights[edges[kept]] + before.log_probs[places[kept]], 0)
+        source, target = self._ends
+        edges = (source == state).nonzero()[:, 0]
+        places = before.row_of[target[edges]]
+        edges, places = edges[places >= 0].to(self._device), places[places >= 0].to(self._device)
+        return logsumexp(self.log_weights[edges] + before.log_probs[places], 0)
 
     def find_terms(self, before: Tensor, after: Tensor) -> _Terms:
         """Return the terms of a step from rows `before` [S] to rows `after` [S]; those of the last step are kept."""
         if before is not self._before or after is not self._after:
-            from_row = before.to(self._device)[self._target]
-            kept = (from_row >= 0).nonzero()[:, 0]
-            source = after.to(self._device)[self._source[kept]]
-            most = int(torch.bincount(source, minlength=1).max()) if len(source) else 1
-            self._terms = _Terms(kept, source, from_row[kept], int(after.max()) + 1, most)
+            source, target = self._ends
+            kept = (before[target] >= 0).nonzero()[:, 0]
+            rows, source = int(after.max()) + 1, after[source[kept]]
+            counts = source.bincount(minlength=rows)
+            first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+            # All of them on the CPU, then to the device: nothing has to wait for it.
+            tensors = (kept, source, before[target[kept]], first)
+            kept, source, from_row, first = (each.to(self._device) for each in tensors)
+            self._terms = _Terms(kept, source, from_row, first, rows, int(counts.max()) if rows else 1)
             self._before, self._after = before, after
         return self._terms
 

@@ -168,19 +168,18 @@ class Guide:
             self._known_moves[state] = Moves(reached[many], number[group_of].to(device), few.to(device), following[few])
         return self._known_moves[state]
 
-    def plan(self, state: int, remaining: int) -> Plan:
-        """Return where the kernels of `guided_step` find what follows `state`, with `remaining` tokens to come."""
-        key = state, min(remaining, len(self._ahead))
+    def plan(self, state: int, remaining: int) -> tuple[Plan, Tensor]:
+        """Return which rows of a table score the tokens after `state`, `remaining` of which follow, and the table."""
+        ahead = self._ahead[min(remaining, len(self._ahead)) - 1]
+        key = state, id(ahead.row_of)
         if key not in self._plans:
             if len(self._plans) == KNOWN_MOVES:
                 self._plans.clear()
-            ahead, moves = self._ahead[key[1] - 1], self.moves(state)
-            begin, stride = ahead.log_probs.data_ptr(), ahead.log_probs.stride(0) * ahead.log_probs.itemsize
-            places = [begin + stride * row if row >= 0 else 0 for row in ahead.row_of[moves.many].tolist()]
-            rows = ahead.row_of[moves.few_states]
-            alone = torch.stack([moves.few_tokens.cpu(), begin + stride * rows], 1)[rows >= 0]
-            self._plans[key] = Plan(moves.group_of, tuple(places), alone.numpy())
-        return self._plans[key]
+            moves = self.moves(state)
+            places, rows = ahead.row_of[moves.many].tolist(), ahead.row_of[moves.few_states].tolist()
+            alone = [pair for pair in zip(moves.few_tokens.tolist(), rows, strict=True) if pair[1] >= 0]
+            self._plans[key] = Plan(moves.group_of, places, alone)
+        return self._plans[key], ahead.log_probs
 
     @check_arguments
     def next_token(self, position: Position) -> Tensor:

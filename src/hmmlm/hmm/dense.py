@@ -253,9 +253,14 @@ class HMM(HiddenMarkovModel):
     def _backward_product(self) -> LogMatrix:
         return LogMatrix(self._into)
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the GPU kernels of constraints serve this model."""
+        there = self.log_start.is_cuda or "TRITON_INTERPRET" in os.environ
+        return there and self.dtype == torch.float32 and installed("triton")
+
     def guided_steps(self) -> GuidedSteps | None:
-        served = self.dtype == torch.float32 and installed("triton")
-        return self._guided_steps if served and (self.log_start.is_cuda or "TRITON_INTERPRET" in os.environ) else None
+        return self._guided_steps if self.has_kernels else None
 
     @cached_property
     def _guided_steps(self) -> GuidedSteps:
@@ -267,12 +272,18 @@ class HMM(HiddenMarkovModel):
         return self._forward_product
 
     @property
+    def backward_columns(self) -> LogMatrix:
+        """The transposed transition, each column relative to its largest entry."""
+        return self._backward_product
+
+    @property
     def emission_columns(self) -> tuple[Tensor, Tensor | None]:
         """The distinct columns of the emission [Z, U], each relative to its largest entry, and the one of each word."""
         return self._emissions.columns
 
     @cached_property
-    def _row_peaks(self) -> Tensor:
+    def row_peaks(self) -> Tensor:
+        """The largest transition probability of each state [Z]."""
         return self._backward_product.peak.exp()
 
     @cached_property
@@ -354,8 +365,8 @@ class HMM(HiddenMarkovModel):
         return self._backward_product.product(log_values)
 
     def push_probs(self, values: Tensor) -> Tensor:
-        """Compute Σ_j A(i, j) values_j [n, Z] for values [n, Z] of at most 1, below FLOOR of which none matters."""
-        return (values @ self._backward_product.scaled).mul_(self._row_peaks)
+        """Compute Σ_j A(i, j) values_j [n, Z] for values [n, Z] of at most 1; products below FLOOR may be lost."""
+        return (values @ self._backward_product.scaled).mul_(self.row_peaks)
 
     def pull_max(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
         """See `Primitives.pull_max`; sums are taken in pieces that stay in the CPU's cache."""

@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,11 +26,11 @@ _WORDS = 1024  # tokens of a program
 
 
 class Plan(NamedTuple):
-    """Where the scores of the tokens that may follow an automaton state are found."""
+    """The rows of a table of the recursion that score the tokens which may follow an automaton state."""
 
     group_of: Tensor  # [V] int16: the index in `places` of each token
-    places: tuple[int, ...]  # addresses of rows of the recursion; 0: not accepted any more
-    alone: np.ndarray  # [n, 2] the tokens that are scored alone, and the addresses of their rows
+    places: list[int]  # rows; −1: not accepted any more
+    alone: list[tuple[int, int]]  # the tokens that are scored alone, and their rows
 
 
 class StepRow(NamedTuple):
@@ -40,6 +39,7 @@ class StepRow(NamedTuple):
     log_state: Tensor  # [Z]
     token: int  # read first; −1: none
     plan: Plan | None  # None: no token is constrained any more
+    table: Tensor | None  # [rows, Z] of the plan
 
 
 class StepResult(NamedTuple):
@@ -128,21 +128,22 @@ class _Step:
 
     def fill(self, rows: Sequence[StepRow], tensors: Sequence[Tensor]) -> None:
         """Write the packet (see `ops.guided_kernels`)."""
-        numbers, header, of_row = self.numbers, self.kernels.HEADER, self.kernels.OF_ROW
-        numbers[:] = 0
-        numbers[:header] = [tensor.data_ptr() for tensor in tensors]
-        own, begin = numbers[header : self.begin].reshape(-1, of_row + self.places), 0
-        alone = numbers[self.begin :].reshape(-1, self.kernels.OF_TOKEN)
-        alone[:, 0] = -1
-        for number, (log_state, token, plan) in enumerate(rows):
-            own[number, 0], own[number, 1] = log_state.data_ptr(), token
-            if plan is None:
+        numbers = [tensor.data_ptr() for tensor in tensors]
+        alone: list[int] = []
+        stride, nothing = self.hmm.states * 4, [0] * self.places
+        for number, (log_state, token, plan, table) in enumerate(rows):
+            numbers += (log_state.data_ptr(), token)
+            if plan is None or table is None:
+                numbers += [0, *nothing]
                 continue
-            own[number, 2] = plan.group_of.data_ptr()
-            own[number, of_row : of_row + len(plan.places)] = plan.places
-            if len(plan.alone):
-                end = begin + len(plan.alone)
-                alone[begin:end, 0], alone[begin:end, 1:], begin = number, plan.alone, end
+            begin = table.data_ptr()
+            places = [begin + stride * place if place >= 0 else 0 for place in plan.places]
+            numbers += [plan.group_of.data_ptr(), *places, *nothing[len(places) :]]
+            for word, place in plan.alone:
+                alone += (number, word, begin + stride * place)
+        numbers += alone
+        self.numbers[: len(numbers)] = numbers
+        self.numbers[len(numbers) :] = -1  # no row: no token
 
     def launch(self) -> None:
         """Launch the kernels."""

@@ -152,37 +152,39 @@ class Steering:
         """Advance to `keys` and return steered scores [B, V], by the kernels of a step; None if these do not serve."""
         if self._steps is None or scores.device != self.guides[0].hmm.device:
             return None
-        rows, requests, after = self._progress.rows, list[StepRow](), list[_Row]()
-        begins = keys[0] in rows
+        rows, requests, afters = self._progress.rows, list[StepRow](), list[_Row]()
+        begins, words, constrained = keys[0] in rows, self.guides[0].automaton.vocab_size, 0
         for key in keys:
-            before = rows.get(key if begins else (key[0], key[1][:-1]))
-            if before is None:
+            root, text = key
+            row = rows.get(key if begins else (root, text[:-1]))
+            if row is None:
                 return None
-            token = -1
-            if not begins and not before.settled:
-                token = key[1][-1]
-                if not 0 <= token < self.guides[0].automaton.vocab_size:
+            token, plan, table = -1, None, None
+            if not begins and not row.settled:
+                token = text[-1]
+                if not 0 <= token < words:
                     return None
-                before = self._after(before, token, before.position.log_state)
-            position, plan = before.position, None
-            if not before.settled:
-                plan = self.guides[before.root].plan(position.automaton, position.remaining)
-            requests.append(StepRow(position.log_state, token, plan))
-            after.append(before)
-        constrained = sum(request.plan is not None for request in requests)
-        if not constrained:
-            rows.update(zip(keys, after, strict=True))
-            return scores
-        result = self._steps.run(requests, scores, self.weight)
-        if result is None:
+                row = self._after(row, token, row.position.log_state)
+            position = row.position
+            if not row.settled:
+                plan, table = self.guides[root].plan(position.automaton, position.remaining)
+                constrained += 1
+            requests.append(StepRow(position.log_state, token, plan, table))
+            afters.append(row)
+        result = self._steps.run(requests, scores, self.weight) if constrained else None
+        if constrained and result is None:
             self._doubtful += 1
             if self._doubtful == _DOUBTFUL:
                 self._steps = None
             return None
+        if result is not None and not begins:
+            for row, log_state in zip(afters, result.log_states.unbind(), strict=True):
+                if not row.settled:
+                    row.position = row.position._replace(log_state=log_state)
+        rows.update(zip(keys, afters, strict=True))
+        if result is None:
+            return scores
         self._tokens, self._changed = self._tokens + constrained, self._changed + result.changed
-        for key, row, log_state in zip(keys, after, result.log_states.unbind(), strict=True):
-            if not begins:
-                rows[key] = row if row.settled else _Row(row.root, row.position._replace(log_state=log_state), False)
         return result.scores
 
     def _score(self, keys: Sequence[tuple[int, Text]], scores: Tensor) -> Tensor:
