@@ -10,9 +10,10 @@
 MODEL is a causal model of transformers, RUN a model of hmmlm with the same tokenizer, CTRLG a checkout of
 github.com/joshuacnf/Ctrl-G (optional; eager unless --compile). `calls` uses random HMMs. `texts` takes its constraints
 from texts that the model generates: three of their words in any order, a regular expression, their beginning and end,
-their number of words; "rejection" draws texts without a constraint and keeps those that satisfy it. `positions`
-counts the tokens before a word that must occur. `all` first distils MODEL into the new folder RUN, then measures
-everything, each part until its share of --budget seconds is spent; results are written as they come.
+their number of words; "rejection" draws texts without a constraint and keeps those that satisfy it, and particles are
+drawn by their weights. `positions` counts the tokens before a word that must occur. `all` first distils MODEL into the
+new folder RUN, then measures everything, each part until its share of --budget seconds is spent; results are written as
+they come.
 """
 
 # ruff: noqa: B023 (functions of a loop are called in it)
@@ -38,6 +39,7 @@ import hmmlm
 from hmmlm import HMM, Automaton, Guide, LanguageModel, Steering
 from hmmlm.hmm.automaton import anything, containing
 from hmmlm.hmm.constraints import Position
+from hmmlm.text.particles import Particles
 from papers.records import add_record, commit, machine
 
 WORDS = 32_000
@@ -243,6 +245,17 @@ class Writer:
         spent = seconds(generate, self.device)
         return [self.cut(row) for row in kept[0][:, ids.shape[1] :].tolist()], spent
 
+    def draw(
+        self, prompt: str, guide: Guide, position: Position, particles: int, rows: int, seed: int
+    ) -> tuple[list[list[int]], float]:
+        """Return texts drawn from particles by their weights, and the duration."""
+        ids, kept = torch.tensor([self.ids(prompt)], device=self.device), list[Particles]()
+        spent = seconds(
+            lambda: kept.append(hmmlm.sample_particles(self.model, ids, guide, position, num=particles, seed=seed)),
+            self.device,
+        )
+        return [self.cut(kept[0].draw(seed * rows + row)) for row in range(rows)], spent
+
     def cut(self, row: list[int]) -> list[int]:
         """Return the row up to and including its end."""
         return row[: row.index(self.end) + 1] if self.end in row else row
@@ -393,10 +406,15 @@ def measure_texts(options: argparse.Namespace) -> None:
             ways["Ctrl-G"] = lambda: theirs.processor(
                 their_model, line, length, writer.ids(prompt), lm.tokenizer.encode(prompt)
             )
-        for way, make in ways.items():
+        particles = f"steered, {options.particles[0]} particles"
+        for way in (*ways, particles):
             made: list[Any] = []
-            setup = seconds(lambda: made.append(make()), options.device) + (spent_guide if way != "Ctrl-G" else 0)
-            texts, spent = writer.write(prompt, length, rows, made[0])
+            setup = spent_guide if way != "Ctrl-G" else 0.0
+            if way == particles:
+                texts, spent = writer.draw(prompt, guide, position, options.particles[0], rows, number)
+            else:
+                setup += seconds(lambda: made.append(ways[way]()), options.device)
+                texts, spent = writer.write(prompt, length, rows, made[0])
             good = int(accepted(guide, position, padded(texts, -1)).sum())
             count, log_prob = sum(map(len, texts)), writer.log_prob(prompt, texts)
             for each in total(way, kind):
@@ -424,7 +442,7 @@ def measure_texts(options: argparse.Namespace) -> None:
                 each.spent += pool_seconds * sum(map(len, pool)) / len(exact) * rows
                 each.feasible, each.feasible_tokens = each.feasible + 1, each.feasible_tokens + count
                 each.feasible_log_prob += log_prob
-        if number % 20 == 19:
+        if number % 50 == 49:
             print(f"{number + 1} constraints", flush=True)
             record()
     record()
@@ -550,11 +568,11 @@ def measure_all(options: argparse.Namespace) -> None:
     """Distil, then measure every part until its share of the time is spent."""
     begin = time.perf_counter()
     parts: list[tuple[str, float, Callable[[argparse.Namespace], None], dict[str, Any]]] = [
-        ("distil", 0.38, distil, {}),
-        ("overhead", 0.42, measure_overhead, {"rows": 1}),
-        ("positions", 0.54, measure_positions, {}),
-        ("texts", 0.82, measure_texts, {}),
-        ("large", 0.86, measure_large, {"states": [min(1024, options.hmm_states)]}),
+        ("distil", 0.28, distil, {}),
+        ("overhead", 0.31, measure_overhead, {"rows": 1}),
+        ("positions", 0.40, measure_positions, {}),
+        ("texts", 0.92, measure_texts, {}),
+        ("large", 0.94, measure_large, {"states": [min(1024, options.hmm_states)]}),
         ("calls", 0.98, measure_calls, {}),
     ]
     for name, share, measure, changes in parts:
@@ -600,7 +618,8 @@ def main() -> None:
     positions = argparse.ArgumentParser(add_help=False)
     positions.add_argument("--words", nargs="+", default=["dog", "tree", "mom", "garden", "happy"])
     positions.add_argument("--samples", type=int, default=64, help="steered texts of a word")
-    positions.add_argument("--particles", type=int, nargs="+", default=[16])
+    weighted = argparse.ArgumentParser(add_help=False)
+    weighted.add_argument("--particles", type=int, nargs="+", default=[16], help="of texts: the first")
     overhead = argparse.ArgumentParser(add_help=False)
     overhead.add_argument("--repeats", type=int, default=5)
     distilled = argparse.ArgumentParser(add_help=False)
@@ -611,10 +630,10 @@ def main() -> None:
     distilled.add_argument("--epochs", type=int, default=4)
     parts.add_parser("calls", parents=[common, calls])
     parts.add_parser("large", parents=[common]).add_argument("--states", type=int, nargs="+", default=[256, 1024])
-    parts.add_parser("texts", parents=[common, texts, constrained])
-    parts.add_parser("positions", parents=[common, texts, positions])
+    parts.add_parser("texts", parents=[common, texts, constrained, weighted])
+    parts.add_parser("positions", parents=[common, texts, positions, weighted])
     parts.add_parser("overhead", parents=[common, texts, overhead])
-    parts.add_parser("all", parents=[common, texts, calls, constrained, positions, overhead, distilled])
+    parts.add_parser("all", parents=[common, texts, calls, constrained, positions, weighted, overhead, distilled])
     options = parser.parse_args()
     measures = {
         "calls": measure_calls,

@@ -50,6 +50,18 @@ def test_weighted_texts_follow_the_model_given_the_constraint() -> None:
     assert tuple(particles.draw(seed=1)[: particles.draw(seed=1).index(1) + 1]) in exact
 
 
+def test_texts_go_on_after_the_constraint_is_satisfied() -> None:
+    model = tiny_llama(6, eos=1, pad=5)
+    lm = LanguageModel(HMM(*(p.log() for p in random_hmm(3, 5, 1))), WordTokenizer(WORDS))
+    guide, position = lm.guide(must=["a"], max_new_tokens=12, prompt="c", ended=False)
+    rows = sample_particles(model, torch.tensor([[4]]), guide, position, num=200, seed=0).tokens.tolist()
+    texts = [row[: row.index(1)] if 1 in row else row for row in rows]
+    assert all(2 in text for text in texts)
+    after = [text[text.index(2) + 1 :] for text in texts]
+    assert max(map(len, after)) > 6
+    assert {token for rest in after for token in rest} == {0, 2, 3, 4}  # not the last one, repeated
+
+
 def test_bad_arguments_are_named() -> None:
     lm = LanguageModel(HMM(*(p.log() for p in random_hmm(3, 5, 1))), WordTokenizer(WORDS))
     model = tiny_llama(6, eos=1, pad=5)

@@ -54,6 +54,8 @@ def sample_particles(
 ) -> Particles:
     """Sample texts of a causal model of transformers given a constraint, with `num` particles.
 
+    A text goes on when the constraint is satisfied, up to the model's end-of-text token or the length of the guide.
+
     Args:
         input_ids: [1, T] the prompt.
         guide: of `lm.guide` for the same prompt.
@@ -74,14 +76,14 @@ def sample_particles(
     device, words = input_ids.device, guide.automaton.vocab_size
     generator = torch.Generator(device=device)
     generator.seed() if seed is None else generator.manual_seed(seed)
-    settled = guide.automaton.settled()
+    settled, ends = guide.automaton.settled().tolist(), end_tokens(model)
     positions, given, cache = [position] * num, input_ids.expand(num, -1), None
+    going = list(range(num))
     tokens = torch.empty(num, 0, dtype=torch.long, device=device)
     log_weights = torch.zeros(num, dtype=torch.float64, device=device)
     log_ahead = torch.full((num,), guide.chance(position), dtype=torch.float64, device=device)  # log ψ
     log_evidence = float(log_ahead[0])
     for _ in range(position.remaining):
-        going = [row for row, at in enumerate(positions) if not settled[at.automaton]]
         if not going:
             break
         output = model(input_ids=given, past_key_values=cache, use_cache=True)
@@ -92,7 +94,10 @@ def sample_particles(
                 "the same tokenizer"
             )
         log_probs = output.logits[going, -1].double().log_softmax(1)[:, :words]
-        chances = guide.chances_of([positions[row] for row in going]).to(log_probs)
+        chances = torch.zeros_like(log_probs)
+        bound = [i for i, row in enumerate(going) if not settled[positions[row].automaton]]
+        if bound:
+            chances[bound] = guide.chances_of([positions[going[i]] for i in bound]).to(log_probs)
         steered = log_probs + chances
         total = steered.logsumexp(1)
         if bool((total == NEG_INF).any()):
@@ -102,21 +107,33 @@ def sample_particles(
         log_ahead[going] = chances.gather(1, drawn)[:, 0]
         following = given[:, -1:].clone()  # texts that ended repeat their last token
         following[going] = drawn
-        advanced = guide.advance_all([positions[row] for row in going], drawn[:, 0].tolist())
+        chosen = drawn[:, 0].tolist()
+        advanced = guide.advance_all([positions[going[i]] for i in bound], [chosen[i] for i in bound]) if bound else []
         positions = [*positions]
-        for row, after in zip(going, advanced, strict=True):
-            positions[row] = after
+        for i, after in zip(bound, advanced, strict=True):
+            positions[going[i]] = after
+        finished = {row for row, token in zip(going, chosen, strict=True) if token in ends}
+        if not ends:
+            finished = {row for row in going if settled[positions[row].automaton]}
+        going = [row for row in going if row not in finished]
         tokens, given = torch.cat([tokens, following], 1), following
         share = log_weights.log_softmax(0)
         if float((2 * share).logsumexp(0).neg().exp()) < resample_below * num:
             log_evidence += float(log_weights.logsumexp(0)) - math.log(num)
-            chosen = _resample(share.exp(), generator)
-            tokens, given, log_ahead = tokens[chosen], given[chosen], log_ahead[chosen]
-            positions = [positions[row] for row in chosen.tolist()]
-            cache.reorder_cache(chosen)
+            kept = _resample(share.exp(), generator)
+            tokens, given, log_ahead = tokens[kept], given[kept], log_ahead[kept]
+            positions = [positions[row] for row in kept.tolist()]
+            going = [new for new, old in enumerate(kept.tolist()) if old in set(going)]
+            cache.reorder_cache(kept)
             log_weights = torch.zeros_like(log_weights)
     log_evidence += float(log_weights.logsumexp(0)) - math.log(num)
     return Particles(tokens, log_weights.log_softmax(0), log_evidence)
+
+
+def end_tokens(model: Any) -> set[int]:
+    """Return the end-of-text tokens of a model of transformers; none if it names none."""
+    given = getattr(getattr(model, "generation_config", None) or getattr(model, "config", None), "eos_token_id", None)
+    return set() if given is None else {given} if isinstance(given, int) else set(given)
 
 
 def _resample(weights: Tensor, generator: torch.Generator) -> Tensor:
