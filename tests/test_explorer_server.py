@@ -88,9 +88,32 @@ def test_requests_of_other_sites_are_refused(server: Server) -> None:
         assert post(server, "model", {}, Sec_Fetch_Site=site)[0] == 403
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         assert post(server, "model", {}, Content_Type=kind)[0] == 415
-    for method in ("OPTIONS", "PUT", "DELETE", "HEAD"):
-        status, headers, _ = request(server, method, "/api/model")
-        assert status == 501 and "Access-Control-Allow-Origin" not in headers
+    for method in ("OPTIONS", "PUT", "DELETE", "TRACE", "PROPFIND"):
+        status, headers, content = request(server, method, "/api/model")
+        assert status == 405 and "Access-Control-Allow-Origin" not in headers
+        assert json.loads(content) == {"error": "send GET for the page, or POST for its questions"}
+        assert headers["Allow"] == "GET, HEAD, POST" and headers["Connection"] == "close"
+
+
+@pytest.mark.parametrize(("path", "status"), [("/", 200), ("/app.js", 200), ("/none", 404)])
+def test_head_answers_as_get_without_a_body(server: Server, path: str, status: int) -> None:
+    (got, got_headers, content), (head, head_headers, nothing) = (request(server, m, path) for m in ("GET", "HEAD"))
+    assert got == head == status and not nothing
+    assert {**got_headers, "Date": ""} == {**head_headers, "Date": ""}
+    assert head_headers["Content-Length"] == str(len(content))
+    assert request(server, "HEAD", path, Host="evil.example")[0] == 403
+
+
+@pytest.mark.parametrize(
+    ("line", "status"), [(b"GARBAGE", 400), (b"GET / HTTP/9.9", 505), (b"GET /" + b"a" * 70_000 + b" HTTP/1.1", 414)]
+)
+def test_what_is_not_http_is_answered_with_one_sentence(server: Server, line: bytes, status: int) -> None:
+    with socket.create_connection(server.server_address[:2], timeout=10) as connection:  # type: ignore[arg-type]
+        connection.sendall(line + b"\r\nHost: localhost\r\n\r\n")
+        answer = b"".join(iter(lambda: connection.recv(10_000), b""))
+    head, _, content = answer.rpartition(b"\r\n\r\n")
+    assert json.loads(content)["error"].startswith("the request cannot be read: ")
+    assert not head or head.startswith(b"HTTP/1.1 %d " % status)  # the first version of HTTP has no headers
 
 
 def test_sizes_are_bounded(server: Server) -> None:

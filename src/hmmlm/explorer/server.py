@@ -89,6 +89,8 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._refuse(HTTPStatus.NOT_FOUND, f"there is nothing at {path}: the page is at /")
 
+    do_HEAD = do_GET
+
     def do_POST(self) -> None:
         if not self._is_local() or not self._is_own_page():
             return
@@ -111,6 +113,14 @@ class Handler(BaseHTTPRequestHandler):
                 self._fail(error)
         else:
             self._send(HTTPStatus.OK, content, CONTENT_TYPES["json"])
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse what the library does not read: other methods, and what is not HTTP."""
+        if code == HTTPStatus.NOT_IMPLEMENTED:
+            self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "send GET for the page, or POST for its questions")
+        else:
+            status = HTTPStatus(code)
+            self._refuse(status, f"the request cannot be read: {message or status.phrase}")
 
     def _fail(self, error: Exception) -> None:
         """Report a bug: the traceback on the terminal, a sentence on the page."""
@@ -181,10 +191,13 @@ class Handler(BaseHTTPRequestHandler):
         }
         if self.close_connection:
             headers["Connection"] = "close"
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            headers["Allow"] = "GET, HEAD, POST"
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Write nothing: a request is not news."""
