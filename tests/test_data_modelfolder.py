@@ -204,8 +204,9 @@ def test_the_commands_refuse_before_any_answer(dense: Path, capsys: pytest.Captu
     + [("training", {"batches": {"eval_reset_at_eos": 1}}), ("training", {"batches": {"kind": ["stream"]}})]
     + [("training", value) for value in ({"batches": {"kind": "chunks", "length": 0}}, {"text": 5}, {"data": 5})]
     + [("training", {"text": {"unit": "zebra"}}), ("eos_id", 99), ("eos_id", "1")]
+    + [("eos_id", value) for value in (True, 1.0)]
     + [("format", value) for value in ([], {}, None, 3)]
-    + [("version", value) for value in ([], "1", None)]
+    + [("version", value) for value in ([], "1", None, True, 1.0)]
     + [("tokenizer", value) for value in ([], 3, None)],
 )
 def test_wrong_types_in_the_configuration_are_refused(dense: Path, field: str, value: Any) -> None:
@@ -237,7 +238,8 @@ def test_deeply_nested_json_is_refused(dense: Path, file: str) -> None:
     + [("words", ["<unk>", "<eos>", "a", "a"]), ("words", ["a"])]
     + [("split", value) for value in (3, [], None, "other")]
     + [("lowercase", value) for value in ("no", 1, None, [])]
-    + [("format", 3), ("version", [1])],
+    + [("format", 3)]
+    + [("version", value) for value in ([1], True, 1.0)],
 )
 def test_wrong_types_in_a_tokenizer_are_refused(dense: Path, field: str, value: Any) -> None:
     path = dense / "tokenizer.json"

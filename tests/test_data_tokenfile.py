@@ -105,6 +105,8 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         ("train.json", saved["train.json"][:20], "train.json is truncated or not JSON"),
         ("train.json", b"{}", "not the header of a token file"),
         ("train.json", with_header(version=9), "has version 9"),
+        ("train.json", with_header(version=True), "has version True"),
+        ("train.json", with_header(version=float(header["version"])), r"has version \d\.0"),
         ("train.json", with_header(dtype="int3"), r"dtype is 'int3', not that of 100 tokens, uint16"),
     ]
     for part, content, message in cases:

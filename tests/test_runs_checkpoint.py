@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -143,8 +144,8 @@ def test_json_of_another_program_or_version_is_refused(tmp_path: Path) -> None:
     path.write_text('{"a": 1}')
     with pytest.raises(InputError, match="not a checkpoint of a training run"):
         read_checkpoint(tmp_path / "last")
-    for version in (1, 99):
-        path.write_text(whole.replace('"version": 2', f'"version": {version}'))
+    for version in (1, 99, True, 2.0):
+        path.write_text(whole.replace('"version": 2', f'"version": {json.dumps(version)}'))
         with pytest.raises(InputError, match=rf"version {version}, this hmmlm resumes version 2: .*start a new run"):
             read_checkpoint(tmp_path / "last")
 

@@ -128,6 +128,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def is_integer(value: object, expected: int) -> bool:
+    """Return whether a value of a JSON file is this integer; true and 1.0, which equal 1, are not."""
+    return type(value) is int and value == expected
+
+
 def require_like(path: Path, values: Any, like: Any, name: str = "") -> None:
     """Raise an InputError that names the first entry of the JSON file `path` that is missing or of another type.
 

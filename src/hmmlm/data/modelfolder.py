@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hmmlm.arguments import describe
-from hmmlm.data.files import read_json, replace_all
+from hmmlm.data.files import is_integer, read_json, replace_all
 from hmmlm.data.tensorfiles import CHECKSUM, check_checksum, checksum, read_tensors, write_tensors
 from hmmlm.data.tokenizers import EOS_FILE, Tokenizer, load_tokenizer
 from hmmlm.errors import InputError
@@ -23,13 +23,19 @@ MODEL, CONFIG = "model.safetensors", "config.json"
 VERSION = 1
 LANGUAGE_MODEL = "hmmlm language model"
 """The format of an HMM with its tokenizer."""
+MIXTURE = "hmmlm mixture"
+"""That of an interpolation of models, whose parts are in folders named 0, 1, …"""
 COMMANDS = {
     LANGUAGE_MODEL: "hmmlm train",
     "hmmlm teacher": "hmmlm teacher",
     "hmmlm baseline": "hmmlm baseline",
-    "hmmlm mixture": "hmmlm mix",
+    MIXTURE: "hmmlm mix",
 }
 """The formats of model folders, and the commands that write them."""
+NO_HMM = (
+    "a mixture is not an HMM; give one of its HMMs, which are in its folders 0, 1, …, or use `hmmlm eval`, `score`, "
+    "`sample` or `compare`"
+)
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", EOS_FILE)
 
@@ -71,10 +77,11 @@ def load_model(path: Path, kind: str, weights: bool = True) -> ModelFolder:
     header = read_json(folder / CONFIG)
     found = header.get("format")
     if found != kind and isinstance(found, str) and found in COMMANDS:
-        raise InputError(f"{path} is a model of `{COMMANDS[found]}`, not of `{COMMANDS[kind]}`")
+        advice = f": {NO_HMM}" if (found, kind) == (MIXTURE, LANGUAGE_MODEL) else ""
+        raise InputError(f"{path} is a model of `{COMMANDS[found]}`, not of `{COMMANDS[kind]}`{advice}")
     if found != kind:
         raise InputError(f"{folder / CONFIG} does not belong to a model of `{COMMANDS[kind]}`")
-    if header.get("version") != VERSION:
+    if not is_integer(header.get("version"), VERSION):
         raise InputError(f"{folder / CONFIG} has version {header.get('version')!r}; this hmmlm reads {VERSION}")
     tensors, metadata = read_tensors(folder / MODEL) if weights else ({}, {})
     tokenizer = load_tokenizer(folder)

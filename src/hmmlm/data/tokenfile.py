@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hmmlm.data.files import parse_json, replacing, require_like
+from hmmlm.data.files import is_integer, parse_json, replacing, require_like
 from hmmlm.errors import InputError
 from hmmlm.pages import release_pages
 
@@ -257,7 +257,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     header = parse_json(path)
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise InputError(f"{path} is not the header of a token file: prepare it first")
-    if header.get("version") != VERSION:
+    if not is_integer(header.get("version"), VERSION):
         raise InputError(f"{path} has version {header.get('version')}; this hmmlm reads {VERSION}: prepare it again")
     # Files of earlier versions do not have these.
     optional = {name: like for name, like in {"text_bytes": 0, "unit": ""}.items() if name in header}

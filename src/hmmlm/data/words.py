@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from hmmlm.data.files import write_bytes
+from hmmlm.data.files import is_integer, write_bytes
 from hmmlm.errors import InputError
 
 UNK = "<unk>"
@@ -157,7 +157,7 @@ class WordTokenizer:
     @classmethod
     def from_json(cls, content: dict, where: Path) -> WordTokenizer:
         """Return the tokenizer in the JSON content of the file `where`."""
-        if content.get("version") != VERSION:
+        if not is_integer(content.get("version"), VERSION):
             raise InputError(f"{where} has version {content.get('version')}; this hmmlm reads {VERSION}: update hmmlm")
         words = content.get("words")
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmmlm.data.files import read_json
+from hmmlm.data.files import is_integer, read_json
 from hmmlm.data.tensorfiles import CHECKSUM, file_checksum, read_tensors, write_tensors
 from hmmlm.errors import InputError
 
@@ -181,7 +181,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise InputError(
             f"{folder / VALUES} is not a checkpoint of a training run: another program may have written it"
         )
-    if values.get("version") != VERSION:
+    if not is_integer(values.get("version"), VERSION):
         raise InputError(
             f"{folder / VALUES} has version {values.get('version')!r}, this hmmlm resumes version {VERSION}: "
             "finish the run with the hmmlm that started it, or start a new run"

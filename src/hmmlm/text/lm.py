@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.arguments import check_arguments, check_type
-from hmmlm.data.files import write_bytes
+from hmmlm.data.files import is_integer, write_bytes
 from hmmlm.data.hmmfolder import load_hmm
 from hmmlm.data.modelfolder import CONFIG, LANGUAGE_MODEL, as_folder, save_model
 from hmmlm.data.text import split_units
@@ -501,7 +501,7 @@ class LanguageModel(TextModel):
             return LanguageModel(hmm.to(chosen), control_tokenizer(Path(path), header["eos_token_id"]))
         (folder, header, _, tokenizer), model = load_hmm(as_folder(path))
         training = check_training(folder / CONFIG, header.get("training"))
-        if header.get("eos_id", tokenizer.eos_id) != tokenizer.eos_id:
+        if not is_integer(header.get("eos_id", tokenizer.eos_id), tokenizer.eos_id):
             raise InputError(
                 f"{folder / CONFIG}: eos_id is {header['eos_id']!r:.40}, but the tokenizer has {tokenizer.eos_id}: "
                 "files of two models are mixed"

@@ -24,7 +24,7 @@ from torch import Tensor
 from hmmlm.arguments import check_arguments, check_type
 from hmmlm.baselines.mixture import fit_weights_by_class, mix
 from hmmlm.data.files import read_json
-from hmmlm.data.modelfolder import CONFIG, MODEL, as_folder, load_model, save_model
+from hmmlm.data.modelfolder import CONFIG, MIXTURE, MODEL, as_folder, load_model, save_model
 from hmmlm.data.tensorfiles import check_checksum
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.device import pick_device
@@ -47,7 +47,6 @@ from hmmlm.text.predictors import (
 from hmmlm.text.reading import check_training
 from hmmlm.text.textmodel import TextModel
 
-FORMAT = "hmmlm mixture"
 MAX_COMPONENTS = 1_000
 
 
@@ -180,7 +179,7 @@ class MixtureModel(TextModel):
                 tensors |= own
             content = {"components": components, "weights": self.weights.tolist(), "training": self.config}
             tensors["config"] = _as_bytes(components, content["weights"])
-            save_model(folder, FORMAT, content, tensors, self.tokenizer)
+            save_model(folder, MIXTURE, content, tensors, self.tokenizer)
         except BaseException:  # a folder with parts of a model would be refused as the place of another
             for part_folder in new:
                 shutil.rmtree(part_folder, ignore_errors=True)
@@ -190,7 +189,7 @@ class MixtureModel(TextModel):
     def load(path: str | Path, device: str | torch.device = "auto") -> MixtureModel:
         """Return the mixture in the folder `path`."""
         chosen = pick_device(device)
-        folder, header, tensors, tokenizer = load_model(as_folder(path), FORMAT)
+        folder, header, tensors, tokenizer = load_model(as_folder(path), MIXTURE)
         where, components, weights = folder / CONFIG, header.get("components"), header.get("weights")
         training = check_training(where, header.get("training"))
         check_checksum(folder / MODEL, tensors)
@@ -268,7 +267,7 @@ def load(path: str | Path, device: str | torch.device = "auto") -> LanguageModel
         device: "auto" (a GPU if there is one), "cpu", "cuda", or a torch.device.
     """
     folder = as_folder(path)
-    mixed = (folder / CONFIG).is_file() and read_json(folder / CONFIG).get("format") == FORMAT
+    mixed = (folder / CONFIG).is_file() and read_json(folder / CONFIG).get("format") == MIXTURE
     return MixtureModel.load(folder, device) if mixed else LanguageModel.load(folder, device)
 
 
