@@ -21,12 +21,18 @@ from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.text.lm import LanguageModel, load
+from hmmlm.text.mixture import MixtureModel
+from hmmlm.text.predictors import CachePredictor, HmmPredictor
 
 SMALL = shlex.split(
     "--model.states 4 --batches.batch-size 4 --batches.length 8 --train.epochs 1 --no-train.tensorboard"
 )
 BILLION, OVER_64_BITS = str(10**9), str(2**64)
 WORDS = ["<unk>", "<eos>", "the", "cat", "[red]", "\x1b[31mred", "$x^$", "é"]
+NO_HMM = (
+    "mixture is a model of `hmmlm mix`, not of `hmmlm train`: a mixture is not an HMM; give one of its HMMs, which are "
+    "in its folders 0, 1, …, or use `hmmlm eval`, `score`, `sample` or `compare`\n"
+)
 TEXT = "the cat é $x^$ [red] \x1b[31mred\n"
 
 
@@ -37,7 +43,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(0)
     sizes = ((3,), (3, 3), (3, len(WORDS)))
     hmm = HMM(*(torch.randn(*size, generator=generator).log_softmax(-1) for size in sizes))
-    LanguageModel(hmm, WordTokenizer(WORDS)).save(folder / "model")
+    lm = LanguageModel(hmm, WordTokenizer(WORDS))
+    lm.save(folder / "model")
+    MixtureModel([HmmPredictor(lm), CachePredictor(9, len(WORDS))], [0.5, 0.5], lm.tokenizer).save(folder / "mixture")
     content = "".join(f"{i % 7} {TEXT}" for i in range(100))
     for name in ("text.txt", "[red].txt", "\x1b[31mred.txt"):
         (folder / name).write_text(content)
@@ -200,6 +208,13 @@ FILES = [
     ("explore {place}/model --port 99999999", "--port: Input should be less than or equal to 65535"),
     ("explore {place}/model {place}/none", "none: the folder does not exist"),
     ("explore {place}/model --export {place}", "is a folder: give the name of a file"),
+    # a mixture where an HMM is needed
+    ("infill {place}/mixture ___", NO_HMM),
+    ("inspect {place}/mixture", NO_HMM),
+    ("explore {place}/mixture", NO_HMM),
+    ("explore {place}/model {place}/mixture --export {place}/new", NO_HMM),
+    ("join {place}/model {place}/mixture --out {place}/new", NO_HMM),
+    ("sample {place}/mixture --must cat", "a mixture is not an HMM, so it cannot sample under a constraint"),
 ]
 
 
@@ -295,20 +310,25 @@ def test_a_constraint_of_a_million_tokens_takes_no_longer_than_its_recursion_nee
 
 
 def test_odd_words_train_and_are_printed_without_effect(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = place / "odd"
+    run = place / "\x1b[31modd"
     options = ["--tokenizer.split", "whitespace", *SMALL]
     assert main(["train", "--data", str(place / "\x1b[31mred.txt"), "--out", str(run), *options]) == 0
     assert (run / "report.html").exists()  # the plots have labels such as "$x^$"
-    capsys.readouterr()
+    out, error = capsys.readouterr()
+    assert "\x1b" not in out + error
+    assert all(rf"{place}/\x1b[31modd{end}" in out for end in ("\n", "/best\n", "/report.html\n"))
     for argv in (
         ["sample", str(run), "--num", "20", "--seed", "1"],
         ["infill", str(run), "the ___ é", "--top", "20"],
         ["inspect", str(run), "--contexts", "--text", "$x^$ [red] \x1b[31mred [/b]"],
         ["eval", str(run), "--data", str(place / "\x1b[31mred.txt")],
+        ["eval", str(place / "model"), "--data", str(place / "\x1b[31mred.txt")],  # with a warning that names it
+        ["data", str(place / "text.txt"), "--out", str(place / "\x1b[31mred"), "--clusters", "2"],
+        ["explore", str(run), "--export", str(place / "\x1b[31mred.html")],
     ):
         assert main(argv) == 0
-        out = capsys.readouterr().out
-        assert "\x1b" not in out, argv
+        out, error = capsys.readouterr()
+        assert "\x1b" not in out + error, argv
         assert r"\x1b[31mred" in out
     assert main(["eval", str(run), "--data", str(place / "[red].txt")]) == 0
     assert "[red].txt" in capsys.readouterr().out
@@ -337,6 +357,18 @@ def test_arguments_that_are_not_utf_8(place: Path) -> None:
     done = hmmlm("eval", os.fsencode(place / "model"), b"--data", b"bad\xff.txt")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(r"hmmlm: error: the argument 'bad\udcff.txt' is not UTF-8")
+
+
+def test_a_terminal_that_is_not_utf_8_is_blamed_and_not_the_file(place: Path) -> None:
+    environment = {**python_environment(), "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = hmmlm("eval", os.fsencode(place / "model"), b"--data", "é.txt".encode(), env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        r"hmmlm: error: the argument '\udcc3\udca9.txt' is UTF-8, but this terminal is set to ascii: run with "
+        "LC_ALL=C.UTF-8 or PYTHONUTF8=1\n"
+    )
+    done = hmmlm("eval", os.fsencode(place / "model"), b"--data", b"bad\xff.txt", env=environment)
+    assert "is not UTF-8: rename the file" in done.stderr
 
 
 def test_standard_output_that_is_closed_or_full(place: Path) -> None:

@@ -55,6 +55,21 @@ def test_the_first_screen_of_train_fits_a_terminal(capsys: pytest.CaptureFixture
     assert all(name in out for name in recipe_names())
 
 
+@pytest.mark.parametrize("columns", [5, 30, 40, 79])
+def test_help_fits_a_narrow_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for argv in (["--help"], *([command, "--help"] for command in COMMANDS), ["train", "--help", "all"]):
+        monkeypatch.delenv("COLUMNS", raising=False)
+        wide = help_text(capsys, *argv)
+        monkeypatch.setenv("COLUMNS", str(columns))
+        narrow = help_text(capsys, *argv)
+        assert re.sub(r"\s", "", wide) == re.sub(r"\s", "", narrow)  # nothing is cut, nor moved
+        for line in narrow.splitlines():  # a word, an option and the usage may be longer
+            whole = len(line.split()) == 1 or re.match(r"usage: | +-", line) or columns < 20
+            assert len(line) <= columns or whole, line
+
+
 def test_help_does_not_import_torch() -> None:
     """Run every help in a process of its own, because this one has imported torch."""
     program = """

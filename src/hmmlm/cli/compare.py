@@ -151,8 +151,8 @@ def _print(result: dict[str, Any], unit: str) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from hmmlm.report.labels import printable
     from hmmlm.runs.progress import perplexity_text
+    from hmmlm.terminal import printable
 
     table = Table("", "model", "tokens", "perplexity", "bits per\nbyte", "unknown\nwords", box=None, pad_edge=False)
     for column in table.columns[2:]:

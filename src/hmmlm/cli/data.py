@@ -15,6 +15,7 @@ from hmmlm.cli.parse import Arguments, parse
 from hmmlm.config.sections import TextConfig, TokenizerConfig, WordTokenizerConfig
 from hmmlm.config.training import TrainingConfig, fill_in_kinds, with_corpus_words
 from hmmlm.section import Passes
+from hmmlm.terminal import printable
 
 if TYPE_CHECKING:
     from hmmlm.data.corpora import Documents
@@ -120,7 +121,7 @@ def run(argv: list[str]) -> int:
                 prepared.tokens["train"], arguments.clusters, arguments.exchange_passes, progress
             )
             write_paths(out / "clusters.paths", clustering, words)
-            print(f"{len(clustering.paths)} clusters: {out / 'clusters.paths'}")
+            print(printable(f"{len(clustering.paths)} clusters: {out / 'clusters.paths'}"))
     table = Table("split", "tokens", "documents", "unknown words", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -128,5 +129,5 @@ def run(argv: list[str]) -> int:
         unknown = unknown_fraction(tokens, prepared.tokenizer.unk_id, prepared.tokenizer.eos_id)
         table.add_row(split, f"{len(tokens):,}", f"{len(tokens.documents) - 1:,}", f"{unknown:.2%}")
     Console().print(table)
-    print(f"vocabulary {prepared.tokenizer.vocab_size:,}; written to {out}")
+    print(printable(f"vocabulary {prepared.tokenizer.vocab_size:,}; written to {out}"))
     return 0

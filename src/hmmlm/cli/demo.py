@@ -31,10 +31,12 @@ def run(argv: list[str]) -> int:
     from hmmlm.runs.commands import program
     from hmmlm.runs.folders import new_folder
     from hmmlm.runs.progress import terminal_progress
+    from hmmlm.terminal import printable
 
     with new_folder(arguments.out, "runs", "demo") as out:
         result = run_demo(load_recipe("demo"), out, terminal_progress(), Console())
     if not result.finished:
-        print(f"stopped at step {result.steps:,}, saved; continue with: {program()} train --resume {result.out}")
+        again = f"{program()} train --resume {result.out}"
+        print(f"stopped at step {result.steps:,}, saved; continue with: {printable(again)}")
         return INTERRUPTED
     return 0

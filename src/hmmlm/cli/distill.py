@@ -59,6 +59,7 @@ def run(argv: list[str]) -> int:
     from hmmlm.report.distill import evaluate_distillation, print_distillation
     from hmmlm.report.page import write_report
     from hmmlm.runs.progress import Progress, terminal_progress
+    from hmmlm.terminal import printable
 
     progress = Progress() if arguments.quiet else terminal_progress()
     if arguments.resume is not None:
@@ -73,10 +74,10 @@ def run(argv: list[str]) -> int:
         with new_folder(arguments.out, "runs", Path(arguments.model).stem) as out:
             result = distill(config, out, progress)
     if not result.finished:
-        print(f"stopped, saved; continue with: hmmlm distill --resume {result.out}")
+        print(printable(f"stopped, saved; continue with: hmmlm distill --resume {result.out}"))
         return INTERRUPTED
     results = evaluate_distillation(result.out)
     print_distillation(results)
-    print(f"report: {write_report(results.run)}")
-    print(f"the HMM is in {result.out / 'best'}; steer the model with it: docs/guide/steering.md")
+    print(printable(f"report: {write_report(results.run)}"))
+    print(printable(f"the HMM is in {result.out / 'best'}; steer the model with it: docs/guide/steering.md"))
     return 0

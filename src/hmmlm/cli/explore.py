@@ -14,6 +14,7 @@ from hmmlm.cli.models import ModelArguments, open_model
 from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
 from hmmlm.runs.folders import find_run
+from hmmlm.terminal import printable
 
 DESCRIPTION = """Open a page in the browser that shows what a model has learned: the surprisal and the states of a
 sentence that you type, and what could stand in the place of each word; a map of the states, and a
@@ -68,10 +69,10 @@ def run(argv: list[str]) -> int:
     if arguments.export is not None:
         with Console(stderr=True).status("laying out the states"):
             export(explorer, arguments.export)
-        print(arguments.export)
+        print(printable(str(arguments.export)))
         return 0
     server = Server(explorer, arguments.port)
-    print(f"{explorer.name} is at {server.url} (Ctrl-C stops)", flush=True)
+    print(f"{printable(explorer.name)} is at {server.url} (Ctrl-C stops)", flush=True)
     if arguments.browser and _has_display():
         import webbrowser
 

@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from hmmlm.report.labels import printable
+    from hmmlm.terminal import printable
 
     lm = open_model(arguments.model, arguments.device)
     table = Table(box=None, pad_edge=False)

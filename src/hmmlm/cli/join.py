@@ -76,8 +76,8 @@ def _print(arguments: CombineArguments, weights: list[float], perplexities: list
     from rich.table import Table
     from rich.text import Text
 
-    from hmmlm.report.labels import printable
     from hmmlm.runs.progress import perplexity_text
+    from hmmlm.terminal import printable
 
     table = Table("model", "weight", "valid perplexity", box=None, pad_edge=False)
     for column in table.columns[1:]:

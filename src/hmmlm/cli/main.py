@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TextIO
 
+from hmmlm.terminal import printable, wrap_help
+
 COMMANDS = {
     "demo": "train on text that comes with Python and show what was learned: start here",
     "train": "train a model on your own text or a known corpus; --resume continues a run",
@@ -80,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         except OSError:  # a full disk: what was not written cannot be written while Python shuts down either
             _discard_output()
-        line = " ".join(message.split())  # no line breaks, and below no terminal escapes of file names
-        print(f"hmmlm: error: {''.join(c if c.isprintable() else repr(c)[1:-1] for c in line)}", file=sys.stderr)
+        line = " ".join(message.split())  # no line breaks
+        print(f"hmmlm: error: {printable(line)}", file=sys.stderr)
         return 2
 
 
@@ -107,8 +109,18 @@ def _check_unicode(argv: list[str]) -> list[str]:
         try:
             argument.encode()
         except UnicodeEncodeError:
-            raise InputError(f"the argument {argument!r} is not UTF-8: rename the file, or convert the text") from None
+            raise InputError(f"the argument {argument!r} {_explain_encoding(argument)}") from None
     return argv
+
+
+def _explain_encoding(argument: str) -> str:
+    """Return why Python could not decode an argument, and what to do."""
+    try:
+        os.fsencode(argument).decode()
+    except UnicodeError:
+        return "is not UTF-8: rename the file, or convert the text"
+    encoding = sys.getfilesystemencoding()
+    return f"is UTF-8, but this terminal is set to {encoding}: run with LC_ALL=C.UTF-8 or PYTHONUTF8=1"
 
 
 def _discard_output() -> None:
@@ -128,7 +140,7 @@ def _show_warning(
     from hmmlm.errors import InputWarning
 
     if issubclass(category, InputWarning):
-        print(f"hmmlm: warning: {message}", file=sys.stderr)
+        print(f"hmmlm: warning: {printable(str(message))}", file=sys.stderr)
     else:
         print(warnings.formatwarning(message, category, filename, lineno, line), end="", file=file or sys.stderr)
 
@@ -136,7 +148,7 @@ def _show_warning(
 def _dispatch(argv: list[str]) -> int:
     name, *rest = argv or ["--help"]
     if name in ("-h", "--help", "help"):
-        print(HELP.format(commands="\n".join(f"  {c:10}{text}" for c, text in COMMANDS.items())), end="")
+        print(wrap_help(HELP.format(commands="\n".join(f"  {c:10}{text}" for c, text in COMMANDS.items()))), end="")
         return 0
     if name == "--version":
         from hmmlm import __version__
@@ -152,7 +164,7 @@ def _dispatch(argv: list[str]) -> int:
     # Commands are imported when they are used, and an overview is printed without torch.
     command = import_module(f"hmmlm.cli.{name}")
     if rest in (["-h"], ["--help"]) and hasattr(command, "OVERVIEW"):
-        print(command.OVERVIEW, end="")
+        print(wrap_help(command.OVERVIEW), end="")
         return 0
     return int(command.run(rest) or 0)
 

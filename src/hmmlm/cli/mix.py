@@ -99,8 +99,8 @@ def _print(arguments: MixArguments, mixture: MixtureModel, perplexities: list[fl
     from rich.table import Table
     from rich.text import Text
 
-    from hmmlm.report.labels import printable
     from hmmlm.runs.progress import perplexity_text
+    from hmmlm.terminal import printable
 
     names = list(map(str, arguments.models))
     names += [f"Kneser-Ney {arguments.ngram}-gram"] if arguments.ngram else []

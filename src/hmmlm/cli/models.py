@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hmmlm.cli.parse import Arguments, ModelPath
 from hmmlm.errors import InputError
+from hmmlm.terminal import printable
 
 if TYPE_CHECKING:
     from hmmlm.data.corpora import Documents
@@ -92,8 +93,8 @@ def warn_unknown(shares: Mapping[str, float], data: str) -> None:
     for name, share in shares.items():
         if share > MANY_UNKNOWN and data not in NAMES:
             print(
-                f"hmmlm: warning: {share:.1%} of the words of {name} are unknown and count as <unk>, which makes its "
-                "perplexity too low: use subwords (hmmlm train --tokenizer.kind bpe) or a larger vocabulary",
+                f"hmmlm: warning: {share:.1%} of the words of {printable(name)} are unknown and count as <unk>, which "
+                "makes its perplexity too low: use subwords (hmmlm train --tokenizer.kind bpe) or a larger vocabulary",
                 file=sys.stderr,
             )
 
@@ -104,7 +105,6 @@ def print_scores(scores: Mapping[str, TextScore]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from hmmlm.report.labels import printable
     from hmmlm.runs.progress import perplexity_text
 
     columns = (

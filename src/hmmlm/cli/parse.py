@@ -25,6 +25,7 @@ from hmmlm.config.explain import explain, member_types
 from hmmlm.errors import InputError
 from hmmlm.runs.folders import find_run
 from hmmlm.section import MAX_THREADS
+from hmmlm.terminal import help_width, wrap_help
 
 AnyArguments = TypeVar("AnyArguments", bound="Arguments")
 ModelPath = Annotated[
@@ -112,7 +113,10 @@ class _Help(argparse.Action):
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30, width=100)
+        super().__init__(prog, max_help_position=30, width=help_width())
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return wrap_help(super()._fill_text(text, width, indent))
 
 
 class _Options:

@@ -82,8 +82,8 @@ def _print_table(found: list[dict[str, Any]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from hmmlm.report.labels import printable
     from hmmlm.runs.progress import perplexity_text
+    from hmmlm.terminal import printable
 
     table = Table(box=None, pad_edge=False)
     for name in ("run", "data", "model"):

@@ -64,7 +64,7 @@ def run(argv: list[str]) -> int:
     arguments = parse(SampleArguments, argv, "sample", DESCRIPTION)
 
     from hmmlm.data.files import parse_json
-    from hmmlm.report.labels import without_controls
+    from hmmlm.terminal import without_controls
 
     constraints: Any = {}
     for name in ("regex", "suffix"):

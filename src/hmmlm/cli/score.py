@@ -45,8 +45,8 @@ def run(argv: list[str]) -> int:
     arguments = parse(ScoreArguments, argv, "score", DESCRIPTION)
 
     from hmmlm.data.text import read_lines
-    from hmmlm.report.labels import printable
     from hmmlm.runs.progress import perplexity_text
+    from hmmlm.terminal import printable
     from hmmlm.text.scoring import perplexity, score_of
 
     lm = open_text_model(arguments.model, arguments.device)

@@ -65,10 +65,11 @@ def _convert(source: Path, out: Path | None) -> int:
     from hmmlm.errors import InputError
     from hmmlm.runs.folders import refuse_used
     from hmmlm.teachers.huggingface import convert_gguf
+    from hmmlm.terminal import printable
 
     if out is None:
         raise InputError("--convert needs a folder to write to: give --out")
     refuse_used(out)
     convert_gguf(source, out)
-    print(f"the teacher is in {out}")
+    print(printable(f"the teacher is in {out}"))
     return 0

@@ -106,6 +106,7 @@ def run(argv: list[str]) -> int:
     from hmmlm.report.page import write_report
     from hmmlm.report.results import MIXTURE, evaluate_run
     from hmmlm.runs.progress import perplexity_text
+    from hmmlm.terminal import printable
 
     name = arguments.recipe or Path(arguments.config or arguments.data).stem
     result = run_training("train", config_of(RunConfig, arguments), arguments, name, train)
@@ -129,5 +130,5 @@ def run(argv: list[str]) -> int:
             f"(--train.epochs), or lower optimizer.{step} if perplexity rose or did not change",
             file=sys.stderr,
         )
-    print(f"report: {write_report(results)}")
+    print(printable(f"report: {write_report(results)}"))
     return 0

@@ -19,6 +19,7 @@ from hmmlm.config.run import RunConfig
 from hmmlm.config.training import TrainingConfig, drop_other_kinds
 from hmmlm.errors import InputError
 from hmmlm.runs.folders import FOLDERS, LATEST, find_run, new_folder, saved_config
+from hmmlm.terminal import printable
 
 if TYPE_CHECKING:
     from hmmlm.learning.train import TrainResult
@@ -157,10 +158,11 @@ def run_training(
         print(
             f"finished after {result.steps:,} steps, {result.seconds:,.0f} s, {memory / 1e9:.2f} GB of memory; "
             f"best model, of valid perplexity {result.best_perplexity:.2f} ({unknown:.1%} unknown words): "
-            f"{result.out / 'best'}"
+            f"{printable(str(result.out / 'best'))}"
         )
     else:
-        print(f"stopped at step {result.steps:,}, saved; continue with: {program()} {command} --resume {result.out}")
+        again = f"{program()} {command} --resume {result.out}"
+        print(f"stopped at step {result.steps:,}, saved; continue with: {printable(again)}")
     return result
 
 

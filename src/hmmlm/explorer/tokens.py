@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from hmmlm.data.tokenizers import Tokenizer
-from hmmlm.report.labels import printable
+from hmmlm.terminal import printable
 from hmmlm.text.lm import LanguageModel
 
 

@@ -18,7 +18,8 @@ from hmmlm.data.tokenfile import TokenFile
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import padded
 from hmmlm.report.explain import StateSummary
-from hmmlm.report.labels import printable, state_label, token_label
+from hmmlm.report.labels import state_label, token_label
+from hmmlm.terminal import printable
 from hmmlm.text.lm import LanguageModel
 
 MAX_TOKENS = 10_000  # tokens read: enough to meet every frequent state

@@ -17,6 +17,7 @@ from hmmlm.report.results import MIXTURE, RunResults, evaluate_run
 from hmmlm.report.tables import path_table, states_table
 from hmmlm.runs.commands import program
 from hmmlm.runs.progress import Progress, perplexity_text
+from hmmlm.terminal import printable
 
 SENTENCE = "The function returns a list of the names in the module."
 
@@ -56,10 +57,10 @@ def print_summary(results: RunResults, report: Path, console: Console) -> None:
         "history": run / "history.jsonl",
     }
     for name, path in files.items():
-        console.print(Text(f"{name:18}{path}"), soft_wrap=True)
+        console.print(Text(printable(f"{name:18}{path}")), soft_wrap=True)
     console.rule("[bold]Three things to try next", align="left")
     for command, purpose in next_steps(run).items():
-        console.print(Text(command), soft_wrap=True)
+        console.print(Text(printable(command)), soft_wrap=True)
         console.print(Text(f"    {purpose}"), style="dim", soft_wrap=True)
 
 

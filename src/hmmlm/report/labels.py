@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.report.explain import StateSummary
+from hmmlm.terminal import printable
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 MAX_LENGTH = 20  # characters of a token in a label: a long URL must not take the width of a table or plot
-
-
-def printable(text: str) -> str:
-    """Escape the control characters of a text: a terminal would obey them, and a font has no glyphs for them."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def without_controls(text: str) -> str:
-    """Escape the control characters of a text except line breaks and tabs, so that a terminal does not obey them."""
-    return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def token_label(tokenizer: Tokenizer, token: int) -> str:

@@ -13,6 +13,8 @@ from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn, T
 from rich.progress import Progress as RichDisplay
 from rich.text import Text
 
+from hmmlm.terminal import printable
+
 LINE_EVERY_S = 15.0
 """Seconds between two plain lines of one phase."""
 FIRST_LINE_S = 3.0
@@ -68,7 +70,7 @@ class LineProgress(Progress):
             phase.line()
 
     def note(self, line: str) -> None:
-        print(line, flush=True)
+        print(printable(line), flush=True)
 
 
 class _LinePhase(ProgressPhase):
@@ -126,7 +128,7 @@ class LiveProgress(Progress):
                 self.display.stop()
 
     def note(self, line: str) -> None:
-        self.display.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.display.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 class _LivePhase(ProgressPhase):
