@@ -54,7 +54,7 @@ def test_damaged_token_files_are_refused(texts: Path, tmp_path: Path) -> None:
     assert main(["data", str(texts), "--out", str(tmp_path / "prepared")]) == 0
     with (tmp_path / "prepared" / "data" / "valid.bin").open("ab") as file:
         file.write(b"xx")
-    with pytest.raises(InputError, match=r"valid.bin is truncated or replaced"):
+    with pytest.raises(InputError, match=r"prepared/data/valid\.bin is truncated or replaced"):
         train(read_config(RunConfig, configured(tmp_path / "prepared"), "tokens"), tmp_path / "run")
 
 

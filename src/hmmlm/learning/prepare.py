@@ -120,7 +120,11 @@ def prepare(
         )
         for part in ("tokenizer", "data"):
             link_or_copy(source / part, run / part)
-        opened = reopen(run)
+        try:
+            opened = reopen(run)
+        except InputError:
+            reopen(source)  # the message names the user's file, not the copy
+            raise
         tokenizer, tokens = opened.tokenizer, opened.tokens
     elif workers is None:
         tokenizer, tokens = _encode(config, source, run, progress)
