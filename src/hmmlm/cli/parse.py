@@ -40,6 +40,8 @@ class Arguments(BaseSettings):
 
     none_word: ClassVar[str] = "null"
     """The value that means None; not "None", which a text may contain."""
+    sources: ClassVar[tuple[type[PydanticBaseSettingsSource], ...]] = ()
+    """Where values that the command line leaves out come from."""
     threads: Annotated[int, Field(gt=0, le=MAX_THREADS)] | None = None
     """CPU threads; None: one per core."""
     model_config = SettingsConfigDict(
@@ -65,8 +67,8 @@ class Arguments(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Read nothing but the command line: no environment variables, no .env files."""
-        return (init_settings,)
+        """Read the command line and the sources of the class: no environment variables, no .env files."""
+        return init_settings, *(source(settings_cls) for source in cls.sources)
 
 
 class Parser(argparse.ArgumentParser):

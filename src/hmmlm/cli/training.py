@@ -72,6 +72,7 @@ class TrainingArguments(Arguments):
     """Where a run is."""
 
     none_word: ClassVar[str] = "None"
+    sources: ClassVar[tuple[type[PydanticBaseSettingsSource], ...]] = (StartingPoint,)
     out: Path | None = None
     """Folder of the run; None: a new one, named after the recipe or the data and the time."""
     resume: Path | None = None
@@ -84,17 +85,6 @@ class TrainingArguments(Arguments):
     @classmethod
     def _find_latest(cls, values: dict[str, Any]) -> dict[str, Any]:
         return {**values, "data": str(find_run(Path(LATEST)))} if values.get("data") == LATEST else values
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, StartingPoint(settings_cls)
 
 
 class RecipeArguments(TrainingArguments):
