@@ -8,7 +8,7 @@ from helpers.oracle import random_blocked_hmm
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, blocked, word_products
+from hmmlm.hmm import HMM, BlockedHMM, blocked, blocked_products, word_products
 
 V, BLOCKS, K, H = 9, 3, 4, 5
 TOKENS = torch.tensor([[0, 3, 8, 1, 1], [5, -1, 2, 7, 4], [-1, -1, 6, 0, 3], [2, 2, 2, 2, 2]])
@@ -34,7 +34,8 @@ def computed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param != "table":
         monkeypatch.setattr(blocked, "_TABLE_CELLS", 0)
     if request.param == "pieces":
-        monkeypatch.setattr(blocked, "_CELLS", 5 * K)
+        for module in (blocked, blocked_products):
+            monkeypatch.setattr(module, "_CELLS", 5 * K)
 
 
 @pytest.mark.usefixtures("computed")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, blocked, dense, logmatrix
+from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, blocked, blocked_products, dense, logmatrix
 from hmmlm.ops.scan import Evidence, Parameters, naive
 
 NEG_INF = -math.inf
@@ -499,7 +499,8 @@ def test_missing_tokens_of_a_blocked_hmm_make_no_matrix_per_sequence(
     hmm = random_blocked_hmm(4, states // 4, 8, seed=0)
     tokens = possible_tokens(hmm, batch, 4, 0, missing=0.5)
     expected = getattr(hmm, query)(tokens)
-    monkeypatch.setattr(blocked, "_CELLS", 2**10)
+    for module in (blocked, blocked_products):
+        monkeypatch.setattr(module, "_CELLS", 2**10)
     monkeypatch.setattr(blocked, "_TABLE_CELLS", 0)
     with LargestTensor() as largest:
         found = getattr(hmm, query)(tokens)

@@ -1,8 +1,8 @@
 """An HMM for very many states: each emits the words of one block, and the transition matrix is factored."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,16 @@ from torch.nn.utils.rnn import pad_sequence
 from hmmlm.device import total_memory
 from hmmlm.errors import InputError
 from hmmlm.hmm.blocked_counts import count_expected
+from hmmlm.hmm.blocked_products import (
+    BlockSupport,
+    conditional_entropy,
+    log_product,
+    log_product_of_row,
+    max_sum,
+    narrow,
+    reduce_sources,
+    reduce_targets,
+)
 from hmmlm.hmm.checks import check_factors, check_log_state, check_parameters, check_words, move
 from hmmlm.hmm.dense import HMM
 from hmmlm.hmm.emissions import log_group_sums
@@ -21,22 +31,11 @@ from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.hmm.tilestore import TileStore
 from hmmlm.hmm.word_products import WordProducts
 from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
-from hmmlm.ops.common import NEG_INF, exp, logsumexp
-from hmmlm.ops.linear_logsumexp import linear_logsumexp
+from hmmlm.ops.common import NEG_INF, exp
 
 _CELLS = 2**24  # largest piece of the transition matrix computed at once
 _STORED_SHARE = 1 / 8  # of the memory of the machine, for tiles that queries on a CPU keep
 _TABLE_CELLS = 2**22  # up to this size the whole transition matrix is computed once and kept
-
-
-class BlockSupport(NamedTuple):
-    """The states of one block, or all states, for each row."""
-
-    blocks: Tensor  # [n]; −1: all states
-    wide: bool  # values are over all Z states, −inf outside a row's block; else over the k states of its block
-
-    def rows(self, rows: slice) -> "BlockSupport":
-        return BlockSupport(self.blocks[rows], self.wide)
 
 
 class BlockedHMM(HiddenMarkovModel):
@@ -205,7 +204,7 @@ class BlockedHMM(HiddenMarkovModel):
         return None if self._table is None else LogTiles(self._table.transpose(2, 3).contiguous())
 
     @cached_property
-    def _backward_matrix(self) -> LogMatrix | None:
+    def backward_matrix(self) -> LogMatrix | None:
         """Return log A transposed, for products with all states; None if it is large or requires a gradient.
 
         A constraint takes one such product per token of a text: computing the matrix again takes 20 times as long.
@@ -242,61 +241,6 @@ class BlockedHMM(HiddenMarkovModel):
             part = slice(first, min(first + size, target.stop))
             tile = factors.u[source] @ factors.w[part].t() - factors.log_normalizer[source][:, None]
             yield slice(part.start - target.start, part.stop - target.start), tile
-
-    # --- rows with different supports ---
-
-    def _groups(self, source: Support, target: Support, rows: int) -> list[tuple[Tensor, int, int]] | None:
-        """Group the rows that share source and target, and so a tile; None: compute a tile for each row."""
-        everywhere = torch.full((rows,), -1, device=self.device)
-        sources = everywhere if source is None else source.blocks
-        targets = everywhere if target is None else target.blocks
-        if _narrow(source, target) and not torch.is_grad_enabled() and self.blocks**2 > rows:
-            return None
-        pairs, group = torch.stack([sources, targets], 1).unique(dim=0, return_inverse=True)
-        return [((group == g).nonzero().squeeze(1), a, c) for g, (a, c) in enumerate(pairs.tolist())]
-
-    def _over_sources(
-        self,
-        values: Tensor,
-        source: Support,
-        target: Support,
-        reduce: Callable[[Tensor, Tensor], Tensor],
-        reduce_row: Callable[[Tensor, slice, slice], Tensor] | None = None,
-    ) -> Tensor:
-        """Reduce values [n, K] over the source with log A into every state of the target: [n, K'].
-
-        `reduce` maps values [b, K] and tiles [b or none, K, K'] to [b, K']; `reduce_row`, if any, does the same for
-        values [1, K], source and target without a tile.
-        """
-        groups = self._groups(source, target, len(values))
-        if groups is None:
-            size = max(1, _CELLS // self.states_per_block**2)
-            parts = zip(values.split(size), source.blocks.split(size), target.blocks.split(size), strict=True)
-            return torch.cat([reduce(part, self.tiles(a, c)) for part, a, c in parts])
-        results = []
-        for rows, a, c in groups:
-            own = values[rows]
-            if own.shape[1] == self.states:
-                own = own[:, self.span(a)]
-            between = self.span(a), self.span(c)
-            if reduce_row is not None and len(rows) == 1 and not torch.is_grad_enabled():
-                results.append(reduce_row(own, *between))
-            else:
-                results.append(torch.cat([reduce(own, tile) for _, tile in self.pieces(*between)], 1))
-        return self._assemble(groups, results, [c for _, _, c in groups], target)
-
-    def _assemble(
-        self, groups: list[tuple[Tensor, int, int]], results: list[Tensor], blocks: list[int], support: Support
-    ) -> Tensor:
-        """Combine the rows of groups over a support; −inf outside a row's block."""
-        order = torch.cat([rows for rows, _, _ in groups]).argsort()
-        if support is None or support.wide:
-            padded = []
-            for block, values in zip(blocks, results, strict=True):
-                span = self.span(block)
-                padded.append(torch.nn.functional.pad(values, (span.start, self.states - span.stop), value=NEG_INF))
-            results = padded
-        return torch.cat(results)[order]
 
     def _gather(self, lattice: Lattice, values: list[Tensor], fill: float = 0.0) -> Tensor:
         """See `HiddenMarkovModel._gather`; the values of a block are written without spreading them first."""
@@ -346,11 +290,11 @@ class BlockedHMM(HiddenMarkovModel):
         return self.factors.log_start
 
     def pull(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
-        if _narrow(source, target) and self._forward_tiles is not None:
+        if narrow(source, target) and self._forward_tiles is not None:
             return self._forward_tiles.product(log_probs, (source.blocks, target.blocks))
-        if _narrow(source, target) and self.device.type == "cpu" and not self.requires_grad:
+        if narrow(source, target) and self.device.type == "cpu" and not self.requires_grad:
             return self._store.product(log_probs, source.blocks, target.blocks)
-        return self._over_sources(log_probs, source, target, self._log_product, self._log_product_of_row)
+        return reduce_sources(self, log_probs, source, target, log_product, log_product_of_row)
 
     @cached_property
     def _store(self) -> TileStore:
@@ -362,47 +306,16 @@ class BlockedHMM(HiddenMarkovModel):
         rows, factors = self.span(source), self.factors
         return torch.addmm(-factors.log_normalizer[rows, None], factors.u[rows], factors.w[self.span(target)].t())
 
-    def _log_product(self, values: Tensor, tiles: Tensor) -> Tensor:
-        if tiles.dim() == 2 and not torch.is_grad_enabled():
-            return LogMatrix(tiles).product(values)
-        return logsumexp(values[:, :, None] + tiles, 1)
-
-    def _log_product_of_row(self, values: Tensor, source: slice, target: slice) -> Tensor:
-        """Compute `_log_product` of values [1, K] in a third of the time: a tile is not worth preparing for one row."""
-        factors = self.factors
-        return linear_logsumexp(factors.w[target], factors.u[source], values[0] - factors.log_normalizer[source])[None]
-
     def pull_max(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
-        return self._over_sources(log_probs, source, target, _max_sum)
+        return reduce_sources(self, log_probs, source, target, max_sum)
 
     def origin_entropy(self, log_probs: Tensor, source: Support, target: Support) -> Tensor:
-        return self._over_sources(log_probs, source, target, _conditional_entropy).clamp_min(0)
+        return reduce_sources(self, log_probs, source, target, conditional_entropy).clamp_min(0)
 
     def push(self, log_values: Tensor, source: Support = None, target: Support = None) -> Tensor:
-        if _narrow(source, target) and self._backward_tiles is not None:
+        if narrow(source, target) and self._backward_tiles is not None:
             return self._backward_tiles.product(log_values, (source.blocks, target.blocks))
-        groups = self._groups(source, target, len(log_values))
-        if groups is None:
-            size = max(1, _CELLS // self.states_per_block**2)
-            parts = zip(log_values.split(size), source.blocks.split(size), target.blocks.split(size), strict=True)
-            return torch.cat([logsumexp(self.tiles(a, c) + part[:, None, :], 2) for part, a, c in parts])
-        results = []
-        for rows, a, c in groups:
-            own = log_values[rows]
-            if own.shape[1] == self.states:
-                own = own[:, self.span(c)]
-            if a < 0 and c < 0 and self._backward_matrix is not None:
-                results.append(self._backward_matrix.product(own))
-                continue
-            if len(rows) == 1 and not torch.is_grad_enabled():  # see `_log_product_of_row`
-                sums = linear_logsumexp(self.factors.u[self.span(a)], self.factors.w[self.span(c)], own[0])
-                results.append((sums - self.factors.log_normalizer[self.span(a)])[None])
-                continue
-            total = torch.full_like(own[:, :1], NEG_INF)
-            for part, tile in self.pieces(self.span(a), self.span(c)):
-                total = torch.logaddexp(total, LogMatrix(tile.t()).product(own[:, part]))
-            results.append(total)
-        return self._assemble(groups, results, [a for _, a, _ in groups], source)
+        return reduce_targets(self, log_values, source, target)
 
     def transitions_into(self, source: Support, states: Tensor) -> Tensor:
         factors, shape = self.factors, (self.blocks, self.states_per_block, -1)
@@ -509,33 +422,3 @@ class BlockedHMM(HiddenMarkovModel):
 def last_tokens(tokens: Tensor, lengths: Tensor | None) -> Tensor:
     """Return the last token [B] of each sequence."""
     return tokens[:, -1] if lengths is None else tokens.gather(1, lengths[:, None] - 1).squeeze(1)
-
-
-def _narrow(source: Support, target: Support) -> bool:
-    """Return whether both supports are one block per row."""
-    return source is not None and target is not None and not source.wide and not target.wide
-
-
-def _max_sum(values: Tensor, tiles: Tensor) -> Tensor:
-    """Compute max_i values_i + tile_ij [b, K'] for values [b, K]; sums [b, K, K'] are taken in bounded pieces."""
-    return torch.cat([(piece[:, :, None] + tile).amax(1) for piece, tile in _row_pieces(values, tiles)])
-
-
-def _row_pieces(values: Tensor, tiles: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pieces of values [b, K] with their tiles: of one tile for all rows, pieces of _CELLS sums [·, K, K']."""
-    if tiles.dim() == 3:
-        yield values, tiles
-    else:
-        for piece in values.split(max(1, _CELLS // tiles.numel())):
-            yield piece, tiles
-
-
-def _conditional_entropy(values: Tensor, tiles: Tensor) -> Tensor:
-    """Compute the entropy [b, K'] of the source given each state of the target."""
-    results = []
-    for piece, tile in _row_pieces(values, tiles):
-        scores = piece[:, :, None] + tile
-        total = logsumexp(scores, 1)[:, None]
-        conditional = scores - torch.where(total == NEG_INF, 0.0, total)
-        results.append(-torch.where(conditional == NEG_INF, 0.0, conditional.exp() * conditional).sum(1))
-    return torch.cat(results)

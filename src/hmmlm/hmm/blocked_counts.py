@@ -13,7 +13,8 @@ from hmmlm.hmm.protocol import Counts
 from hmmlm.ops.common import NEG_INF
 
 if TYPE_CHECKING:
-    from hmmlm.hmm.blocked import BlockedHMM, BlockSupport
+    from hmmlm.hmm.blocked import BlockedHMM
+    from hmmlm.hmm.blocked_products import BlockSupport
 
 CELLS = 2**24  # largest table of transitions counted at once
 
