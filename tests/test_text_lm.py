@@ -24,6 +24,7 @@ from hmmlm.text import generation
 from hmmlm.text.blanks import encode_blanks
 from hmmlm.text.control import load_control, save_control
 from hmmlm.text.generation import SamplingOptions, invert, sample_continuations
+from hmmlm.text.guides import Guides
 from hmmlm.text.lm import LanguageModel, load
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "dog", "sat", "ran", "."]
@@ -656,7 +657,7 @@ def test_wrong_types_are_named(lm: LanguageModel, call: Callable[[LanguageModel]
 def test_a_guide_of_another_thread_is_never_returned(lm: LanguageModel) -> None:
     """Another thread may ask for another constraint between any two reads of the cache."""
 
-    class Interleaved(LanguageModel):
+    class Interleaved(Guides):
         reads = 0
         """Reads of the cache until the other thread asks."""
 
@@ -664,7 +665,7 @@ def test_a_guide_of_another_thread_is_never_returned(lm: LanguageModel) -> None:
         def _guide(self) -> Any:
             cached, self.reads = self.cache, self.reads - 1
             if self.reads == 0:
-                self.guide([second], max_new_tokens=9)
+                shared.guide([second], max_new_tokens=9)
             return cached
 
         @_guide.setter
@@ -672,11 +673,12 @@ def test_a_guide_of_another_thread_is_never_returned(lm: LanguageModel) -> None:
             self.cache = value
 
     first, second = (lm.tokenizer.token(i) for i in (2, 3))
-    shared = Interleaved(lm.hmm, lm.tokenizer)
+    shared = LanguageModel(lm.hmm, lm.tokenizer)
+    shared._guides = guides = Interleaved(lm.hmm, lm.tokenizer)
     expected = lm.guide([first], max_new_tokens=9)[0].automaton.next
     for reads in range(1, 4):
         shared.guide([first], max_new_tokens=9)
-        shared.reads = reads
+        guides.reads = reads
         assert torch.equal(shared.guide([first], max_new_tokens=9)[0].automaton.next, expected)
 
 

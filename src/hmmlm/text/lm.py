@@ -35,8 +35,8 @@ from hmmlm.text.constraint import Constraint, ConstraintOptions, Wanted
 from hmmlm.text.control import control_tokenizer, is_control, load_control
 from hmmlm.text.embeddings import long_run, states_of_words
 from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuations
+from hmmlm.text.guides import Guides
 from hmmlm.text.hub import CARD, fetch_model, model_card
-from hmmlm.text.phrases import Phrases
 from hmmlm.text.reading import check_training
 from hmmlm.text.textmodel import TextModel, check_text, check_texts
 
@@ -65,9 +65,7 @@ class LanguageModel(TextModel):
             )
         self.hmm, self.tokenizer, self.config = hmm, tokenizer, dict(config or {})
         self.folder: Path | None = None  # that it was loaded from
-        self._line: tuple[Constraint, Automaton] | None = None  # the cached automaton of whole lines
-        self._guide: tuple[tuple[Any, ...], Guide] | None = None  # the cached guide and its arguments
-        self._phrases = Phrases(tokenizer)
+        self._guides = Guides(hmm, tokenizer)
 
     def __repr__(self) -> str:
         return f"LanguageModel(states={self.hmm.states}, words={self.hmm.vocab_size}, kind={self.hmm.kind!r})"
@@ -314,7 +312,7 @@ class LanguageModel(TextModel):
         options = SamplingOptions(max_new_tokens, temperature, top_k, seed, 1 if num is None else num)
         given, asked = self._encode_prompt(prompt), Constraint(must, never, **constraint)
         if asked:
-            guide, position = self._guide_after(given, asked, max_new_tokens, unknown, ended=True)
+            guide, position = self._guides.after(given, self.context(given), asked, max_new_tokens, unknown)
             added = sample_accepted(guide, position, self._eos, options)
         else:
             excluded = None if unknown else self.tokenizer.unk_id
@@ -340,8 +338,8 @@ class LanguageModel(TextModel):
         """
         check_type("unknown", unknown, bool)
         check_type("ended", ended, bool)
-        given = self._encode_prompt(prompt)
-        return self._guide_after(given, Constraint(must, never, **constraint), max_new_tokens, unknown, ended)
+        given, asked = self._encode_prompt(prompt), Constraint(must, never, **constraint)
+        return self._guides.after(given, self.context(given), asked, max_new_tokens, unknown, ended)
 
     def automaton(
         self, must: Sequence[Wanted] = (), never: Sequence[str] = (), **constraint: Unpack[ConstraintOptions]
@@ -350,45 +348,9 @@ class LanguageModel(TextModel):
 
         Automata are combined with &, | and ~, and given to `generate` and `guide` as `automaton`.
         """
-        asked = Constraint(must, never, **constraint)
-        line, new = self._phrases.line(asked), self._phrases.new_text(asked, begun=[])
+        asked, phrases = Constraint(must, never, **constraint), self._guides.phrases
+        line, new = phrases.line(asked), phrases.new_text(asked, begun=[])
         return line if new is None else line & new
-
-    def _guide_after(
-        self, given: list[int], constraint: Constraint, max_new_tokens: int, unknown: bool, ended: bool
-    ) -> tuple[Guide, Position]:
-        """Return the guide of a constraint on lines, and the position after the tokens of a prompt."""
-        context, begun = self.context(given), split_at(given, self._eos)[-1]
-        check_count("max_new_tokens", max_new_tokens, 1)
-        most = constraint.tokens[1]
-        if most is not None:
-            if not ended:
-                raise InputError("tokens: a largest number needs a text that ends: leave out ended=False")
-            max_new_tokens = min(max_new_tokens, most + 1)  # with <eos>
-        cached_line = self._line  # read once: another thread may replace it
-        if cached_line is None or cached_line[0] != constraint:
-            cached_line = self._line = constraint, self._phrases.line(constraint)
-        line = cached_line[1]
-        state = line.read(begun)
-        if not bool(line.hopeful()[state]):
-            raise InputError("the prompt contains a phrase of never: remove it from the prompt, or allow it")
-        new = self._phrases.new_text(constraint, begun)
-        start = None if new is None else (state, bool(begun), self._phrases.spacing_after(begun))
-        asked = (constraint, max_new_tokens, unknown, ended, start)
-        cached = self._guide
-        if cached is None or cached[0] != asked:
-            automaton = line if new is None else (line.starting_at(state) & new).minimized()
-            if not unknown and self.tokenizer.unk_id is not None:
-                automaton = automaton.without(self.tokenizer.unk_id)
-            cached = self._guide = asked, Guide(self.hmm, automaton.until(self._eos, ended), max_new_tokens)
-        guide = cached[1]
-        position = guide.begin(context)._replace(automaton=state if new is None else 0, prompt=tuple(begun))
-        if guide.chance(position) == -math.inf:
-            raise InputError(
-                f"no line of at most {max_new_tokens} tokens{', <eos> counted,' if ended else ''} satisfies "
-                f"{' and '.join(constraint.names)} under this model: allow more tokens, or relax the constraint"
-            )
-        return guide, position
 
     @check_arguments
     def context(self, given: list[int]) -> list[int]:

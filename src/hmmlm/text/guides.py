@@ -1,0 +1,74 @@
+"""Guides of constraints on lines: their automata over the tokens of a model, and the chances to satisfy them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.data.words import split_at
+from hmmlm.errors import InputError
+from hmmlm.hmm import HiddenMarkovModel
+from hmmlm.hmm.automaton import Automaton
+from hmmlm.hmm.checks import check_count
+from hmmlm.hmm.constraints import Guide, Position
+from hmmlm.text.constraint import Constraint
+from hmmlm.text.phrases import Phrases
+
+
+class Guides:
+    """The guides of an HMM over the tokens of a tokenizer; the last one is kept."""
+
+    def __init__(self, hmm: HiddenMarkovModel, tokenizer: Tokenizer) -> None:
+        self.hmm, self.tokenizer, self.phrases = hmm, tokenizer, Phrases(tokenizer)
+        self._line: tuple[Constraint, Automaton] | None = None  # the kept automaton of whole lines
+        self._guide: tuple[tuple[Any, ...], Guide] | None = None  # the kept guide and its arguments
+
+    def after(
+        self,
+        given: list[int],
+        context: list[int],
+        constraint: Constraint,
+        max_new_tokens: int,
+        unknown: bool,
+        ended: bool = True,
+    ) -> tuple[Guide, Position]:
+        """Return the guide of a constraint on lines, and the position after the tokens of a prompt.
+
+        Args:
+            given: the tokens of the prompt.
+            context: those that the continuation depends on.
+            unknown: whether the new part may have `<unk>`.
+            ended: whether lines end within `max_new_tokens`.
+        """
+        begun, end = split_at(given, self.tokenizer.eos_id)[-1], self.tokenizer.eos_id
+        check_count("max_new_tokens", max_new_tokens, 1)
+        most = constraint.tokens[1]
+        if most is not None:
+            if not ended:
+                raise InputError("tokens: a largest number needs a text that ends: leave out ended=False")
+            max_new_tokens = min(max_new_tokens, most + 1)  # with <eos>
+        kept_line = self._line  # read once: another thread may replace it
+        if kept_line is None or kept_line[0] != constraint:
+            kept_line = self._line = constraint, self.phrases.line(constraint)
+        line = kept_line[1]
+        state = line.read(begun)
+        if not bool(line.hopeful()[state]):
+            raise InputError("the prompt contains a phrase of never: remove it from the prompt, or allow it")
+        new = self.phrases.new_text(constraint, begun)
+        start = None if new is None else (state, bool(begun), self.phrases.spacing_after(begun))
+        asked = (constraint, max_new_tokens, unknown, ended, start)
+        kept = self._guide
+        if kept is None or kept[0] != asked:
+            automaton = line if new is None else (line.starting_at(state) & new).minimized()
+            if not unknown and self.tokenizer.unk_id is not None:
+                automaton = automaton.without(self.tokenizer.unk_id)
+            kept = self._guide = asked, Guide(self.hmm, automaton.until(end, ended), max_new_tokens)
+        guide = kept[1]
+        position = guide.begin(context)._replace(automaton=state if new is None else 0, prompt=tuple(begun))
+        if guide.chance(position) == -math.inf:
+            raise InputError(
+                f"no line of at most {max_new_tokens} tokens{', <eos> counted,' if ended else ''} satisfies "
+                f"{' and '.join(constraint.names)} under this model: allow more tokens, or relax the constraint"
+            )
+        return guide, position
