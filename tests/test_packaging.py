@@ -25,6 +25,30 @@ def test_license_citation_and_changelog_agree_with_the_package() -> None:
     assert all(address.startswith("https://") for address in project["urls"].values())
 
 
+def test_every_file_beside_the_code_is_in_the_wheel() -> None:
+    """Pages, templates and recipes are found at run time; without py.typed, types are not read."""
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["hmmlm"]
+    package = ROOT / "src" / "hmmlm"
+    packed = {file for pattern in patterns for file in package.glob(pattern)}
+    others = {file for file in package.rglob("*") if file.is_file() and "__pycache__" not in file.parts}
+    assert {file for file in others if file.suffix != ".py"} == packed
+    assert package / "py.typed" in packed
+    assert all((file.parent / "__init__.py").exists() for file in others if file.suffix == ".py")
+
+
+def test_every_extra_is_documented() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    text = (ROOT / "docs" / "guide" / "libraries.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", text[text.index("## Extras") :], re.MULTILINE)) == set(extras)
+
+
+def test_the_readme_shows_the_explorer_and_results() -> None:
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert all((ROOT / picture).stat().st_size > 10_000 for picture in pictures)
+    assert {Path(picture).parent.name for picture in pictures} == {"figures"} and len(pictures) >= 3
+    assert any("explorer" in picture for picture in pictures) and any("reproduction" in p for p in pictures)
+
+
 @pytest.mark.parametrize("folder", ["src", "docs/guide", "README.md"])
 def test_commands_to_install_work_as_printed(folder: str) -> None:
     """`hmmlm` is not on a package index: `pip install "hmmlm[teacher]"` would not find it."""
