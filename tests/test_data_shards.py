@@ -87,6 +87,29 @@ def test_what_was_made_is_kept(
     assert same_folders(out, tmp_path / "one")
 
 
+def test_words_that_were_counted_are_not_counted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, out = write_corpus(tmp_path / "text.txt", 400), tmp_path / "out"
+    command = ["data", str(text), "--out", str(out), "--workers", "2", "--quiet"]
+    done = 0
+
+    def interrupt(counts: object) -> None:
+        nonlocal done
+        done += 1
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "drop_rare", interrupt)
+        assert main(command) == 130
+    parts = out / ".tokenizer.parts"
+    assert len(list(parts.iterdir())) >= 3
+    first = parts / "000000.json"
+    first.write_text(json.dumps(json.loads(first.read_text()) | {"marker": 1_000}))
+    assert main(command) == 0
+    assert "marker" in json.loads((out / "tokenizer" / "tokenizer.json").read_text())["words"]
+    assert sorted(path.name for path in out.iterdir()) == ["data", "tokenizer"]
+
+
 def test_ranges_of_lines(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("\ufeffä\n\n" + "\n".join(f"line {'x' * (i % 13)}" for i in range(50)), encoding="utf-8")

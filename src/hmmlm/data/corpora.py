@@ -116,7 +116,11 @@ def encode_documents(documents: Documents, tokenizer: Tokenizer, path: Path) -> 
 
 def document_tokens(document: Document, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of a document, with eos after every line."""
-    return [i for line in document for i in (*tokenizer.encode(line), tokenizer.eos_id)]
+    tokens: list[int] = []
+    for line in document:
+        tokens += tokenizer.encode(line)
+        tokens.append(tokenizer.eos_id)
+    return tokens
 
 
 def _paragraphs(lines: list[str]) -> Documents:

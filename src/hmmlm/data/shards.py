@@ -1,11 +1,13 @@
 """Vocabularies and token files of large texts, from parts that several processes read at the same time.
 
-A part is a range of bytes of a text file, the same for any number of processes. The token file of each part is written
-whole, so that work that was interrupted continues with the parts that are missing; then they are joined into one file.
+A part is a range of bytes of a text file, the same for any number of processes. The word counts and the token file of
+each part are written whole, so that work that was interrupted continues with the parts that are missing; then they are
+added up, or joined into one file.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import shutil
 from collections import Counter
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hmmlm.data.corpora import Documents, encode_documents
+from hmmlm.data.files import read_json, write_bytes
 from hmmlm.data.tokenfile import TokenFile, join_tokens
 from hmmlm.data.tokenizers import load_tokenizer
 from hmmlm.data.words import Split, count_words, drop_rare
@@ -27,10 +30,13 @@ Advance = Callable[[int], None]
 """Receives the number of parts that are done."""
 
 
-def count_parts(documents: Documents, split: Split, lowercase: bool, workers: int, advance: Advance) -> Counter[str]:
-    """Count the words of a text in `workers` processes."""
+def count_parts(
+    documents: Documents, split: Split, lowercase: bool, folder: Path, workers: int, advance: Advance
+) -> Counter[str]:
+    """Count the words of a text in `workers` processes; the counts of each part are in a folder, which is kept."""
     counts: Counter[str] = Counter()
-    jobs = [partial(_count_part, part, split, lowercase) for part in documents.divide()]
+    parts = enumerate(documents.divide())
+    jobs = [partial(_count_part, part, split, lowercase, folder / f"{number:06}.json") for number, part in parts]
     for found in _results(jobs, workers):
         counts.update(found)
         drop_rare(counts)
@@ -84,8 +90,13 @@ def _results(jobs: Sequence[Callable[[], Result]], workers: int) -> Iterator[Res
         pool.shutdown(cancel_futures=True)
 
 
-def _count_part(documents: Documents, split: Split, lowercase: bool) -> Counter[str]:
-    return count_words((line for document in documents for line in document), split, lowercase)
+def _count_part(documents: Documents, split: Split, lowercase: bool, path: Path) -> Counter[str]:
+    """Return the counts of a part, and write them, unless they are there."""
+    if path.exists():
+        return Counter(read_json(path))
+    counts = count_words((line for document in documents for line in document), split, lowercase)
+    write_bytes(path, json.dumps(counts, ensure_ascii=False).encode())
+    return counts
 
 
 _open_tokenizer = cache(load_tokenizer)

@@ -14,6 +14,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ _OFFSET = np.dtype("<i8")
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _EDGE = 1 << 16  # bytes at each end of a file that the digest of earlier versions reads
 _PIECE = 1 << 20
+_GROUP = 1 << 14  # tokens of the documents that are written together
 _PAGES = 1 << 16  # bytes that a page fault maps: pages around the one that is read, if they are cached
 _MAPPED = 1 << 28  # bytes of a file that stay mapped after random reads
 _WHOLE = "crc32:"  # how a digest of the whole file begins
@@ -93,7 +95,8 @@ class TokenFile:
         fingerprint: str = "",
     ) -> TokenFile:
         """Create a corpus in memory; `documents` are the offsets [D+1], None for one document."""
-        ids = _checked(tokens, vocab_size, 0, 0)
+        ids = _as_ids(tokens, 0)
+        _check_range(ids, vocab_size, 0, 0)
         if not ids.size:
             raise InputError("the corpus has no tokens")
         offsets = np.asarray([0, ids.size] if documents is None else documents, dtype=_OFFSET)
@@ -149,11 +152,10 @@ def write_tokens(
     with replacing(data, index, header_path) as (data_part, index_part, header_part):
         with data_part.open("wb") as tokens_out, index_part.open("wb") as offsets_out:
             offsets_out.write(_OFFSET.type(0).tobytes())
-            for number, document in enumerate(documents):
-                ids = _checked(document, vocab_size, number, count)
+            for ids, sizes in _groups(documents, vocab_size):
                 tokens_out.write(ids.astype(dtype).tobytes())
+                offsets_out.write((count + np.cumsum(sizes)).astype(_OFFSET).tobytes())
                 count += ids.size
-                offsets_out.write(_OFFSET.type(count).tobytes())
         if not count:
             raise InputError(f"nothing to write to {data}: the text has no tokens")
         facts: dict[str, Any] = {"vocab_size": vocab_size, "fingerprint": fingerprint, "source": source, "unit": unit}
@@ -224,20 +226,49 @@ def _dtype(vocab_size: int) -> np.dtype:
     return _DTYPES["uint16" if vocab_size <= 65_535 else "uint32"]
 
 
-def _checked(document: Sequence[int] | np.ndarray, vocab_size: int, number: int, before: int) -> np.ndarray:
-    """Return the ids of document `number`, which follows `before` tokens; raise an InputError if they are invalid."""
+def _groups(
+    documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int
+) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """Yield the valid ids [n] of documents, several at once, and the size of each document.
+
+    Checking and writing the lines of a text one by one would take as long as reading them.
+    """
+    group: list[np.ndarray] = []
+    size = before = first = 0  # ids of the group; ids and documents before it
+    for document in chain(documents, [None]):
+        if document is not None:
+            group.append(_as_ids(document, first + len(group)))
+            size += group[-1].size
+        if group and (document is None or size >= _GROUP):
+            ids = group[0] if len(group) == 1 else np.concatenate(group)
+            if size and (ids.min() < 0 or ids.max() >= vocab_size):
+                for number, own in enumerate(group, first):
+                    _check_range(own, vocab_size, number, before)
+                    before += own.size
+            yield ids, [own.size for own in group]
+            before, first = before + size, first + len(group)
+            group, size = [], 0
+
+
+def _as_ids(document: Sequence[int] | np.ndarray, number: int) -> np.ndarray:
+    """Return the ids of document `number`; raise an InputError if they are not integers."""
     ids = np.asarray(document)
     if not ids.size:
         return ids.astype(np.int64).reshape(-1)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise InputError(f"document {number} is not a list of integer tokens: {ids.dtype} of shape {list(ids.shape)}")
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        at = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+    return ids
+
+
+def _check_range(ids: np.ndarray, vocab_size: int, number: int, before: int) -> None:
+    """Raise an InputError that names the first id of document `number`, after `before` ids, outside the vocabulary."""
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if outside.size:
+        at = int(outside[0])
         raise InputError(
             f"token {ids[at]} at position {before + at} (document {number}, position {at} in it) "
             f"is outside the vocabulary of {vocab_size}"
         )
-    return ids
 
 
 def _check_offsets(offsets: np.ndarray, count: int, where: str = "") -> None:

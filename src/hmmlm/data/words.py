@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -17,6 +18,8 @@ UNK = "<unk>"
 EOS = "<eos>"
 MAX_COUNTED = 1 << 22
 """Different words that are counted for a vocabulary, in about half a gigabyte; the rarest are dropped beyond."""
+MAX_PIECES = 1 << 19
+"""Different pieces of text between spaces whose words a tokenizer remembers, in some 100 MB."""
 FORMAT = "hmmlm word tokenizer"
 VERSION = 1
 Split = Literal["whitespace", "words"]
@@ -71,6 +74,7 @@ class WordTokenizer:
             raise InputError(f"the word vocabulary contains {twice!r} twice")
         self.unk_id = self._ids[UNK]
         self.eos_id = self._ids[EOS]
+        self._pieces = _Pieces(self._ids, self.unk_id)
 
     @classmethod
     def train(
@@ -121,8 +125,11 @@ class WordTokenizer:
         return len(self.words)
 
     def encode(self, text: str) -> list[int]:
+        pieces = (text.lower() if self.lowercase else text).split()
+        if self.split == "words":
+            return list(chain.from_iterable(map(self._pieces.__getitem__, pieces)))
         get, unk = self._ids.get, self.unk_id
-        return [get(word, unk) for word in _split(text, self.split, self.lowercase)]
+        return [get(word, unk) for word in pieces]
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         place: Sequence[int] = range(len(text))  # of each character that is split, in the text as it was given
@@ -170,12 +177,37 @@ class WordTokenizer:
             raise InputError(f"{where} is damaged: {error}") from None
 
 
+class _Pieces(dict[str, tuple[int, ...]]):
+    """The ids of the words of each piece of text between spaces, found when it is first looked up.
+
+    No word has a space inside, and most pieces of a text occur again: looking them up is several times faster than
+    searching the text for words.
+    """
+
+    def __init__(self, ids: dict[str, int], unk_id: int) -> None:
+        super().__init__()
+        self.ids, self.unk_id = ids, unk_id
+
+    def __missing__(self, piece: str) -> tuple[int, ...]:
+        if len(self) >= MAX_PIECES:
+            self.clear()
+        found = self[piece] = tuple(self.ids.get(word, self.unk_id) for word in _WORD.findall(piece))
+        return found
+
+
 def count_words(lines: Iterable[str], split: Split, lowercase: bool) -> Counter[str]:
     """Count the words of a text."""
-    counts: Counter[str] = Counter()
+    pieces: Counter[str] = Counter()  # between spaces: see `_Pieces`
     for line in lines:
-        counts.update(_split(line, split, lowercase))
-        drop_rare(counts)
+        pieces.update((line.lower() if lowercase else line).split())
+        drop_rare(pieces)
+    if split == "whitespace":
+        return pieces
+    counts: Counter[str] = Counter()
+    while pieces:  # emptied, so that both take the room of one
+        piece, count = pieces.popitem()
+        for word in _WORD.findall(piece):
+            counts[word] += count
     return counts
 
 
@@ -212,12 +244,6 @@ def split_at(ids: Sequence[int], eos_id: int) -> list[list[int]]:
         else:
             lines[-1].append(int(id))
     return lines
-
-
-def _split(text: str, split: Split, lowercase: bool) -> list[str]:
-    if lowercase:
-        text = text.lower()
-    return text.split() if split == "whitespace" else _WORD.findall(text)
 
 
 def _detokenize(words: Sequence[str]) -> str:

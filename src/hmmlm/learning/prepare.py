@@ -157,8 +157,11 @@ def _encode_in_parts(
     config: TrainingConfig, splits: Mapping[str, Documents], run: Path, progress: Progress, workers: int
 ) -> tuple[Tokenizer, dict[str, TokenFile]]:
     progress.note(" ".join(filter(None, [f"reading {config.data}", splits["train"].note])))
+    counts = run / ".tokenizer.parts"
     if not any((run / "tokenizer").glob("tokenizer.*")):
-        _make_tokenizer_in_parts(config.tokenizer, splits["train"], progress, workers).save(run / "tokenizer")
+        made = _make_tokenizer_in_parts(config.tokenizer, splits["train"], counts, progress, workers)
+        made.save(run / "tokenizer")
+    shutil.rmtree(counts, ignore_errors=True)
     tokens = {}
     for split, documents in splits.items():
         with progress.phase(f"encoding {split}", len(documents.divide()), unit="parts") as phase:
@@ -167,14 +170,14 @@ def _encode_in_parts(
 
 
 def _make_tokenizer_in_parts(
-    config: TokenizerConfig, documents: Documents, progress: Progress, workers: int
+    config: TokenizerConfig, documents: Documents, counts_folder: Path, progress: Progress, workers: int
 ) -> Tokenizer:
     if not isinstance(config, WordTokenizerConfig):
         with progress.phase("tokenizer", unit="lines") as phase:
             lines = (line for document in documents for line in document)
             return make_tokenizer(config, _counted(lines, phase.advance))
     with progress.phase("tokenizer", len(documents.divide()), unit="parts") as phase:
-        counts = count_parts(documents, config.split, config.lowercase, workers, phase.advance)
+        counts = count_parts(documents, config.split, config.lowercase, counts_folder, workers, phase.advance)
     return WordTokenizer.from_counts(
         counts, config.vocab_size, config.min_count, split=config.split, lowercase=config.lowercase
     )
