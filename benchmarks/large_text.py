@@ -1,57 +1,108 @@
-"""A text larger than memory: make its token file by repeating and permuting a small one, and read it.
+"""A text larger than memory: repeat and permute the lines of a small one, make its token files, train, and read them.
 
-    python -m benchmarks.large_text DATA OUT --tokens 4000000000
+    python -m benchmarks.large_text FOLDER TEXT... --bytes 20000000000
 
-DATA is a folder of `hmmlm data`; OUT is a new one, with the same tokenizer, valid and test files, and is kept. Prints
-seconds and the largest resident memory after each part of the work that training does with a text.
+Makes FOLDER/text from the lines of the files TEXT, then runs `hmmlm data FOLDER/text --workers 2`, which is killed when
+half of the parts are encoded and started again, and `hmmlm train`, as a user would. Prints seconds, and the largest
+resident memory of all processes together. Then does in this process what training does with a text, one by one. FOLDER
+is kept; what is there is not made again.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import overload
 
 import numpy as np
 import torch
 
 from hmmlm.data.batches import Batches, ChunkBatches, StreamBatches
-from hmmlm.data.files import link_or_copy
-from hmmlm.data.tokenfile import TokenFile, join_tokens
+from hmmlm.data.corpora import PART_BYTES
+from hmmlm.data.text import line_ranges, read_documents
 from hmmlm.device import peak_memory
 from hmmlm.learning.prepare import reopen
 from hmmlm.structure.bigrams import count_bigrams
 
 BATCH, LENGTH, STEPS = 256, 32, 2_000
+TRAINED_STEPS = 300
+HELD_OUT = 10_000
+"""Lines of valid and test each."""
 
 
-class Permutations(Sequence[TokenFile]):
-    """Copies of a text with its documents in other orders, each made when it is asked for."""
+def write_text(folder: Path, files: list[Path], size: int) -> None:
+    """Write train.txt of `size` bytes, copies of the lines of files in other orders, and valid.txt and test.txt."""
+    folder.mkdir(parents=True)
+    lines = [f"{line}\n".encode() for file in files for line in read_documents(file)]
+    np.random.default_rng(0).shuffle(held_out := lines[: 2 * HELD_OUT])
+    for split, first in (("valid", 0), ("test", HELD_OUT)):
+        (folder / f"{split}.txt").write_bytes(b"".join(held_out[first : first + HELD_OUT]))
+    lines, written = lines[2 * HELD_OUT :], 0
+    with (folder / "train.txt").open("wb") as file:
+        for copy in itertools.count():
+            order = np.random.default_rng(copy).permutation(len(lines))
+            for piece in np.array_split(order, 100):
+                written += file.write(b"".join(lines[i] for i in piece))
+                if written >= size:
+                    return
 
-    def __init__(self, text: TokenFile, count: int) -> None:
-        self.text, self.count = text, count
 
-    def __len__(self) -> int:
-        return self.count
+def resident(session: int) -> int:
+    """Return the resident memory of the processes of a session, in bytes; pages they share count in each."""
+    total = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (process / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session:
+                total += int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:  # it has ended
+            continue
+    return total
 
-    @overload
-    def __getitem__(self, number: int) -> TokenFile: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[TokenFile]: ...
-    def __getitem__(self, number: int | slice) -> TokenFile | Sequence[TokenFile]:
-        if isinstance(number, slice) or number >= self.count:
-            raise IndexError(number)
-        text = self.text
-        order = np.random.default_rng(number).permutation(len(text.documents) - 1)
-        sizes = np.diff(text.documents)[order]
-        ends = np.cumsum(sizes)
-        places = np.arange(len(text)) + np.repeat(text.documents[order + 1] - ends, sizes)
-        tokens, documents = np.asarray(text.tokens)[places], np.append(0, ends)
-        return TokenFile(tokens, documents, text.vocab_size, text.fingerprint, text_bytes=text.text_bytes)
+
+def run(what: str, *arguments: str, until: Callable[[], bool] = lambda: False) -> None:
+    """Run a command of hmmlm, or kill it once `until` is true; print its seconds and the memory of its processes."""
+    began, most = time.perf_counter(), 0
+    process = subprocess.Popen([sys.executable, "-m", "hmmlm", *arguments], start_new_session=True)
+    killed = False
+    while process.poll() is None:
+        most = max(most, resident(process.pid))
+        if until():
+            process.send_signal(signal.SIGKILL)
+            killed = True
+        time.sleep(0.5)
+    if not killed and process.returncode:
+        raise SystemExit(f"hmmlm {' '.join(arguments)} failed")
+    seconds = time.perf_counter() - began
+    print(f"{what}: {seconds:,.0f} s; at most {most / 1e9:.2f} GB resident in all processes", flush=True)
+    while killed and resident(process.pid):  # its workers notice that it has ended
+        time.sleep(0.5)
+
+
+def make_tokens(text: Path, out: Path) -> None:
+    """Run `hmmlm data`, kill it when half of the parts of train are encoded, and run it again."""
+    parts, count = out / "data" / ".train.parts", len(line_ranges(text / "train.txt", PART_BYTES))
+    command = ("data", str(text), "--out", str(out), "--workers", "2")
+
+    def made() -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in parts.glob("0*.json")} if parts.exists() else {}
+
+    run(f"data, killed after {count // 2} of {count} parts", *command, until=lambda: len(made()) >= count // 2)
+    before = made()
+
+    def changed() -> bool:
+        now = made()
+        assert not now or now.items() >= before.items(), "parts were made again"
+        return False
+
+    run("data, continued", *command, until=changed)
 
 
 @contextmanager
@@ -67,21 +118,10 @@ def read(batches: Batches, epoch: int) -> None:
         pass
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--tokens", type=int, default=4_000_000_000)
-    arguments = parser.parse_args()
-    if not arguments.out.exists():
-        small = reopen(arguments.data).tokens["train"]
-        for part in ("tokenizer", "data"):
-            link_or_copy(arguments.data / part, arguments.out / part)
-        with measured("write"):
-            copies = Permutations(small, -(-arguments.tokens // len(small)))
-            join_tokens(arguments.out / "data" / "train", copies, "repeated")
+def read_tokens(folder: Path) -> None:
+    """Do what training does with a text, one by one."""
     with measured("open and verify"):
-        data = reopen(arguments.out)
+        data = reopen(folder)
         train = data.tokens["train"]
     size = (train.text_bytes or 0) / 1e9
     print(f"{len(train):,} tokens in {len(train.documents) - 1:,} documents, {size:.1f} GB of text")
@@ -98,6 +138,24 @@ def main() -> None:
         StreamBatches(train, BATCH, LENGTH, shuffle=False, reset_at_eos=True, eos_id=eos, seed=0, whole=True)
     with measured("count bigrams"):
         count_bigrams(train.tokens, train.vocab_size, train.documents[:-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("files", type=Path, nargs="+", metavar="TEXT")
+    parser.add_argument("--bytes", type=int, default=20_000_000_000)
+    arguments = parser.parse_args()
+    text, tokens = arguments.folder / "text", arguments.folder / "tokens"
+    if not text.exists():
+        write_text(text, arguments.files, arguments.bytes)
+    if not tokens.exists():
+        make_tokens(text, tokens)
+    limit = str(TRAINED_STEPS * 64 * LENGTH)
+    batches = ("--batches.batch-size", "64", "--batches.length", str(LENGTH), "--train.max-tokens", limit)
+    command = ("train", "--data", str(tokens), "--out", str(arguments.folder / "run"), "--model.states", "64")
+    run(f"train {TRAINED_STEPS} steps", *command, *batches)
+    read_tokens(tokens)
 
 
 if __name__ == "__main__":

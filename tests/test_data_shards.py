@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import shutil
+import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -108,6 +112,28 @@ def test_words_that_were_counted_are_not_counted_again(tmp_path: Path, monkeypat
     assert main(command) == 0
     assert "marker" in json.loads((out / "tokenizer" / "tokenizer.json").read_text())["words"]
     assert sorted(path.name for path in out.iterdir()) == ["data", "tokenizer"]
+
+
+def wait_for_kill(path: Path) -> None:
+    path.write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def work_in_parts(folder: Path) -> None:
+    list(shards._results([partial(wait_for_kill, folder / name) for name in "ab"], 2))
+
+
+def test_workers_of_a_killed_command_end(tmp_path: Path) -> None:
+    command = multiprocessing.get_context("spawn").Process(target=work_in_parts, args=(tmp_path,))
+    command.start()
+    while len(workers := [path.read_text() for path in tmp_path.iterdir()]) < 2 or not all(workers):
+        time.sleep(0.05)
+    command.kill()
+    command.join()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_ranges_of_lines(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -76,7 +78,7 @@ def _results(jobs: Sequence[Callable[[], Result]], workers: int) -> Iterator[Res
         yield jobs[0]()
         return
     # Not forked from this process, which may have threads.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"))
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), _end_with_parent)
     try:
         waiting, pending = iter(jobs), set[Future[Result]]()
         while True:
@@ -88,6 +90,18 @@ def _results(jobs: Sequence[Callable[[], Result]], workers: int) -> Iterator[Res
             yield from (future.result() for future in done)
     finally:  # after an error or Ctrl-C, what has not begun is not done
         pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """End this worker when the process that started it is killed: it would wait for more work forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _count_part(documents: Documents, split: Split, lowercase: bool, path: Path) -> Counter[str]:

@@ -226,9 +226,7 @@ def _dtype(vocab_size: int) -> np.dtype:
     return _DTYPES["uint16" if vocab_size <= 65_535 else "uint32"]
 
 
-def _groups(
-    documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int
-) -> Iterator[tuple[np.ndarray, list[int]]]:
+def _groups(documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int) -> Iterator[tuple[np.ndarray, list[int]]]:
     """Yield the valid ids [n] of documents, several at once, and the size of each document.
 
     Checking and writing the lines of a text one by one would take as long as reading them.
