@@ -28,7 +28,7 @@ class Cost:
     held: float
     """Bytes of parameters, gradients and moments."""
     transient: float
-    """Bytes of the probabilities of a step, or of A, and of their gradients."""
+    """Bytes of the probabilities of a step and of their gradients."""
     normalizer: float
     """Operations of the normalizers: 2 K² h for the scores, again in the backward pass, and for either gradient."""
     sent: float
@@ -50,12 +50,14 @@ def factored(states: int, kept: int, blocks: int, gpus: int) -> Cost:
 def dense(states: int, gpus: int) -> Cost:
     """Return the cost of a scalar model without blocks and with `model.shard`.
 
-    A step gathers log A, makes A of it, and has their expected counts; O is gathered for the words of the batch, of
-    which there are at most as many as tokens. Gathering and scattering send (n − 1) / n of the bytes each.
+    A GPU has its rows of log A, A and its expected counts, and those of O. The recursions keep two numbers per token
+    and own state. Forward and backward, a message of [Z, B] per token is summed and scattered, or gathered: each sends
+    (n − 1) / n of its bytes.
     """
-    gathered = states * (states + min(WORDS, TOKENS))
-    held = FLOAT * STATE * states * (states + WORDS) / gpus
-    return Cost(held, 3 * FLOAT * gathered, 0.0, 2 * (gpus - 1) / gpus * FLOAT * gathered)
+    own = states // gpus
+    transient = 3 * own * (states + WORDS) + 2 * own * TOKENS
+    sent = 2 * (gpus - 1) / gpus * states * TOKENS
+    return Cost(FLOAT * STATE * own * (states + WORDS), FLOAT * transient, 0.0, FLOAT * sent)
 
 
 def normalizer_rate() -> float:
@@ -71,7 +73,7 @@ def table() -> str:
         "2^20 states, dense emission, an eighth kept": lambda n: factored(2**20, 2**17, 1, n),
         "2^22 states in 256 blocks, an eighth kept": lambda n: factored(2**22, 2**19, 256, n),
         "dense A and O, 2^15 states, `model.shard`": lambda n: dense(2**15, n),
-        "dense A and O, 2^16 states, `model.shard`": lambda n: dense(2**16, n),
+        "dense A and O, 2^17 states, `model.shard`": lambda n: dense(2**17, n),
         "dense A and O, 2^20 states, `model.shard`": lambda n: dense(2**20, n),
     }
     lines = [

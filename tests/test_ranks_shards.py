@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from hmmlm.learning.adamw import AdamW
 from hmmlm.learning.fit import Fit
 from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner
 from hmmlm.learning.train import train
+from hmmlm.models.scalar import Scalar
 from hmmlm.ops.join_rows import join_rows
+from hmmlm.ops.scan import Evidence, Parameters, divided_scan, scan
 from hmmlm.ranks import world
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -47,6 +50,10 @@ def train_divided(config: dict[str, Any], out: Path, resume: bool = False) -> No
     """Train in float64; every matrix that a process holds has its rows only, gradients included."""
     made: list[Fit] = []
     gradients: set[int] = set()
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("all rows are in one process")
+
     original, update = Fit.run, AdamW._norm
 
     def run(fit: Fit, *args: Any) -> bool:
@@ -60,6 +67,7 @@ def train_divided(config: dict[str, Any], out: Path, resume: bool = False) -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Fit, "run", run)
         patch.setattr(AdamW, "_norm", norm)
+        patch.setattr(Scalar, "join", refuse)
         train_in_float64(config, out, resume)
     rows = 8 // world().count
     shapes = held_matrices(made[0])
@@ -118,6 +126,59 @@ def differentiate() -> None:
 
 def test_gradients_of_rows_are_those_of_all_processes() -> None:
     run_ranks(2, differentiate)
+
+
+def random_problem(peaked: bool, carried: bool, dtype: torch.dtype) -> tuple[Parameters, Evidence]:
+    """Return parameters of 12 states and 5 sequences, of which the last ones are shorter."""
+    torch.manual_seed(int(carried))
+    states, words, batch, steps, spread = 12, 7, 5, 6, 60.0 if peaked else 1.0
+    shapes = ((states,), (states, states), (states, words))
+    parameters = Parameters(*((torch.randn(shape, dtype=dtype) * spread).log_softmax(-1) for shape in shapes))
+    tokens, lengths = torch.randint(-1, words, (batch, steps)), torch.tensor([6, 6, 5, 3, 1])
+    tokens[torch.arange(steps) >= lengths[:, None]] = -1
+    initial = torch.rand(batch, states, dtype=dtype).softmax(1) if carried else None
+    return parameters, Evidence(tokens, lengths, initial, torch.rand(batch, steps) < 0.2 if carried else None)
+
+
+def compare_recursions(peaked: bool, carried: bool, dtype: torch.dtype) -> None:
+    """Compare likelihoods, carry and gradients with those of log space in one process."""
+    parameters, evidence = random_problem(peaked, carried, dtype)
+    exact = Parameters(*(p.clone().double().requires_grad_() for p in parameters))
+    initial = None if evidence.initial is None else evidence.initial.double()
+    expected = scan(exact, evidence._replace(initial=initial), "naive")
+    weights = torch.arange(1.0, 6.0, dtype=torch.float64)
+    (expected.log_likelihood * weights).sum().backward()
+    rank, count = world().rank, world().count
+    rows, sequences = world().own_rows(12), torch.arange(rank, 5, count)
+    own = Parameters(parameters.log_start, *(p[rows].clone() for p in parameters[1:]))
+    for part in own:
+        part.requires_grad_()
+    # Without lengths, and with fewer positions, as batches have them.
+    mine = evidence.rows(sequences)
+    assert mine.lengths is not None
+    width = int(mine.lengths.max())
+    restart = None if mine.restart is None else mine.restart[:, :width]
+    full = None if bool((mine.lengths == width).all()) else mine.lengths
+    result = divided_scan(own, Evidence(mine.tokens[:, :width], full, mine.initial, restart))
+    tolerance = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-5, "atol": 2e-6}
+    check = partial(torch.testing.assert_close, check_dtype=False, **tolerance)
+    check(result.log_likelihood, expected.log_likelihood[sequences].detach())
+    check(result.carry.probs, expected.carry.probs[sequences])
+    result.log_likelihood.backward(weights[sequences].to(dtype))
+    start = own.log_start.grad
+    assert start is not None and exact.log_start.grad is not None
+    world().sum_([start])
+    check(start, exact.log_start.grad)
+    for part, whole in zip(own[1:], exact[1:], strict=True):
+        assert part.grad is not None and whole.grad is not None
+        check(part.grad, whole.grad[rows])
+
+
+@pytest.mark.parametrize("peaked", [False, True])
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_divided_recursions_are_those_of_log_space(peaked: bool, carried: bool, dtype: torch.dtype) -> None:
+    run_ranks(3, compare_recursions, peaked, carried, dtype)
 
 
 def start_undividable(config: dict[str, Any], out: Path) -> None:

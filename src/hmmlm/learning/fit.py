@@ -294,7 +294,7 @@ class Fit:
         moments, values = self.learner.optimizer.state_dict()
         tensors = {f"parameters.{name}": t for name, t in self.learner.parameters().items()}
         tensors |= {f"optimizer.{name}": t for name, t in moments.items()}
-        tensors |= {name: self.ranks.join_rows(t).cpu() for name, t in tensors.items() if self.is_divided(name, t)}
+        tensors |= {name: self.ranks.collect_rows(t) for name, t in tensors.items() if self.is_divided(name, t)}
         tensors |= {f"carry.{name}": t for name, t in self.gather_carry().items()}
         tensors |= {"window": self.window, "rng.cpu": torch.get_rng_state()}
         if self.learner.device.type == "cuda":

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hmmlm.config.sections import AdamWConfig, BaumWelchConfig
 from hmmlm.data.batches import Batch
 from hmmlm.data.tokenizers import Tokenizer
-from hmmlm.hmm import Carry, HiddenMarkovModel, Scan
+from hmmlm.hmm import Carry, HiddenMarkovModel
 from hmmlm.learning.adamw import AdamW
 from hmmlm.learning.baum_welch import RunningCounts, maximize
 from hmmlm.learning.evaluate import Evaluation, carried, evaluate
@@ -173,10 +173,11 @@ class HmmLearner(ABC):
         return hmm
 
     def evaluate(self, batches: Iterable[Batch], on_batch: Callable[[int], None]) -> Evaluation:
-        return evaluate(self.hmm(), batches, on_batch)
+        # Divided rows are not joined.
+        return evaluate(self.model if self.divided else self.hmm(), batches, on_batch)
 
     def exporter(self) -> Callable[[Path], None]:
-        joined = self.hmm() if self.divided else None  # with the rows of all processes
+        joined = self.model.collect() if isinstance(self.model, Scalar) and self.divided else None
 
         def write(folder: Path) -> None:
             LanguageModel(self.hmm() if joined is None else joined, self.tokenizer, self.config).save(folder)
@@ -262,14 +263,12 @@ class BaumWelchLearner(HmmLearner):
             leaves = self.model.log_probs()
         for log_probs in leaves:
             log_probs.requires_grad_()
-        hmm = self.model.join(leaves)
         with self.fabric.autocast():
-            scan: Scan = (
-                hmm.scan(batch.tokens, batch.lengths, carry, batch.restart)
-                if batch.labels is None
-                else hmm.joint_scan(batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
-            )
-        scan = self.model.drop_underflowed(scan)
+            if batch.labels is None:
+                scan = self.model.scan_with(leaves, batch.tokens, batch.lengths, carry, batch.restart)
+            else:
+                hmm = self.model.join(leaves)
+                scan = hmm.joint_scan(batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
         counts = torch.autograd.grad(counted(scan.log_likelihood, batch).sum(), leaves)
         with torch.no_grad():
             self.optimizer.add(*counts)

@@ -146,6 +146,10 @@ class Model(nn.Module, ABC):
         self.draws_for_rows = False
         """Whether `scan` draws more random numbers for more sequences."""
 
+    @property
+    def device(self) -> torch.device:
+        return self.skipped.device
+
     @abstractmethod
     def forward(self) -> HiddenMarkovModel:
         """Return the HMM, differentiable in the parameters of the module."""

@@ -14,7 +14,7 @@ from hmmlm.hmm import HMM, BlockedHMM, Carry, Scan
 from hmmlm.models.base import BlockedConfig, BlockedModel, Model, restart_lost
 from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
 from hmmlm.ops.join_rows import join_rows
-from hmmlm.ops.scan import Parameters
+from hmmlm.ops.scan import Evidence, Parameters, divided_scan
 from hmmlm.ranks import world
 from hmmlm.section import ModelSize, Scale
 from hmmlm.structure.blocks import Blocks
@@ -49,7 +49,8 @@ class ScalarConfig(BlockedConfig):
     def size(self, words: int) -> ModelSize:
         words_of_state = words // max(1, self.blocks)
         owners = world().count if self.shard else 1
-        return ModelSize(self.states * (self.states + words_of_state) // owners, super().size(words).probabilities)
+        whole = ModelSize(self.states * (self.states + words_of_state), super().size(words).probabilities)
+        return ModelSize(whole.parameters // owners, whole.probabilities // owners)
 
     def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
         generator, words = torch.Generator().manual_seed(seed), vocabulary.vocab_size
@@ -72,8 +73,8 @@ def _logits(scale: float, generator: torch.Generator | None, *shape: int, rows: 
 class Scalar(Model):
     """Logits start [Z], transition [Z, Z] and emission [Z, V], drawn from N(0, scale²); a softmax over each row.
 
-    With `shard`, each process of a run has some rows of transition and emission. A softmax is over one row, so that
-    only probabilities are exchanged: in training, all of the transition and the emissions of the words in the batch.
+    With `shard`, each process of a run has some rows of transition and emission. A softmax is over one row, and the
+    recursions run over the states of each process (see `divided_scan`): only P(O, S) and export join the rows.
     """
 
     def __init__(
@@ -106,24 +107,27 @@ class Scalar(Model):
     def forward(self) -> HMM:
         return self.join(self.log_probs())
 
+    @torch.no_grad()
+    def collect(self) -> HMM | None:
+        """Return the HMM in rank 0, on the CPU; None in the others. One matrix is on the device at a time."""
+        transition, emission = (
+            world().collect_rows(logits.log_softmax(-1)) for logits in (self.transition, self.emission)
+        )
+        return HMM(self.start.log_softmax(-1).cpu(), transition, emission) if world().first else None
+
     def scan(
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> Scan:
-        if not self.divided:
-            return super().scan(tokens, lengths, carry, restart)
-        own = self.log_probs()
-        words, tokens = self._words_of_batch(tokens)
-        own = own._replace(log_emission=own.log_emission.index_select(1, words))
-        result = self.join(own).scan(tokens, lengths, carry, restart_lost(restart, carry, tokens))
-        return self.drop_underflowed(result)
+        restart = restart_lost(restart, carry, tokens)
+        return self.scan_with(self.log_probs(), tokens, lengths, carry, restart)
 
-    def _words_of_batch(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the words [W] in the tokens of all processes, and these tokens [B, T] as positions among them."""
-        found = torch.zeros(self.vocab_size, device=tokens.device)
-        found[tokens.clamp(min=0)] = 1
-        world().sum_([found])
-        positions = (found > 0).cumsum(0) - 1
-        return found.nonzero().squeeze(1), torch.where(tokens < 0, tokens, positions[tokens])
+    def scan_with(
+        self, own: Parameters, tokens: Tensor, lengths: Tensor | None, carry: Carry | None, restart: Tensor | None
+    ) -> Scan:
+        """Compute `HMM.scan` with log-probabilities of which each process has its rows, without joining them."""
+        if not self.divided:
+            return self.drop_underflowed(HMM(*own).scan(tokens, lengths, carry, restart))
+        return divided_scan(own, Evidence(tokens, lengths, None if carry is None else carry.probs, restart))
 
     @torch.no_grad()
     def assign(self, hmm: HMM) -> None:

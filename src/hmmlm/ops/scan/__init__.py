@@ -6,6 +6,7 @@ log-probabilities (start [Z], transition [Z, Z], emission [Z, V]).
 """
 
 from hmmlm.ops.scan.api import loops_pay, scan
+from hmmlm.ops.scan.divided import divided_scan
 from hmmlm.ops.scan.naive import Evidence, Parameters
 
-__all__ = ["Evidence", "Parameters", "loops_pay", "scan"]
+__all__ = ["Evidence", "Parameters", "divided_scan", "loops_pay", "scan"]

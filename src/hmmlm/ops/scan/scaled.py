@@ -9,6 +9,7 @@ and `api.py` recomputes them in log space.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -59,8 +60,18 @@ class ScaledForward(NamedTuple):
     floor: float  # values below this share of a step's mass may have been lost
 
 
-def make_chain(parameters: Parameters, evidence: Evidence, products: torch.dtype) -> ScaledChain:
-    """Convert parameters to probabilities, and the batch to time-major order sorted by length."""
+def make_chain(
+    parameters: Parameters,
+    evidence: Evidence,
+    products: torch.dtype,
+    join_peaks: Callable[[Tensor], None] = lambda peaks: None,
+) -> ScaledChain:
+    """Convert parameters to probabilities, and the batch to time-major order sorted by length.
+
+    Args:
+        join_peaks: replaces the largest emissions [U] of the states here by those of all states, where these are
+            divided.
+    """
     log_start, log_transition, log_emission = parameters
     (tokens, _, initial, restart), active, order = sort_by_length(evidence, log_start.dtype)
     words = tokens.t().contiguous() + 1
@@ -74,6 +85,7 @@ def make_chain(parameters: Parameters, evidence: Evidence, products: torch.dtype
     if missing:
         columns[:, 0] = 0.0
     log_peak = columns.amax(0)
+    join_peaks(log_peak)
     log_peak = torch.where(log_peak == NEG_INF, 0.0, log_peak)
     emission = exp(columns.sub_(log_peak)).t().contiguous()
     return ScaledChain(
