@@ -53,22 +53,18 @@ class NgramModel:
         if len(text) == 1:
             raise InputError("an n-gram cannot be trained on an empty text")
         # Order 1 knows the whole vocabulary, so that the id of a unigram is its token.
-        codes, grams, contexts = [np.arange(vocab_size)], [text], [1]
-        counts = [np.bincount(text[1:], minlength=vocab_size)]
-        for k in range(2, order + 1):
-            code_at = self._codes(self._as_context(grams[-1], text, k - 1), text)
-            seen, gram_at, count = np.unique(code_at, return_inverse=True, return_counts=True)
-            # The first unique code is −1, for positions that end no k-gram, such as position 0.
-            codes.append(seen[1:])
-            counts.append(count[1:])
-            grams.append(gram_at - 1)
-            contexts.append(len(codes[-2]))
+        codes, gram_at, contexts = np.arange(vocab_size), text, 1
+        count = np.bincount(text[1:], minlength=vocab_size)
         self.orders: list[Order] = []
-        for k in range(order):
-            count = counts[k]
-            if k < order - 1:
-                count = _continuations(count, grams[k], grams[k + 1], len(codes[k + 1]))
-            self.orders.append(_smooth(codes[k], count, codes[k] // vocab_size, contexts[k]))
+        for k in range(2, order + 1):
+            code_at = self._codes(self._as_context(gram_at, text, k - 1), text)
+            seen, longer_at, longer_count = np.unique(code_at, return_inverse=True, return_counts=True)
+            # The first unique code is −1, for positions that end no k-gram, such as position 0.
+            seen, longer_at = seen[1:], longer_at - 1
+            count = _continuations(count, gram_at, longer_at, len(seen))
+            self.orders.append(_smooth(codes, count, codes // vocab_size, contexts))
+            codes, gram_at, count, contexts = seen, longer_at, longer_count[1:], len(codes)
+        self.orders.append(_smooth(codes, count, codes // vocab_size, contexts))
 
     @classmethod
     def from_orders(cls, orders: list[Order], vocab_size: int, eos: int | None) -> NgramModel:

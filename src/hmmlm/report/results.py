@@ -30,7 +30,7 @@ BASELINES = {"unigram": 1, "bigram": 2, "5-gram": 5}
 MODEL = "model"
 MIXTURE = "HMM + 5-gram"
 """The linear interpolation of the model with the last baseline."""
-BASELINE_TOKENS = 20_000_000  # training tokens of the n-grams at most: their counts are held in memory
+BASELINE_TOKENS = 10_000_000  # training tokens of the n-grams at most: their counts take a gigabyte
 PART_TOKENS = 1 << 20
 STREAM_LENGTH = 4096  # tokens of a single stream that are read at once
 SENTENCE_TOKENS = range(9, 16)  # tokens of a sentence to explain, <eos> included
