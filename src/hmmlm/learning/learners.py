@@ -265,7 +265,7 @@ class BaumWelchLearner(HmmLearner):
             log_probs.requires_grad_()
         with self.fabric.autocast():
             if batch.labels is None:
-                scan = self.model.scan_with(leaves, batch.tokens, batch.lengths, carry, batch.restart)
+                scan = self.model.scan(batch.tokens, batch.lengths, carry, batch.restart, leaves)
             else:
                 hmm = self.model.join(leaves)
                 scan = hmm.joint_scan(batch.tokens, batch.labels, batch.lengths, carry, batch.restart)

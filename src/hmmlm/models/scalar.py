@@ -116,18 +116,19 @@ class Scalar(Model):
         return HMM(self.start.log_softmax(-1).cpu(), transition, emission) if world().first else None
 
     def scan(
-        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        carry: Carry | None = None,
+        restart: Tensor | None = None,
+        own: Parameters | None = None,
     ) -> Scan:
-        restart = restart_lost(restart, carry, tokens)
-        return self.scan_with(self.log_probs(), tokens, lengths, carry, restart)
-
-    def scan_with(
-        self, own: Parameters, tokens: Tensor, lengths: Tensor | None, carry: Carry | None, restart: Tensor | None
-    ) -> Scan:
-        """Compute `HMM.scan` with log-probabilities of which each process has its rows, without joining them."""
-        if not self.divided:
-            return self.drop_underflowed(HMM(*own).scan(tokens, lengths, carry, restart))
-        return divided_scan(own, Evidence(tokens, lengths, None if carry is None else carry.probs, restart))
+        """See `Model.scan`; with log-probabilities `own` of the rows of this process, those of the logits if None."""
+        if own is None:
+            own, restart = self.log_probs(), restart_lost(restart, carry, tokens)
+        if self.divided:
+            return divided_scan(own, Evidence(tokens, lengths, None if carry is None else carry.probs, restart))
+        return self.drop_underflowed(HMM(*own).scan(tokens, lengths, carry, restart))
 
     @torch.no_grad()
     def assign(self, hmm: HMM) -> None:
