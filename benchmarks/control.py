@@ -183,7 +183,14 @@ def measure_calls(options: argparse.Namespace) -> None:
                     if name != "steered":
                         ours, other = results["steered"].exp(), results[name].exp()
                         metrics["largest_difference"] = float((ours - other).abs().max())
-                    recorder.add(name, metrics, states=states, phrases=phrases, rows=count, length=length)
+                    recorder.add(
+                        f"{name}, one call, {states} states, {phrases} phrase(s), {count} row(s)",
+                        metrics,
+                        states=states,
+                        phrases=phrases,
+                        rows=count,
+                        length=length,
+                    )
 
 
 def measure_large(options: argparse.Namespace) -> None:

@@ -52,6 +52,32 @@ SPEED = Study(
     },
 )
 
+CONTROL = Study(
+    name="control",
+    title="Steering a model of 15M parameters by an HMM distilled from it, beside Ctrl-G's own code",
+    made_by="python -m benchmarks.control all",
+    columns=(),
+    headers={
+        "satisfied": "satisfied",
+        "log_prob_per_token": "log p per token",
+        "feasible_log_prob_per_token": "log p per token where exact samples exist",
+        "ms_per_token": "ms per token",
+        "times_unconstrained": "× unconstrained",
+        "ms_per_call": "ms per call",
+        "setup_ms": "set-up, ms",
+        "setup_s": "set-up, s",
+        "largest_difference": "largest difference from ours",
+        "tokens_before_the_word": "tokens before the word",
+        "times_exact": "× exact",
+        "constraints": "constraints",
+        "feasible": "with exact samples",
+        "table_gb": "tables, GB",
+        "seconds": "s",
+        "epochs": "epochs",
+        "perplexity": "perplexity",
+    },
+)
+
 # --- time and memory against the sizes of a model (benchmarks/curves.py) ---
 
 AXES = {"states": "states", "sequence length": "length", "batch": "batch", "vocabulary": "vocab"}

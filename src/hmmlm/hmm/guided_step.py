@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 """Types of scores."""
 MOST_PLACES = 8  # automaton states that many tokens of a row lead to
-MOST_ALONE = 4096  # tokens of a call that are scored alone
+_ALONE = (
+    0,
+    64,
+    512,
+    4096,
+)  # tokens of a call that are scored alone, at most: few sizes, so that few graphs are recorded
 _GRAPHS = 16  # kept, by shape
 _WORDS = 1024  # tokens of a program
 
@@ -65,10 +70,10 @@ class GuidedSteps:
         """
         plans = [row.plan for row in rows if row.plan is not None]
         places, alone = max(len(plan.places) for plan in plans), sum(len(plan.alone) for plan in plans)
-        if places > MOST_PLACES or alone > MOST_ALONE or scores.dtype not in KINDS:
+        if places > MOST_PLACES or alone > _ALONE[-1] or scores.dtype not in KINDS:
             return None
         first = all(row.token < 0 for row in rows)
-        places, alone = _power_of_2(max(1, places)), _power_of_2(alone) if alone else 0
+        places, alone = _power_of_2(max(1, places)), next(size for size in _ALONE if size >= alone)
         key = (len(rows), scores.shape[1], scores.dtype, places, alone, first, weight)
         step = self._graphs.pop(key, None)
         if step is None:
