@@ -1,5 +1,7 @@
 """The kernels of a token under constraints agree with log space, and leave to it what they cannot do."""
 
+import copy
+
 import pytest
 import torch
 from helpers.interpreter import in_interpreter, run_in_interpreter, starts_interpreter
@@ -82,6 +84,18 @@ def test_triton_steps_leave_what_underflows_to_log_space() -> None:
     for ours, theirs in zip(run(kernels, texts, scores), run(portable, texts, scores), strict=True):
         torch.testing.assert_close(ours, theirs)
     assert kernels._doubtful
+
+
+@in_interpreter
+def test_a_model_that_has_steered_can_be_copied_also_with_triton() -> None:
+    hmm = random_model(2)
+    guide = Guide(hmm, lines()[2], LENGTH)
+    scores = torch.zeros(1, WORDS)
+    expected = Steering(guide, guide.begin())(torch.tensor([[7]]), scores)
+    other = copy.deepcopy(hmm)
+    assert other.guided_steps() is not hmm.guided_steps()
+    guide = Guide(other, lines()[2], LENGTH)
+    torch.testing.assert_close(Steering(guide, guide.begin())(torch.tensor([[7]]), scores), expected)
 
 
 @pytest.mark.parametrize("spread", [1.0, 8.0])

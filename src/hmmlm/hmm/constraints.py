@@ -155,7 +155,8 @@ class Guide:
     def moves(self, state: int) -> Moves:
         """Return the tokens that may follow an automaton state."""
         check_count("state", state, 0, self.automaton.states - 1)
-        if state not in self._known_moves:
+        known = self._known_moves.get(state)  # another thread may clear them
+        if known is None:
             if len(self._known_moves) == KNOWN_MOVES:
                 self._known_moves.clear()
             following = self.automaton.by_class[state][self.automaton.class_of].long()
@@ -165,21 +166,24 @@ class Guide:
             number = torch.full_like(reached, len(many), dtype=torch.int16)
             number[many] = torch.arange(len(many), dtype=torch.int16)
             device = self.hmm.device
-            self._known_moves[state] = Moves(reached[many], number[group_of].to(device), few.to(device), following[few])
-        return self._known_moves[state]
+            known = self._known_moves[state] = Moves(
+                reached[many], number[group_of].to(device), few.to(device), following[few]
+            )
+        return known
 
     def plan(self, state: int, remaining: int) -> tuple[Plan, Tensor]:
         """Return which rows of a table score the tokens after `state`, `remaining` of which follow, and the table."""
         ahead = self._ahead[min(remaining, len(self._ahead)) - 1]
         key = state, id(ahead.row_of)
-        if key not in self._plans:
+        plan = self._plans.get(key)
+        if plan is None:
             if len(self._plans) == KNOWN_MOVES:
                 self._plans.clear()
             moves = self.moves(state)
             places, rows = ahead.row_of[moves.many].tolist(), ahead.row_of[moves.few_states].tolist()
             alone = [pair for pair in zip(moves.few_tokens.tolist(), rows, strict=True) if pair[1] >= 0]
-            self._plans[key] = Plan(moves.group_of, places, alone)
-        return self._plans[key], ahead.log_probs
+            plan = self._plans[key] = Plan(moves.group_of, places, alone)
+        return plan, ahead.log_probs
 
     @check_arguments
     def next_token(self, position: Position) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -61,6 +62,13 @@ class GuidedSteps:
     def __init__(self, hmm: HMM) -> None:
         self.hmm = hmm
         self._graphs: OrderedDict[tuple[object, ...], _Step] = OrderedDict()
+        self._lock = Lock()  # buffers are shared by all threads that steer with this model
+
+    def __getstate__(self) -> HMM:
+        return self.hmm  # a copy of the model records graphs of its own
+
+    def __setstate__(self, hmm: HMM) -> None:
+        self.__init__(hmm)  # type: ignore[misc]
 
     def run(self, rows: Sequence[StepRow], scores: Tensor, weight: float) -> StepResult | None:
         """Return steered scores for scores [B, V]; None if the kernels do not serve.
@@ -75,13 +83,14 @@ class GuidedSteps:
         first = all(row.token < 0 for row in rows)
         places, alone = _power_of_2(max(1, places)), next(size for size in _ALONE if size >= alone)
         key = (len(rows), scores.shape[1], scores.dtype, places, alone, first, weight)
-        step = self._graphs.pop(key, None)
-        if step is None:
-            step = _Step(self.hmm, scores, places, alone, first, weight)
-        self._graphs[key] = step
-        if len(self._graphs) > _GRAPHS:
-            self._graphs.popitem(last=False)
-        return step.run(rows, scores.contiguous())
+        with self._lock:
+            step = self._graphs.pop(key, None)
+            if step is None:
+                step = _Step(self.hmm, scores, places, alone, first, weight)
+            self._graphs[key] = step
+            if len(self._graphs) > _GRAPHS:
+                self._graphs.popitem(last=False)
+            return step.run(rows, scores.contiguous())
 
 
 def _power_of_2(least: int) -> int:
@@ -121,7 +130,7 @@ class _Step:
         self.packet.copy_(self.host, non_blocking=True)
         if self.graph is None and self.runs and scores.is_cuda:  # the first run has compiled the kernels
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # other threads may go on
                 self.launch()
         self.runs += 1
         if self.graph is None:
