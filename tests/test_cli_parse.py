@@ -34,6 +34,11 @@ def parsed(*argv: str) -> RunConfig:
 # --- help ---
 
 
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in ([], ["--help"], ["-h"]):
         out = help_text(capsys, *argv)
@@ -60,13 +65,13 @@ def test_help_fits_a_narrow_terminal(
     columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for argv in (["--help"], *([command, "--help"] for command in COMMANDS), ["train", "--help", "all"]):
-        monkeypatch.delenv("COLUMNS", raising=False)
+        monkeypatch.setenv("COLUMNS", "100")
         wide = help_text(capsys, *argv)
         monkeypatch.setenv("COLUMNS", str(columns))
         narrow = help_text(capsys, *argv)
         assert re.sub(r"\s", "", wide) == re.sub(r"\s", "", narrow)  # nothing is cut, nor moved
-        for line in narrow.splitlines():  # a word, an option and the usage may be longer
-            whole = len(line.split()) == 1 or re.match(r"usage: | +-", line) or columns < 20
+        for line in narrow.splitlines():  # a word, an option, an example and the usage may be longer
+            whole = len(line.split()) == 1 or re.match(r"usage: | +-| *hmmlm ", line) or columns < 20
             assert len(line) <= columns or whole, line
 
 

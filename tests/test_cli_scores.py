@@ -183,7 +183,7 @@ def test_a_text_longer_than_a_batch_is_read_in_windows(monkeypatch: pytest.Monke
     lm = load("runs/running")
     texts = [lm.encode("the cat sees the dog .\n" * n) for n in (1, 9, 3)]
     whole = lm.token_log_probs(texts)
-    monkeypatch.setattr("hmmlm.hmm.queries._WINDOW_STEPS", 10)
+    monkeypatch.setattr("hmmlm.hmm.recursions._WINDOW_STEPS", 10)
     for part, expected in zip(lm.token_log_probs(texts), whole, strict=True):
         assert torch.allclose(part, expected, atol=1e-4)
 

@@ -11,7 +11,7 @@ from helpers.report_models import sentence_model
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, queries
+from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, recursions
 from hmmlm.report.results import score_tokens
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.scoring import TextScore
@@ -38,7 +38,7 @@ def test_an_impossible_text_has_infinite_perplexity_in_windows_too(monkeypatch: 
     impossible = lm.encode("runs runs the the cat the the cat")
     whole = lm.token_log_probs([impossible])[0]
     assert float(whole.sum()) == -math.inf
-    monkeypatch.setattr(queries, "_WINDOW_STEPS", 2)
+    monkeypatch.setattr(recursions, "_WINDOW_STEPS", 2)
     assert float(lm.token_log_probs([impossible])[0].sum()) == -math.inf
     for config in ({}, {"batches": {"kind": "stream", "eval_reset_at_eos": True}}):
         other = LanguageModel(lm.hmm, lm.tokenizer, config)
@@ -56,7 +56,7 @@ def test_a_state_that_matters_in_a_later_window_is_not_lost(kind: str, monkeypat
     hmm = hmm.dense() if kind == "dense" else hmm
     lm = LanguageModel(hmm, WordTokenizer(["<unk>", "<eos>"]))
     tokens = TokenFile.from_arrays([0] * 8 + [1] * 30, None, 2)
-    monkeypatch.setattr(queries, "_WINDOW_STEPS", 8)
+    monkeypatch.setattr(recursions, "_WINDOW_STEPS", 8)
     assert score_tokens(lm, tokens).log_likelihood == pytest.approx(math.log(0.5) - 8 * 25, rel=1e-6)
     assert float(hmm.log_likelihood([tokens.tokens.tolist()])) == pytest.approx(math.log(0.5) - 8 * 25, rel=1e-6)
 

@@ -38,8 +38,11 @@ def wrap_help(text: str) -> str:
 
 
 def _wrap_line(line: str, width: int) -> str:
-    """Wrap a line; it continues below its second column, if there is room, or a little to the right."""
-    if len(line.rstrip()) <= width:
+    """Wrap a line; it continues below its second column, if there is room, or a little to the right.
+
+    Examples stay on one line, to be copied.
+    """
+    if len(line.rstrip()) <= width or line.lstrip().startswith("hmmlm "):
         return line
     first = re.match(r"( *\S.*?)  +(?=\S)", line)
     indent = "    " if line.startswith(" ") else ""

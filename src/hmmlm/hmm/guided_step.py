@@ -144,17 +144,22 @@ class _Step:
         """Write the packet (see `ops.guided_kernels`)."""
         numbers = [tensor.data_ptr() for tensor in tensors]
         alone: list[int] = []
-        stride, nothing = self.hmm.states * 4, [0] * self.places
+        stride, nothing = self.hmm.states * 4, [0] * (1 + self.places)
+        known: dict[tuple[int, int], tuple[int, list[int]]] = {}  # most rows have the plan and the table of others
         for number, (log_state, token, plan, table) in enumerate(rows):
             numbers += (log_state.data_ptr(), token)
             if plan is None or table is None:
-                numbers += [0, *nothing]
+                numbers += nothing
                 continue
-            begin = table.data_ptr()
-            places = [begin + stride * place if place >= 0 else 0 for place in plan.places]
-            numbers += [plan.group_of.data_ptr(), *places, *nothing[len(places) :]]
+            found = known.get((id(plan), id(table)))
+            if found is None:
+                begin = table.data_ptr()
+                places = [begin + stride * place if place >= 0 else 0 for place in plan.places]
+                found = begin, [plan.group_of.data_ptr(), *places, *nothing[1 + len(places) :]]
+                known[id(plan), id(table)] = found
+            numbers += found[1]
             for word, place in plan.alone:
-                alone += (number, word, begin + stride * place)
+                alone += (number, word, found[0] + stride * place)
         numbers += alone
         self.numbers[: len(numbers)] = numbers
         self.numbers[len(numbers) :] = -1  # no row: no token

@@ -125,10 +125,12 @@ class Scalar(Model):
     ) -> Scan:
         """See `Model.scan`; with log-probabilities `own` of the rows of this process, those of the logits if None."""
         if own is None:
-            own, restart = self.log_probs(), restart_lost(restart, carry, tokens)
+            restart = restart_lost(restart, carry, tokens)
         if self.divided:
-            return divided_scan(own, Evidence(tokens, lengths, None if carry is None else carry.probs, restart))
-        return self.drop_underflowed(HMM(*own).scan(tokens, lengths, carry, restart))
+            evidence = Evidence(tokens, lengths, None if carry is None else carry.probs, restart)
+            return divided_scan(self.log_probs() if own is None else own, evidence)
+        hmm = self() if own is None else HMM(*own)
+        return self.drop_underflowed(hmm.scan(tokens, lengths, carry, restart))
 
     @torch.no_grad()
     def assign(self, hmm: HMM) -> None:

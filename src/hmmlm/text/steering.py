@@ -180,7 +180,7 @@ class Steering:
         if result is not None and not begins:
             for row, log_state in zip(afters, result.log_states.unbind(), strict=True):
                 if not row.settled:
-                    row.position = row.position._replace(log_state=log_state)
+                    row.position = Position(log_state, *row.position[1:])
         rows.update(zip(keys, afters, strict=True))
         if result is None:
             return scores
