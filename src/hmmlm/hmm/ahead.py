@@ -124,7 +124,7 @@ def _kernel_step(
     edges_kernel[(terms.rows, -(-states // _BLOCK))](
         probs, offset, edges.weights, terms.first, terms.kept, terms.from_row, total, top, states, BLOCK=_BLOCK
     )
-    torch.mm(total, hmm.backward_columns.scaled, out=moved)
+    torch.mm(total, hmm.backward_product.scaled, out=moved)
     least = least_sum(states + terms.most, torch.float32)
     divide_kernel[(terms.rows,)](moved, hmm.row_peaks, top, total, log_probs, doubtful, states, least, BLOCK=_BLOCK)
     return log_probs, total, top

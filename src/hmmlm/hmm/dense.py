@@ -246,11 +246,13 @@ class HMM(HiddenMarkovModel):
         return self.log_transition.t().contiguous()  # row = to-state
 
     @cached_property
-    def _forward_product(self) -> LogMatrix:
+    def forward_product(self) -> LogMatrix:
+        """The transition [Z, Z], prepared for products."""
         return LogMatrix(self.log_transition)
 
     @cached_property
-    def _backward_product(self) -> LogMatrix:
+    def backward_product(self) -> LogMatrix:
+        """The transition into each state [Z, Z], prepared for products."""
         return LogMatrix(self._into)
 
     @property
@@ -266,28 +268,14 @@ class HMM(HiddenMarkovModel):
     def _guided_steps(self) -> GuidedSteps:
         return GuidedSteps(self)
 
-    @property
-    def forward_columns(self) -> LogMatrix:
-        """The transition, each column relative to its largest entry."""
-        return self._forward_product
-
-    @property
-    def backward_columns(self) -> LogMatrix:
-        """The transposed transition, each column relative to its largest entry."""
-        return self._backward_product
-
-    @property
-    def emission_columns(self) -> tuple[Tensor, Tensor | None]:
-        """The distinct columns of the emission [Z, U], each relative to its largest entry, and the one of each word."""
-        return self._emissions.columns
-
     @cached_property
     def row_peaks(self) -> Tensor:
         """The largest transition probability of each state [Z]."""
-        return self._backward_product.peak.exp()
+        return self.backward_product.peak.exp()
 
     @cached_property
-    def _emissions(self) -> EmissionMatrix:
+    def emissions(self) -> EmissionMatrix:
+        """The emission [Z, V], prepared for products."""
         return EmissionMatrix(self.log_emission)
 
     def observe(self, tokens: Tensor, missing: bool, log_missing: Tensor | None = None) -> tuple[Support, Tensor]:
@@ -318,7 +306,7 @@ class HMM(HiddenMarkovModel):
         """See `HiddenMarkovModel._forward`; in products of probabilities, unless these may have underflowed."""
         given = self._observed(batch, log_missing)
         first = self.log_start.expand(len(batch.tokens), -1) if log_initial is None else self.pull(log_initial)
-        result = None if given is None else filter_products(self._forward_product, first, given)
+        result = None if given is None else filter_products(self.forward_product, first, given)
         if given is None or result is None:
             return super()._forward(batch, log_initial, log_missing)
         log_filtered, log_scales, scores = (active_rows(v, batch) for v in (*result, given.at(given.scores)))
@@ -327,7 +315,7 @@ class HMM(HiddenMarkovModel):
     def _messages(self, lattice: Lattice) -> list[Tensor]:
         """See `HiddenMarkovModel._messages` and `_forward`."""
         stacked = lattice.stacked
-        messages = None if stacked is None else message_products(self._backward_product, stacked.given)
+        messages = None if stacked is None else message_products(self.backward_product, stacked.given)
         if stacked is None or messages is None:
             return super()._messages(lattice)
         messages.sub_((stacked.log_filtered + messages).logsumexp(2, keepdim=True))
@@ -359,14 +347,14 @@ class HMM(HiddenMarkovModel):
         return self.log_start
 
     def pull(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
-        return self._forward_product.product(log_probs, normalized=True)
+        return self.forward_product.product(log_probs, normalized=True)
 
     def push(self, log_values: Tensor, source: Support = None, target: Support = None) -> Tensor:
-        return self._backward_product.product(log_values)
+        return self.backward_product.product(log_values)
 
     def push_probs(self, values: Tensor) -> Tensor:
         """Compute Σ_j A(i, j) values_j [n, Z] for values [n, Z] of at most 1; products below FLOOR may be lost."""
-        return (values @ self._backward_product.scaled).mul_(self.row_peaks)
+        return (values @ self.backward_product.scaled).mul_(self.row_peaks)
 
     def pull_max(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
         """See `Primitives.pull_max`; sums are taken in pieces that stay in the CPU's cache."""
@@ -391,7 +379,7 @@ class HMM(HiddenMarkovModel):
         With f the distribution, A' the transition with each column divided by its largest entry and q' = f A':
         H_j = log q'_j − Σ_i f_i A'_ij (log f_i + log A'_ij) / q'_j.
         """
-        matrix, probs = self._forward_product, log_probs.exp()
+        matrix, probs = self.forward_product, log_probs.exp()
         predicted = probs @ matrix.scaled
         mean = torch.xlogy(probs, probs) @ matrix.scaled + probs @ torch.xlogy(matrix.scaled, matrix.scaled)
         faint = predicted < _FAINT
@@ -418,14 +406,14 @@ class HMM(HiddenMarkovModel):
         """Compute log Σ_z p(z) p(word | z) for log-distributions [..., Z]: [..., V], or [..., n] for `tokens` [n]."""
         check_log_state(log_states, self.states, self.device)
         if tokens is None:
-            return self.detach()._emissions.product(log_states)
+            return self.detach().emissions.product(log_states)
         check_words(tokens, self.vocab_size)
         return logsumexp(log_states[..., None] + self.log_emission.index_select(1, tokens), -2)
 
     @torch.no_grad()
     def group_emission(self, group_of_word: Tensor, groups: int) -> Tensor:
         """Compute log p(a word of the group | z) [groups, Z] for a partition of the vocabulary, group_of_word [V]."""
-        return self.detach()._emissions.group_sums(group_of_word, groups)
+        return self.detach().emissions.group_sums(group_of_word, groups)
 
     def joint_scores(self, origins: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         moved = self.log_transition.flatten().index_select(0, origins * self.states + states)

@@ -115,7 +115,7 @@ class _Step:
         self.packet = torch.empty_like(self.host, device=device)
         self.probs, self.moved = torch.empty(2, count, states, device=device)
         self.weights = torch.empty(count * (1 + places), states, device=device)
-        self.matrix, self.column_of = hmm.emission_columns
+        self.matrix, self.column_of = hmm.emissions.columns
         self.sums = torch.empty(len(self.weights), self.matrix.shape[1], device=device)
         self.tops = torch.empty(len(self.weights), device=device)
         self.steered = torch.empty(count, self.width, device=device)
@@ -168,7 +168,7 @@ class _Step:
         """Launch the kernels."""
         kernels, hmm, packet, found = self.kernels, self.hmm, self.packet, self.found
         states, words, columns = hmm.states, hmm.vocab_size, self.matrix.shape[1]
-        least, forward = least_sum(states, torch.float32), hmm.forward_columns
+        least, forward = least_sum(states, torch.float32), hmm.forward_product
         block = min(4096, _power_of_2(states))
         found.zero_()
         if not self.first:
