@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cached_property
@@ -25,6 +26,7 @@ from hmmlm.text.lm import LanguageModel
 
 NGRAM_ORDER = 5
 NGRAM_TOKENS = 5_000_000  # training tokens that the n-gram is counted on
+WARM_STATES = 4096  # most states of a model that answers a constraint at the start: with more, it would take seconds
 SENTENCE_TOKENS = 12  # of a sampled sentence, where there is no text to take one from
 
 
@@ -80,8 +82,12 @@ class Explorer:
         return data.tokens["train"], typical_sentence(data)
 
     def _prepare(self) -> None:
-        """Compute the map and the n-gram, and before them what the model keeps of its first prediction."""
+        """Compute the map and the n-gram, and before them what the model keeps of its first answers."""
         self.lm.next_token("", top=1)
+        # How tokens are spelled depends on whether a word precedes them.
+        for prompt in ("", self.sentence.split(" ")[0]) if self.lm.hmm.states <= WARM_STATES else ():
+            with contextlib.suppress(InputError):  # of a model that never ends a line
+                self.lm.generate(prompt, regex=".*", max_new_tokens=2, seed=0)
         if not self.second.done():
             _fulfil(self.second, self._ngram)
         _fulfil(self.layout, lambda: lay_out(self.index, self._stopped))

@@ -140,11 +140,15 @@ class Guide:
         assert self._edges is not None
         return self._edges.read_from(position.automaton, self.ahead(position))
 
-    def accepted_words(self, position: Position, words: Tensor, states: Tensor) -> Tensor:
-        """Compute log p(all accepted | next token = word, its state) [n, W] for words [n, W] of states [n]."""
-        ahead, device = self.ahead(position), words.device
-        place = ahead.row_of[self.automaton.by_class[position.automaton].long()].to(device)  # of each class of words
-        by_class = torch.where(place < 0, NEG_INF, ahead.log_probs[place.clamp_min(0)[None], states[:, None]])
+    def accepted_words(self, positions: Sequence[Position], words: Tensor, states: Tensor) -> Tensor:
+        """Compute log p(all accepted | next token = word, its state) [n, W] for words [n, W] of states [n].
+
+        Positions have the same number of remaining tokens.
+        """
+        ahead, device = self.ahead(positions[0]), words.device
+        following = self.automaton.by_class[[position.automaton for position in positions]].long()
+        place = ahead.row_of[following].to(device)  # [n, C] of each class of words
+        by_class = torch.where(place < 0, NEG_INF, ahead.log_probs[place.clamp_min(0), states[:, None]])
         return by_class.gather(1, self._class_of[words])
 
     @cached_property

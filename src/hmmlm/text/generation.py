@@ -301,20 +301,14 @@ def _draw_accepted(guide: Guide, positions: Sequence[Position], uniform: Tensor)
 
     The state comes first, then the token: no sum over states for every word.
     """
-    alike = dict[tuple[int, int], list[int]]()
-    for row, position in enumerate(positions):
-        alike.setdefault((position.automaton, position.remaining), []).append(row)
-    states, tokens = torch.empty(2, len(positions), dtype=torch.long, device=guide.hmm.device)
-    for rows in alike.values():
-        position, numbers = positions[rows[0]], uniform[rows]
-        log_states = torch.stack([positions[row].log_state for row in rows]) + guide.reading(position)
-        if bool((log_states.amax(1) == NEG_INF).any()):
-            guide.next_tokens(positions)  # raises the error
-        drawn = invert(log_states, numbers[:, 1])
-        words, log_probs = guide.hmm.emissions_from(drawn)
-        index = invert(log_probs + guide.accepted_words(position, words, drawn), numbers[:, 2])
-        states[rows], tokens[rows] = drawn, words.gather(1, index[:, None])[:, 0]
-    return states, tokens
+    readings = {position.automaton: guide.reading(position) for position in positions}
+    log_states = torch.stack([position.log_state + readings[position.automaton] for position in positions])
+    if bool((log_states.amax(1) == NEG_INF).any()):
+        guide.next_tokens(positions)  # raises the error
+    states = invert(log_states, uniform[:, 1])
+    words, log_probs = guide.hmm.emissions_from(states)
+    index = invert(log_probs + guide.accepted_words(positions, words, states), uniform[:, 2])
+    return states, words.gather(1, index[:, None])[:, 0]
 
 
 def sample_accepted(guide: Guide, position: Position, end: int, options: SamplingOptions) -> list[list[int]]:
