@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.commands import python_environment
 from helpers.explorer_models import HOSTILE, post, request, serving
 from helpers.report_models import sentence_model
@@ -35,6 +36,12 @@ def test_the_page_and_its_files_are_served(server: Server) -> None:
         status, headers, _ = request(server, "GET", f"/{name}")
         assert status == 200 and headers["X-Content-Type-Options"] == "nosniff", name
     assert {name for name in FILES if name.endswith(".js")} <= set(re.findall(r'src="([\w.]+)"', content.decode()))
+
+
+def test_short_operations_do_not_wait_for_other_threads(server: Server) -> None:
+    before = torch.get_num_threads()
+    assert server.worker.submit(torch.get_num_threads).result() == 1
+    assert torch.get_num_threads() == before  # of this thread
 
 
 def test_the_policy_allows_own_scripts_only(server: Server) -> None:

@@ -139,9 +139,12 @@ def test_a_state_drawn_first_and_its_word_then_have_the_distribution_of_the_next
     guide = Guide(hmm, automaton, 5)
     position, states = guide.begin(), torch.arange(hmm.states)
     for token in (1, 1, 2):
-        state_probs = (position.log_state + guide.reading(position)).softmax(0)
+        (reading,) = guide.reading([position.automaton], position.remaining)
+        state_probs = (position.log_state + reading).softmax(0)
         words, log_probs = hmm.emissions_from(states)
-        accepted = (log_probs + guide.accepted_words(position, words, states)).softmax(1).nan_to_num(0.0)
+        at = [position.automaton] * hmm.states
+        accepted = guide.accepted_words(at, position.remaining, words, states)
+        accepted = (log_probs + accepted).softmax(1).nan_to_num(0.0)
         drawn = torch.zeros(hmm.states, hmm.vocab_size, dtype=hmm.dtype).scatter_add(1, words.clamp_min(0), accepted)
         torch.testing.assert_close(state_probs @ drawn, guide.next_token(position).exp())
         position = guide.advance(position, token)

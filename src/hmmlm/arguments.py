@@ -59,14 +59,13 @@ def check_arguments(function: Function) -> Function:
 
 def check_type(name: str, value: object, kind: Any) -> None:
     """Raise an InputError unless `value` is of the type `kind`, elements of sequences included."""
-    if not _matches(value, kind):
-        if isinstance(value, Tensor) and _matches(torch.empty(0), kind):
+    if not _test_of(kind)(value):
+        if isinstance(value, Tensor) and _test_of(kind)(torch.empty(0)):
             raise InputError(f"{name} must be a dense tensor with values, not {describe(value)}")
         raise InputError(f"{name} must be {_noun(kind)}, not {describe(value)}")
-    kinds = get_args(kind) if _is_union(kind) else (kind,)
-    sequences = [each for each in kinds if get_origin(each) is Sequence and _matches(value, each)]
-    if len(sequences) == 1:  # of several kinds, the function knows which
-        (inner,), elements = get_args(sequences[0]), cast(Sequence[object], value)
+    inners = [inner for inner, test in _sequences_of(kind) if test(value)]
+    if len(inners) == 1:  # of several kinds, the function knows which
+        (inner,), elements = inners, cast(Sequence[object], value)
         if inner is Any or all(type(element) is inner for element in elements):
             return
         for i, element in enumerate(elements):
@@ -99,22 +98,36 @@ def _is_union(kind: Any) -> bool:
     return get_origin(kind) in (Union, types.UnionType)
 
 
-def _matches(value: object, kind: Any) -> bool:
-    """Return whether a value is of a type; of sequences without regard to their elements."""
+@cache
+def _test_of(kind: Any) -> Callable[[object], bool]:
+    """Return the test whether a value is of a type; of sequences without regard to their elements."""
     if _is_union(kind):
-        return any(_matches(value, each) for each in get_args(kind))
+        tests = [_test_of(each) for each in get_args(kind)]
+        return lambda value: any(test(value) for test in tests)
     origin = get_origin(kind) or kind
     if origin is Literal:
-        return isinstance(value, str | int) and value in get_args(kind)
+        values = get_args(kind)
+        return lambda value: isinstance(value, str | int) and value in values
     if origin is int or origin is float:
-        return isinstance(value, Integral if origin is int else Real) and not isinstance(value, bool)
+        number = Integral if origin is int else Real
+        return lambda value: isinstance(value, number) and not isinstance(value, bool)
     if origin is Tensor:
-        return isinstance(value, Tensor) and not value.is_meta and value.layout == torch.strided
+        return lambda value: isinstance(value, Tensor) and not value.is_meta and value.layout == torch.strided
     if origin is Sequence:
-        return is_sequence(value) or (isinstance(value, bytes) and get_args(kind) == (int,))
-    if getattr(origin, "_is_protocol", False) and isinstance(value, type):
-        return False  # a class has the methods of its instances
-    return origin is Any or not isinstance(origin, type) or isinstance(value, origin)
+        takes_bytes = get_args(kind) == (int,)
+        return lambda value: is_sequence(value) or (takes_bytes and isinstance(value, bytes))
+    if origin is Any or not isinstance(origin, type):
+        return lambda value: True
+    if getattr(origin, "_is_protocol", False):  # a class has the methods of its instances
+        return lambda value: not isinstance(value, type) and isinstance(value, origin)
+    return lambda value: isinstance(value, origin)
+
+
+@cache
+def _sequences_of(kind: Any) -> list[tuple[Any, Callable[[object], bool]]]:
+    """Return the type of the elements of each sequence that a type allows, and the test for the sequence."""
+    kinds = get_args(kind) if _is_union(kind) else (kind,)
+    return [(get_args(each)[0], _test_of(each)) for each in kinds if get_origin(each) is Sequence]
 
 
 def is_sequence(value: object) -> bool:
@@ -122,7 +135,7 @@ def is_sequence(value: object) -> bool:
     if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__getitem__") or not hasattr(value, "__len__"):
         return False
     if isinstance(value, Tensor):
-        return value.dim() > 0 and _matches(value, Tensor)
+        return value.dim() > 0 and _test_of(Tensor)(value)
     return not isinstance(value, type) and getattr(value, "shape", None) != ()  # of an array of numpy
 
 

@@ -6,10 +6,12 @@ import secrets
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import chain, islice
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
+from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.errors import InputError, InputWarning
 from hmmlm.explorer.explorer import Explorer
@@ -96,9 +98,11 @@ def generate(explorer: Explorer, query: GenerateQuery) -> dict[str, Any]:
     ended = [[*tokens, *([eos] if len(tokens) < query.max_new_tokens else [])] for tokens in added]
     if constraints:
         chance, chances = guide.chance(position), guide.chances_along(position, lm.context(given), ended)
-    log_probs = lm.token_log_probs([[*given, *new] for new in ended])
+    texts = [[*given, *new] for new in ended]
+    log_probs, paths = lm.token_log_probs(texts), _draw_paths(lm, texts, seed)
     samples = [
-        _described(explorer, given, new, seed + i, log_probs[i].tolist(), chances[i]) for i, new in enumerate(ended)
+        _described(explorer, text, len(given), path, scores.tolist(), after)
+        for text, path, scores, after in zip(texts, paths, log_probs, chances, strict=True)
     ]
     states = {state for sample in samples for token in sample["tokens"] for state in [token["state"]]}
     labels = {str(state): words for state, words in explorer.index.words(sorted(states)).items()}
@@ -134,28 +138,32 @@ def _check_predicted(lm: LanguageModel, query: GenerateQuery, excluded: int | No
         )
 
 
+def _draw_paths(lm: LanguageModel, texts: Sequence[list[int]], seed: int) -> list[list[int]]:
+    """Draw the states of each text given its tokens."""
+    parts = [list(lm.sequences(text)) for text in texts]
+    sequences = [torch.tensor(part) for each in parts for part in each]
+    lengths = [len(sequence) for sequence in sequences]
+    generator = torch.Generator(lm.hmm.device).manual_seed(seed)
+    drawn = lm.hmm.posterior_sample(pad_sequence(sequences, batch_first=True), lengths, generator=generator)[0]
+    paths = iter([states[:length] for states, length in zip(drawn.tolist(), lengths, strict=True)])
+    return [list(chain.from_iterable(islice(paths, len(each)))) for each in parts]
+
+
 def _described(
     explorer: Explorer,
-    given: list[int],
-    added: list[int],
-    seed: int,
+    tokens: list[int],
+    given: int,
+    path: list[int],
     log_probs: list[float],
     chances: list[float] | None,
 ) -> dict[str, Any]:
     """Return a sample as JSON values: its tokens with their log-probabilities, and the chances after new ones."""
-    lm, tokenizer = explorer.lm, explorer.lm.tokenizer
-    tokens = [*given, *added]
-    generator = torch.Generator(lm.hmm.device).manual_seed(seed)
-    path = [
-        state
-        for sequence in lm.sequences(tokens)
-        for state in lm.hmm.posterior_sample([sequence], generator=generator)[0, 0].tolist()
-    ]
+    tokenizer = explorer.lm.tokenizer
     rows = []
     for i, (token, log_prob, state) in enumerate(zip(tokens, log_probs, path, strict=True)):
         shown = described(tokenizer, token, tokens[i - 1] if i else None, log_prob)
-        rows.append(shown | {"state": state, "new": i >= len(given), "chance": None})
-    for row, chance in zip(rows[len(given) :], chances or [], strict=False):
+        rows.append(shown | {"state": state, "new": i >= given, "chance": None})
+    for row, chance in zip(rows[given:], chances or [], strict=False):
         row["chance"] = chance
     return {"text": tokenizer.decode(tokens).removesuffix("\n"), "tokens": rows}
 

@@ -17,6 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
+import torch
+
 from hmmlm.errors import InputError
 from hmmlm.explorer.endpoints import answer
 from hmmlm.explorer.explorer import Explorer
@@ -27,6 +29,8 @@ PORT = 8765
 HOSTS = ("127.0.0.1", "localhost")
 MAX_BODY = 1 << 18  # bytes: 10,000 characters of any kind, escaped
 TIMEOUT_S = 30  # of a silent connection
+ONE_THREAD = 1024  # most states of a model whose operations are too short for several threads of torch
+"""They would wait for each other, for seconds where other programs use the processors: the browser does."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors {ancestors}"
@@ -44,7 +48,8 @@ class Server(ThreadingHTTPServer):
         self.explorer, self.closed = explorer, False
         self.policy = POLICY.format(ancestors=NOTEBOOKS if framed else "'none'")
         # One thread: torch keeps its own threads for each thread that uses it.
-        self.worker = ThreadPoolExecutor(1, thread_name_prefix="query")
+        threads = 1 if explorer.lm.hmm.states <= ONE_THREAD else torch.get_num_threads()
+        self.worker = ThreadPoolExecutor(1, "query", torch.set_num_threads, (threads,))
         try:
             super().__init__((ADDRESS, port), Handler)
         except OSError:

@@ -173,6 +173,8 @@ class Edges:
         cells = number[of_cell]  # [S, C]; −1: leads nowhere
         self._device = hmm.device
         self._ends = source[useful], target[useful]
+        counts = self._ends[0].bincount(minlength=automaton.states)
+        self._firsts = [0, *counts.cumsum(0).tolist()]  # the first edge of each automaton state
         log_classes = hmm.group_emission(automaton.class_of.to(hmm.device), automaton.classes)  # [C, Z]
         edge, of_class = cells[cells >= 0], torch.arange(automaton.classes).expand_as(cells)[cells >= 0]
         order = edge.argsort(stable=True)
@@ -219,10 +221,10 @@ class Edges:
 
     def read_from(self, state: int, before: Ahead) -> Tensor:
         """Compute one row of `read` [Z], that of an automaton state."""
-        source, target = self._ends
-        edges = (source == state).nonzero()[:, 0]
-        places = before.row_of[target[edges]]
-        edges, places = edges[places >= 0].to(self._device), places[places >= 0].to(self._device)
+        first, last = self._firsts[state : state + 2]
+        places = before.row_of[self._ends[1][first:last]]
+        kept = (places >= 0).nonzero()[:, 0]
+        edges, places = (kept + first).to(self._device), places[kept].to(self._device)
         return logsumexp(self.log_weights[edges] + before.log_probs[places], 0)
 
     def find_terms(self, before: Tensor, after: Tensor) -> _Terms:

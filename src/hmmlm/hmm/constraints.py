@@ -114,7 +114,7 @@ class Guide:
         log_states = advance_states(self.hmm, positions, tokens)
         automaton = self.automaton
         return [
-            Position(log_state, automaton.read([token], before.automaton), before.remaining - 1, before.prompt)
+            Position(log_state, automaton.step(before.automaton, token), before.remaining - 1, before.prompt)
             for log_state, before, token in zip(log_states, positions, tokens, strict=True)
         ]
 
@@ -126,28 +126,33 @@ class Guide:
     @check_arguments
     def ahead(self, position: Position) -> Ahead:
         """Return the recursion for the tokens that follow the next one."""
-        if position.remaining < 1:
+        return self._table(position.remaining)
+
+    def _table(self, remaining: int) -> Ahead:
+        if remaining < 1:
             raise InputError(f"all {self.length} tokens of the guide have been generated")
-        return self._ahead[min(position.remaining, len(self._ahead)) - 1]
+        return self._ahead[min(remaining, len(self._ahead)) - 1]
 
     @property
     def reads(self) -> bool:
         """Whether the edges of the automaton are kept, as `reading` needs: they are unless it is very large."""
         return self._edges is not None
 
-    def reading(self, position: Position) -> Tensor:
-        """Compute log p(all accepted | z of the next token) [Z]."""
+    def reading(self, at: Sequence[int], remaining: int) -> Tensor:
+        """Compute log p(all accepted | z of the next token) [n, Z] in the automaton states `at` [n]."""
         assert self._edges is not None
-        return self._edges.read_from(position.automaton, self.ahead(position))
+        ahead = self._table(remaining)
+        read = {state: self._edges.read_from(state, ahead) for state in set(at)}
+        return torch.stack([read[state] for state in at])
 
-    def accepted_words(self, positions: Sequence[Position], words: Tensor, states: Tensor) -> Tensor:
+    def accepted_words(self, at: Sequence[int], remaining: int, words: Tensor, states: Tensor) -> Tensor:
         """Compute log p(all accepted | next token = word, its state) [n, W] for words [n, W] of states [n].
 
-        Positions have the same number of remaining tokens.
+        Args:
+            at: [n] automaton states.
         """
-        ahead, device = self.ahead(positions[0]), words.device
-        following = self.automaton.by_class[[position.automaton for position in positions]].long()
-        place = ahead.row_of[following].to(device)  # [n, C] of each class of words
+        ahead = self._table(remaining)
+        place = ahead.row_of[self.automaton.by_class[at].long()].to(words.device)  # [n, C] of each class of words
         by_class = torch.where(place < 0, NEG_INF, ahead.log_probs[place.clamp_min(0), states[:, None]])
         return by_class.gather(1, self._class_of[words])
 
@@ -177,7 +182,7 @@ class Guide:
 
     def plan(self, state: int, remaining: int) -> tuple[Plan, Tensor]:
         """Return which rows of a table score the tokens after `state`, `remaining` of which follow, and the table."""
-        ahead = self._ahead[min(remaining, len(self._ahead)) - 1]
+        ahead = self._table(remaining)
         key = state, id(ahead.row_of)
         plan = self._plans.get(key)
         if plan is None:
@@ -201,8 +206,7 @@ class Guide:
         joint, _ = score_positions([(self, position) for position in positions])
         impossible = (joint.amax(1) == NEG_INF).nonzero().flatten().tolist()
         if impossible:
-            remaining = positions[impossible[0]].remaining
-            raise InputError(f"no continuation of {remaining} tokens that the model can generate is accepted")
+            raise none_accepted(positions[impossible[0]].remaining)
         return joint.log_softmax(1)
 
     @check_arguments
@@ -240,13 +244,17 @@ class Guide:
         for row, text in enumerate(texts):
             state, tables = position.automaton, list[Tensor]()
             for left, token in zip(reversed(range(position.remaining)), text, strict=False):
-                state = self.automaton.read([token], state)
+                state = self.automaton.step(state, token)
                 ahead = self._ahead[min(left, len(self._ahead) - 1)]
                 place = int(ahead.row_of[state])
                 tables.append(ahead.log_probs[place] if place >= 0 else torch.full_like(probs[0, 0], NEG_INF))
             here = probs[row, given : given + len(tables)].log()
             result.append(logsumexp(here + torch.stack(tables), 1).clamp_(max=0).tolist() if tables else [])
         return result
+
+
+def none_accepted(remaining: int) -> InputError:
+    return InputError(f"no continuation of {remaining} tokens that the model can generate is accepted")
 
 
 def _check_any(positions: Sequence[Position]) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hmmlm.errors import InputError
 from hmmlm.hmm.automaton import LARGEST_TABLE, Automaton
+
+Array = NDArray[Any]
 
 
 class Spelling:
@@ -28,7 +32,7 @@ class Spelling:
         starts = self._lengths.cumsum(0) - self._lengths
         # The symbols at each place of the tokens that have one, longest token first.
         sizes = [int((self._lengths > place).sum()) for place in range(int(lengths.max()))]
-        self._places = [flat[starts[:size] + place] for place, size in enumerate(sizes)]
+        self._places = [flat[starts[:size] + place].numpy() for place, size in enumerate(sizes)]
         self._without_text = torch.tensor([s is None for s in spellings])
 
     def __len__(self) -> int:
@@ -40,21 +44,22 @@ class Spelling:
         Tokens with the same classes of symbols are read once, place by place. A token without text changes nothing, or,
         with `rejects`, is not accepted.
         """
-        table, kinds, kind_of = reader.by_class.long(), reader.classes, reader.class_of[self.symbols]
-        node = torch.zeros(len(self), dtype=torch.long)  # of each token: its classes of symbols so far
-        states = torch.arange(len(table))[:, None]  # [S, nodes]
-        columns: list[Tensor] = []
-        class_of = torch.zeros(len(self), dtype=torch.long)
-        found, n = 0, len(self)
-        for symbols in (*self._places, torch.zeros(0, dtype=torch.long)):
+        kinds, kind_of = reader.classes, reader.class_of[self.symbols].numpy()
+        table = reader.by_class.long().numpy()  # NumPy: tokens have dozens of places, and short operations
+        node = np.zeros(len(self), np.int64)  # of each token: its classes of symbols so far
+        states = np.arange(len(table))[:, None]  # [S, nodes]
+        columns, classes, found = list[Array](), list[Array](), 0
+        for symbols in (*self._places, np.zeros(0, np.int64)):
             going = len(symbols)
-            ended, which = node[going:n].unique(return_inverse=True)
+            ended, which = _distinct(node[going:], states.shape[1])
             columns.append(states[:, ended])
-            class_of[self._order[going:n]] = which + found
-            found, n = found + len(ended), going
-            distinct, node = (node[:going] * kinds + kind_of[symbols]).unique(return_inverse=True)
+            classes.append(which + found)  # of the tokens that end here
+            found += len(ended)
+            distinct, node = _distinct(node[:going] * kinds + kind_of[symbols], states.shape[1] * kinds)
             states = table[states[:, distinct // kinds], distinct % kinds]
-        by_class, accepting = torch.cat(columns, 1), reader.accepting
+        class_of = torch.empty_like(self._order)
+        class_of[self._order] = torch.from_numpy(np.concatenate(classes[::-1]))
+        by_class, accepting = torch.from_numpy(np.concatenate(columns, 1)), reader.accepting
         if rejects:
             lost = len(table)
             class_of[self._without_text] = found
@@ -154,6 +159,18 @@ def containing_text(
 def _in_words(character: str) -> bool:
     """Return whether a character is part of words. A byte is part of a character, nearly always of a letter."""
     return character.isalnum() or character in "_\ufffd" or "\udc80" <= character <= "\udcff"
+
+
+def _distinct(numbers: Array, most: int) -> tuple[Array, Array]:
+    """Return the distinct numbers, sorted, of some below `most`, and the place of each number [n] among them."""
+    if most > 64 * len(numbers):
+        return np.unique(numbers, return_inverse=True)
+    found = np.zeros(most, bool)
+    found[numbers] = True
+    distinct = found.nonzero()[0]
+    place = np.empty(most, np.int64)
+    place[distinct] = np.arange(len(distinct))
+    return distinct, place[numbers]
 
 
 def _text(spelling: bytes | str | None) -> bytes | str:

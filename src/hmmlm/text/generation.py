@@ -23,7 +23,7 @@ from torch import Tensor
 from hmmlm.errors import InputError
 from hmmlm.hmm import HiddenMarkovModel
 from hmmlm.hmm.checks import check_count, check_number, check_seed
-from hmmlm.hmm.constraints import Guide, Position
+from hmmlm.hmm.constraints import Guide, Position, none_accepted
 from hmmlm.hmm.reader import Reader, read_context
 from hmmlm.ops.common import NEG_INF
 
@@ -36,6 +36,7 @@ _PROPOSED = 0.5  # lowest temperature at which tokens are proposed: below, nearl
 _PROPOSED_STATES = 4096  # fewest states at which they are: with fewer, the predictive distribution is cheaper
 _PROPOSALS = 128  # of a token at most; then it is drawn from its predictive distribution
 _CHUNK = 256  # probabilities of a row that are first summed
+_SHORT = 4096  # probabilities of a row that is not divided into chunks
 
 
 @dataclass(frozen=True)
@@ -79,24 +80,27 @@ class SamplingOptions:
 def invert(log_weights: Tensor, uniform: Tensor) -> Tensor:
     """Return, for each row of log_weights [n, m], the index at which its cumulative sum exceeds `uniform` [n] of it.
 
-    A chunk of each row is found by the sums of chunks, then the index within it.
+    In long rows, a chunk is found by the sums of chunks, then the index within it.
     """
     # The largest weight is 1: at a low temperature the others may underflow, but never all.
     weights = (log_weights - log_weights.amax(1, keepdim=True)).exp_()
+    if weights.shape[1] <= _SHORT:
+        sums = weights.cumsum(1, dtype=torch.float64)
+        return _find(sums, uniform * sums[:, -1])
     chunks = torch.nn.functional.pad(weights, (0, -weights.shape[1] % _CHUNK)).unflatten(1, (-1, _CHUNK))
     sums = chunks.sum(2).cumsum(1, dtype=torch.float64)
-    chunk, rest = _find(sums, uniform * sums[:, -1])
-    inside = chunks[torch.arange(len(chunks), device=chunks.device), chunk].cumsum(1, dtype=torch.float64)
-    return chunk * _CHUNK + _find(inside, rest)[0]
+    target = uniform * sums[:, -1]
+    chunk = _find(sums, target)
+    rows = torch.arange(len(chunks), device=chunks.device)
+    before = torch.nn.functional.pad(sums, (1, 0))[rows, chunk]
+    return chunk * _CHUNK + _find(chunks[rows, chunk].cumsum(1, dtype=torch.float64), target - before)
 
 
-def _find(sums: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first index at which cumulative sums [n, m] exceed targets [n], and the targets from there."""
+def _find(sums: Tensor, target: Tensor) -> Tensor:
+    """Return the first index at which cumulative sums [n, m] exceed targets [n]."""
     total = sums[:, -1]
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))  # rounding may have reached it
-    index = torch.searchsorted(sums, target[:, None], right=True)
-    before = torch.nn.functional.pad(sums, (1, 0)).gather(1, index)[:, 0]
-    return index[:, 0], target - before
+    return torch.searchsorted(sums, target[:, None], right=True)[:, 0]
 
 
 @torch.no_grad()
@@ -296,43 +300,43 @@ def sample_predicted(
     return rows.tokens
 
 
-def _draw_accepted(guide: Guide, positions: Sequence[Position], uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw the state and the token that follow each position, given that all are accepted, by uniform numbers [n, 4].
-
-    The state comes first, then the token: no sum over states for every word.
-    """
-    readings = {position.automaton: guide.reading(position) for position in positions}
-    log_states = torch.stack([position.log_state + readings[position.automaton] for position in positions])
-    if bool((log_states.amax(1) == NEG_INF).any()):
-        guide.next_tokens(positions)  # raises the error
-    states = invert(log_states, uniform[:, 1])
-    words, log_probs = guide.hmm.emissions_from(states)
-    index = invert(log_probs + guide.accepted_words(positions, words, states), uniform[:, 2])
-    return states, words.gather(1, index[:, None])[:, 0]
-
-
 def sample_accepted(guide: Guide, position: Position, end: int, options: SamplingOptions) -> list[list[int]]:
-    """Sample tokens until `end`, which is not returned, given that the guide's automaton accepts them.
-
-    Samples of the model itself are drawn with their states, after which the tokens before do not matter any more.
-    """
-    rows, positions = _Rows(options, range(options.num), end, guide.hmm.device), [position] * options.num
-    plain, automaton = options.plain(guide.hmm.vocab_size) and guide.reads, guide.automaton
+    """Sample tokens until `end`, which is not returned, given that the guide's automaton accepts them."""
+    rows = _Rows(options, range(options.num), end, guide.hmm.device)
+    if options.plain(guide.hmm.vocab_size) and guide.reads:
+        _sample_states(guide, position, rows)
+        return rows.tokens
+    positions = [position] * options.num
     for _ in range(options.max_new_tokens):
         if not positions:
             break
-        if plain:
-            states, tokens = _draw_accepted(guide, positions, rows.draw())
-            log_states = guide.hmm.transitions_from(states)
-        else:
-            tokens = options.choose(guide.next_tokens(positions), rows.draw()[:, 2])
-        going = rows.add(tokens).nonzero()[:, 0].tolist()
-        before, chosen = [positions[row] for row in going], tokens.tolist()
-        if not plain:
-            positions = guide.advance_all(before, [chosen[row] for row in going]) if going else []
-            continue
-        positions = [
-            Position(log_states[row], automaton.read([chosen[row]], at.automaton), at.remaining - 1, at.prompt)
-            for row, at in zip(going, before, strict=True)
-        ]
+        tokens = options.choose(guide.next_tokens(positions), rows.draw()[:, 2])
+        going = rows.add(tokens).tolist()
+        pairs = zip(positions, tokens.tolist(), going, strict=True)
+        before, chosen = zip(*((at, token) for at, token, on in pairs if on), strict=True) if any(going) else ((), ())
+        positions = guide.advance_all(before, chosen) if before else []
     return rows.tokens
+
+
+def _sample_states(guide: Guide, position: Position, rows: _Rows) -> None:
+    """Draw states of accepted samples, and a token of each: no sum over states for every word.
+
+    After a state, the tokens before it do not matter any more.
+    """
+    hmm, automaton, at = guide.hmm, guide.automaton, [position.automaton] * len(rows.index)
+    log_states = position.log_state.expand(len(at), -1)
+    for remaining in range(position.remaining, position.remaining - rows.options.max_new_tokens, -1):
+        log_states = log_states + guide.reading(at, remaining)
+        if bool((log_states.amax(1) == NEG_INF).any()):
+            raise none_accepted(remaining)
+        uniform = rows.draw()
+        states = invert(log_states, uniform[:, 1])
+        words, log_probs = hmm.emissions_from(states)
+        index = invert(log_probs + guide.accepted_words(at, remaining, words, states), uniform[:, 2])
+        tokens = words.gather(1, index[:, None])[:, 0]
+        going = rows.add(tokens)
+        if not len(rows.index):
+            break
+        kept = zip(at, tokens.tolist(), going.tolist(), strict=True)
+        at = [automaton.step(state, token) for state, token, on in kept if on]
+        log_states = hmm.transitions_from(states[going])
