@@ -85,7 +85,10 @@ TAUGHT = (
     _pure(2**17, 0.75, 24, teacher=PTB_TEACHER, model__blocks=256, **LARGER),
 )
 """Models that also learn an LSTM's next words."""
-WIKITEXT = (_pure(2**17, 0.75, 12, text="WikiText-2", **LARGER),)
+WIKITEXT = (
+    _pure(2**17, 0.75, 12, text="WikiText-2", **LARGER),
+    _pure(2**17, 0.75, 14, text="WikiText-2", batches__batch_size=32, optimizer__rate=0.004),
+)
 WITH_COUNTS: dict[str, Any] = {"mixed": "token", "ngram": NGRAM, "cache": CACHE}
 COUNTS = f"Kneser-Ney {NGRAM}-gram and cache of {CACHE} words"
 RECORD = Study(
@@ -121,7 +124,7 @@ RECORD = Study(
         *WIKITEXT,
         _combined(
             f"WikiText-2, mixture of one HMM, Kneser-Ney {NGRAM}-gram and cache of {WIKITEXT_CACHE:,} words",
-            WIKITEXT,
+            WIKITEXT[:1],
             "HMM, 5-gram and cache, WikiText-2",
             mixed="token",
             ngram=NGRAM,
