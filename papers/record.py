@@ -11,6 +11,9 @@ NGRAM, CACHE = 5, 500
 WIKITEXT_CACHE = 2000
 """Articles of WikiText-2 are longer than those of PTB."""
 
+RECENT, WIKITEXT_RECENT = 150, 300
+"""Half-life of recent words in mixtures that adapt to them."""
+
 PTB_TEACHER = StudyRow(
     name="PTB, AWD-LSTM, 60 epochs",
     recipe="ptb-awd-lstm",
@@ -89,6 +92,8 @@ WIKITEXT = (
     _pure(2**17, 0.75, 12, text="WikiText-2", **LARGER),
     _pure(2**17, 0.75, 14, text="WikiText-2", batches__batch_size=32, optimizer__rate=0.004),
 )
+WITH_RECENT: dict[str, Any] = {"mixed": "token", "ngram": NGRAM, "recent": RECENT}
+RECENT_COUNTS = f"Kneser-Ney {NGRAM}-gram and recent words, half-life {RECENT}"
 WITH_COUNTS: dict[str, Any] = {"mixed": "token", "ngram": NGRAM, "cache": CACHE}
 COUNTS = f"Kneser-Ney {NGRAM}-gram and cache of {CACHE} words"
 RECORD = Study(
@@ -120,6 +125,15 @@ RECORD = Study(
             "Two HMMs, 5-gram and cache, PTB",
             **WITH_COUNTS,
         ),
+        _combined(
+            f"PTB, mixture of one HMM, next words of an LSTM, batch size 64, {RECENT_COUNTS}", TAUGHT[:1], **WITH_RECENT
+        ),
+        _combined(
+            f"PTB, mixture of 2 HMMs, next words of an LSTM, {RECENT_COUNTS}",
+            TAUGHT,
+            "Two HMMs that adapt to recent words, 5-gram, PTB",
+            **WITH_RECENT,
+        ),
         _combined(f"PTB, mixture of 4 HMMs, {COUNTS}", (PTB, *OTHERS), **WITH_COUNTS),
         *WIKITEXT,
         _combined(
@@ -129,6 +143,14 @@ RECORD = Study(
             mixed="token",
             ngram=NGRAM,
             cache=WIKITEXT_CACHE,
+        ),
+        _combined(
+            f"WikiText-2, mixture of one HMM, Kneser-Ney {NGRAM}-gram and recent words, half-life {WIKITEXT_RECENT}",
+            WIKITEXT[1:],
+            "HMM that adapts to recent words, 5-gram, WikiText-2",
+            mixed="token",
+            ngram=NGRAM,
+            recent=WIKITEXT_RECENT,
         ),
         StudyRow(
             name="PTB, 2^20 states, one epoch",

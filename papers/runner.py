@@ -229,7 +229,7 @@ def _combine(run: StudyRun, combination: Combination, work: Path, on_gpu: bool) 
     if combination.mixed == "sequence":
         model, weights, _ = join(CombineArguments(**common))
     else:
-        model, _, _ = mix(MixArguments(**common, ngram=combination.ngram, cache=combination.cache))
+        model, _, _ = mix(MixArguments(**common, **_counts(combination)))
         weights = model.weights.mean(0).tolist()
     data = reopen(folders[0]).tokens
     scores = {split: score_tokens(model, data[split]).perplexity for split in ("valid", "test")}
@@ -341,8 +341,14 @@ def _combined_commands(run: StudyRun, combination: Combination) -> Iterator[str]
     if combination.mixed == "sequence":
         yield f"hmmlm join {folders} --out combined"
     else:
-        yield f"hmmlm mix {folders} --ngram {combination.ngram} --cache {combination.cache} --out combined"
+        counts = " ".join(f"--{name} {value}" for name, value in _counts(combination).items() if value)
+        yield f"hmmlm mix {folders} {counts} --out combined"
     yield "hmmlm eval combined --data parts/1 --splits valid,test"
+
+
+def _counts(combination: Combination) -> dict[str, Any]:
+    """Return the options of `hmmlm mix` for what is counted beside the models."""
+    return {"ngram": combination.ngram, "cache": combination.cache, "recent": combination.recent}
 
 
 def _flag(name: str, value: Any) -> str:

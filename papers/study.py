@@ -80,6 +80,8 @@ class Combination:
     """Order of a Kneser-Ney n-gram beside them (mixed per token); 0: none."""
     cache: int = 0
     """Words of a cache beside them (mixed per token); 0: none."""
+    recent: int = 0
+    """Half-life of recent words, to which the HMMs adapt (mixed per token); 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,7 +118,7 @@ def test_a_combination_trains_its_parts_once(mixed: Any, tmp_path: Path, monkeyp
     parts = tuple(
         replace(tiny(train__max_tokens=8_000, model__blocks=blocks).row, name=f"{blocks} blocks") for blocks in (8, 16)
     )
-    counts = {} if mixed == "sequence" else {"ngram": 3, "cache": 100}
+    counts = {} if mixed == "sequence" else {"ngram": 3, "cache": 100, "recent": 50}
     both = Combination(parts=parts, mixed=mixed, **counts)
     row = StudyRow(name="both", recipe=parts[0].recipe, seeds=(0,), combine=both)
     alone = [perform(StudyRun(part, 0), tmp_path)["metrics"]["valid_perplexity"] for part in parts[:1]]

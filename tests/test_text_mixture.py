@@ -21,6 +21,7 @@ from hmmlm.hmm import HMM, UnionHMM
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.mixture import MixtureModel, fit_mixture
 from hmmlm.text.predictors import CachePredictor, HmmPredictor, NetworkPredictor, NgramPredictor, Predictor
+from hmmlm.text.recent import AdaptedHmmPredictor, RecentPredictor
 
 WORDS = 6
 TOKENIZER = WordTokenizer(["<unk>", "<eos>", "a", "b", "c", "d"])
@@ -43,6 +44,8 @@ def predictors() -> dict[str, Predictor]:
         "ngram": NgramPredictor(text, WORDS, 3, None),
         "ngram, restarts": NgramPredictor(text, WORDS, 3, TOKENIZER.eos_id),
         "cache": CachePredictor(4, WORDS),
+        "recent": RecentPredictor(2, WORDS),
+        "adapted": AdaptedHmmPredictor(LanguageModel(union, TOKENIZER, RESTARTS), 1, torch.arange(1, WORDS + 1)),
         "lstm": NetworkPredictor(LstmConfig(hidden=4).build(TOKENIZER, 0, None)),
         "awd-lstm": NetworkPredictor(AwdLstmConfig(hidden=4, embedding=3).build(TOKENIZER, 0, None)),
         "feedforward": NetworkPredictor(FeedForwardConfig(hidden=4).build(TOKENIZER, 0, None)),
@@ -151,17 +154,19 @@ def test_a_saved_mixture_is_the_same(tmp_path: Path) -> None:
         ("no list of components", {"components": []}),
         ("no list of weights", {"weights": "a"}),
         ("weights for", {"weights": [1.0]}),
-        ("must be probabilities", {"weights": [0.5] * 12}),
-        ("must be probabilities", {"weights": [[1.0] + [0.0] * 11, [0.5] * 12]}),
-        ("weights for 3 classes of contexts", {"weights": [[1.0] + [0.0] * 11] * 3}),
+        ("must be probabilities", {"weights": [0.5] * 14}),
+        ("must be probabilities", {"weights": [[1.0] + [0.0] * 13, [0.5] * 14]}),
+        ("weights for 3 classes of contexts", {"weights": [[1.0] + [0.0] * 13] * 3}),
         ("different numbers of components", {"weights": [[1.0], [0.5, 0.5]]}),
         ("no list of weights", {"weights": [[1.0], "a"]}),
-        ("weights must be a list of numbers", {"weights": [10**400, *[0] * 11]}),
+        ("weights must be a list of numbers", {"weights": [10**400, *[0] * 13]}),
         ("training", {"training": {"text": 5}}),
-        ("component 0 is damaged", {"components": [{"kind": "odd"}] * 12}),
-        ("component 0 is damaged", {"components": [{"kind": "ngram", "order": 3}] * 12}),
-        ("component 0 is damaged", {"components": [{"kind": "cache", "size": -1}] * 12}),
-        ("files of two models are mixed", {"components": [{"kind": "network"}] * 12}),
+        ("component 0 is damaged", {"components": [{"kind": "odd"}] * 14}),
+        ("component 0 is damaged", {"components": [{"kind": "ngram", "order": 3}] * 14}),
+        ("component 0 is damaged", {"components": [{"kind": "recent", "half_life": 10**9}] * 14}),
+        ("component 0 is damaged", {"components": [{"kind": "adapted hmm", "half_life": 2}] * 14}),
+        ("component 0 is damaged", {"components": [{"kind": "cache", "size": -1}] * 14}),
+        ("files of two models are mixed", {"components": [{"kind": "network"}] * 14}),
     ],
 )
 def test_damaged_files_are_refused(error: str, change: dict[str, object], tmp_path: Path) -> None:
@@ -172,7 +177,9 @@ def test_damaged_files_are_refused(error: str, change: dict[str, object], tmp_pa
         MixtureModel.load(tmp_path, "cpu")
 
 
-@pytest.mark.parametrize(("kind", "name"), [("ngram", "order"), ("ngram", "restarts"), ("cache", "size")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("ngram", "order"), ("ngram", "restarts"), ("cache", "size"), ("recent", "half_life")]
+)
 def test_another_setting_in_the_configuration_is_noticed(kind: str, name: str, tmp_path: Path) -> None:
     mixture().save(tmp_path)
     header = json.loads((tmp_path / CONFIG).read_text())
@@ -225,7 +232,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     network = ["--model.kind", "awd-lstm", "--model.hidden", "8", "--train.epochs", "1", "--quiet"]
     sizes = ["--batches.batch-size", "4", "--batches.length", "8", "--no-train.tensorboard"]
     assert main(["baseline", "--data", str(folder / "hmm"), *network, *sizes, "--out", str(folder / "lstm")]) == 0
-    models = [str(folder / "hmm"), str(folder / "lstm"), "--ngram", "5", "--cache", "500"]
+    models = [str(folder / "hmm"), str(folder / "lstm"), "--ngram", "5", "--cache", "500", "--recent", "20"]
     assert main(["mix", *models, "--out", str(folder / "mixture")]) == 0
     return folder
 

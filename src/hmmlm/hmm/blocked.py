@@ -21,7 +21,7 @@ from hmmlm.hmm.blocked_products import (
     reduce_sources,
     reduce_targets,
 )
-from hmmlm.hmm.checks import check_factors, check_log_state, check_parameters, check_words, move
+from hmmlm.hmm.checks import ArrayLike, check_factors, check_log_state, check_parameters, check_words, move
 from hmmlm.hmm.dense import HMM
 from hmmlm.hmm.emissions import log_group_sums
 from hmmlm.hmm.lattice import Lattice
@@ -392,6 +392,18 @@ class BlockedHMM(HiddenMarkovModel):
             rows = group == i
             result[rows] = self._word_products.product(log_probs[rows], block)
         return result
+
+    @torch.no_grad()
+    def predictions(
+        self, tokens: ArrayLike, lengths: ArrayLike | None = None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """See `HiddenMarkovModel.predictions`; what follows the words of a block is predicted together."""
+        model, batch = self.detach(), self._batch(tokens, lengths)
+        if any(batch.missing):
+            yield from super().predictions(tokens, lengths)
+        else:
+            yield model._first_predictions(batch)
+            yield from model._word_products.predictions(model._forward(batch))
 
     @torch.no_grad()
     def group_emission(self, group_of_word: Tensor, groups: int) -> Tensor:

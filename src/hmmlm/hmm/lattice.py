@@ -1,5 +1,6 @@
 """What the recursions of all queries work on: a batch sorted by length, and the forward recursion over it."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -62,3 +63,12 @@ def endings(batch: SortedBatch) -> list[tuple[int, slice]]:
         for t, (rows, after) in enumerate(zip(batch.active, following, strict=True))
         if after < rows
     ]
+
+
+def continuing(lattice: Lattice, active: list[int]) -> Iterator[tuple[int, int, Tensor, Support]]:
+    """Yield t, n, log p(z_t−1 | x_1..t−1) [n, K] and its support for the n rows that have a token at t = 1, 2, ….
+
+    `active` are the rows of each step of the lattice, and of the one after it if there is one.
+    """
+    for t, rows in enumerate(active[1 : len(lattice.supports) + 1], 1):
+        yield t, rows, lattice.log_filtered[t - 1][:rows], first_rows(lattice.supports[t - 1], rows)

@@ -5,6 +5,7 @@ support), products of distributions over supports with the transition matrix, an
 messages are those of `hmmlm.hmm.recursions`; the recursions below are the standard ones.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from hmmlm.hmm.checks import (
     check_tokens,
 )
 from hmmlm.hmm.guided_step import GuidedSteps
-from hmmlm.hmm.lattice import Lattice, add_first, endings, first_rows, some_rows
+from hmmlm.hmm.lattice import Lattice, SortedBatch, add_first, continuing, endings, first_rows, some_rows
 from hmmlm.hmm.protocol import Carry, Counts, Filtered, Scan, Support
 from hmmlm.hmm.recursions import Recursions, finite
 from hmmlm.ops.common import NEG_INF, logsumexp
@@ -219,6 +220,26 @@ class HiddenMarkovModel(Recursions):
             source = some_rows(lattice.supports[t], ending)
             result[ending] = model.predict(lattice.log_filtered[t][ending], source)
         return lattice.batch.unsort(result)
+
+    @torch.no_grad()
+    def predictions(
+        self, tokens: ArrayLike, lengths: ArrayLike | None = None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield log p(x_t = v | x_1..t−1) of every token, in pieces: sequence [n], t [n] and log-probabilities [n, V].
+
+        The pieces are in no particular order. After an impossible token all words have −inf.
+        """
+        model, batch = self.detach(), self._batch(tokens, lengths)
+        yield model._first_predictions(batch)
+        for first, lattice in model._windows(batch, None):
+            for t, rows, log_filtered, support in continuing(lattice, batch.active[first:]):
+                predicted = model.predict(log_filtered, support)
+                yield batch.order[:rows], torch.full_like(batch.order[:rows], first + t), predicted
+
+    def _first_predictions(self, batch: SortedBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `predictions` yields of the first tokens."""
+        first = self.emit(self.begin()).expand(len(batch.order), -1)
+        return batch.order, torch.zeros_like(batch.order), first
 
     @torch.no_grad()
     def entropy(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:

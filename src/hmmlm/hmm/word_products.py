@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hmmlm.hmm.lattice import Lattice, continuing
 from hmmlm.hmm.logmatrix import LogMatrix
 
 if TYPE_CHECKING:
     from hmmlm.hmm.blocked import BlockedHMM
 
+_PIECE_CELLS = 2**25  # of predictions that are computed together
 _KEPT_CELLS = 2**25  # of all matrices kept, each in two forms: 256 MB in float32
 
 
@@ -38,6 +41,21 @@ class WordProducts:
         if len(self._kept) > max(1, _KEPT_CELLS // matrix.log_values.numel()):
             self._kept.popitem(last=False)
         return matrix.product(log_probs)[:, self._column]
+
+    def predictions(self, lattice: Lattice) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield what `BlockedHMM.predictions` does, of the tokens after the first: each matrix is computed once."""
+        steps = list(continuing(lattice, lattice.batch.active))
+        if not steps:
+            return
+        order = lattice.batch.order
+        sequence = torch.cat([order[:rows] for _, rows, _, _ in steps])
+        step = torch.cat([torch.full_like(order[:rows], t) for t, rows, _, _ in steps])
+        log_filtered = torch.cat([log_probs for _, _, log_probs, _ in steps])
+        blocks = torch.cat([support.blocks for _, _, _, support in steps])
+        for block in blocks.unique().tolist():
+            rows = (blocks == block).nonzero().flatten()
+            for piece in rows.split(max(1, _PIECE_CELLS // self._hmm.vocab_size)):
+                yield sequence[piece], step[piece], self.product(log_filtered[piece], block)
 
     def _next_words(self, block: int) -> Tensor:
         """Compute log p(next word | state) [k, V] for the states of a block, words by block."""

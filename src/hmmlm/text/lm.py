@@ -135,7 +135,7 @@ class LanguageModel(TextModel):
     def score_sequences(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Compute the log-likelihood of each sequence of tokens, float64 [N]; see `sequences`."""
         scores = torch.zeros(len(sequences), dtype=torch.float64)
-        for chosen in _batches([len(tokens) for tokens in sequences]):
+        for chosen in length_batches([len(tokens) for tokens in sequences]):
             log_likelihood = self.hmm.log_likelihood(*padded([sequences[i] for i in chosen]))
             scores[torch.tensor(chosen)] = log_likelihood.cpu().double()
         return scores
@@ -173,7 +173,7 @@ class LanguageModel(TextModel):
         encoded = self._encode_all(texts)
         sequences, owner = self._parts(encoded)
         found: list[list[tuple[int, float]]] = [[] for _ in sequences]
-        for chosen in _batches([len(tokens) for tokens in sequences], self._lattice_tokens):
+        for chosen in length_batches([len(tokens) for tokens in sequences], self._lattice_tokens):
             batch = padded([sequences[i] for i in chosen])
             path = self.hmm.viterbi(*batch)[0]
             probs = self.hmm.posterior(*batch).gather(2, path.clamp(min=0)[..., None])[..., 0]
@@ -203,7 +203,7 @@ class LanguageModel(TextModel):
         """
         sequences, owner = self._parts(encoded)
         found = [torch.zeros(0, dtype=torch.float64) for _ in sequences]
-        for chosen in _batches([len(tokens) for tokens in sequences], self._lattice_tokens):
+        for chosen in length_batches([len(tokens) for tokens in sequences], self._lattice_tokens):
             tokens, lengths = padded([sequences[i] for i in chosen])
             log_probs = self.hmm.token_log_probs(tokens, lengths).double().cpu()
             for i, row, length in zip(chosen, log_probs, lengths.tolist(), strict=True):
@@ -476,7 +476,7 @@ class LanguageModel(TextModel):
 load = LanguageModel.load
 
 
-def _batches(lengths: Sequence[int], tokens: int | None = None) -> Iterator[list[int]]:
+def length_batches(lengths: Sequence[int], tokens: int | None = None) -> Iterator[list[int]]:
     """Yield indices of texts of similar length, at most `tokens` padded tokens together (or one text)."""
     tokens = _BATCH_TOKENS if tokens is None else tokens
     batch: list[int] = []

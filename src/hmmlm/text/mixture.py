@@ -1,11 +1,11 @@
 """Linear interpolation of language models, token by token, as one model.
 
-p(x_t | x_<t) = Σ_m w_m p_m(x_t | x_<t) of HMMs, networks, n-grams and a cache of recent words. With an n-gram, the
-weights depend on how much of the context it has seen. This is not an HMM: it scores and samples, but does not answer
-questions about later tokens.
+p(x_t | x_<t) = Σ_m w_m p_m(x_t | x_<t) of HMMs, networks, n-grams and caches of recent words, to which HMMs may adapt.
+With an n-gram, the weights depend on how much of the context it has seen. This is not an HMM: it scores and samples,
+but does not answer questions about later tokens.
 
-A saved mixture is a folder: `config.json` (kinds and weights), `model.safetensors` (the text that an n-gram counts),
-the tokenizer's file, and a folder for each HMM or network.
+A saved mixture is a folder: `config.json` (kinds and weights), `model.safetensors` (the text that an n-gram counts,
+the frequencies of words), the tokenizer's file, and a folder for each HMM or network.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from hmmlm.text.predictors import (
     predictor_tokenizer,
 )
 from hmmlm.text.reading import check_training
+from hmmlm.text.recent import MAX_HALF_LIFE, AdaptedHmmPredictor, RecentPredictor
 from hmmlm.text.textmodel import TextModel
 
 MAX_COMPONENTS = 1_000
@@ -235,8 +236,14 @@ def _load_part(
     """Return component `number` of the mixture in `folder`."""
     kind, words = header.get("kind") if isinstance(header, dict) else None, tokenizer.vocab_size
     where = f"{folder / CONFIG}: component {number}"
-    if kind in (HmmPredictor.kind, NetworkPredictor.kind):
+    half_life: Any = header.get("half_life") if isinstance(header, dict) else None
+    if kind in (HmmPredictor.kind, NetworkPredictor.kind, AdaptedHmmPredictor.kind):
         part = open_predictor(folder / str(number), device)
+        if kind == AdaptedHmmPredictor.kind and isinstance(part, HmmPredictor):
+            frequencies = tensors.get(f"{number}.frequencies")
+            if frequencies is None or not _is_half_life(half_life):
+                raise InputError(f"{where} is damaged: save the mixture again")
+            part = AdaptedHmmPredictor(part.lm, half_life, frequencies)
         changed = _identity(folder / str(number)).items() - header.items()
         if (
             changed
@@ -247,6 +254,8 @@ def _load_part(
         return part
     if kind == CachePredictor.kind and _is_count(header.get("size")):
         return CachePredictor(header["size"], words)
+    if kind == RecentPredictor.kind and _is_half_life(half_life):
+        return RecentPredictor(half_life, words)
     text = tensors.get(f"{number}.text")
     if kind == NgramPredictor.kind and _is_count(header.get("order")) and header["order"] <= 10 and text is not None:
         restart = tokenizer.eos_id if header.get("restarts") is True else None
@@ -256,6 +265,10 @@ def _load_part(
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_half_life(value: Any) -> bool:
+    return _is_count(value) and value <= MAX_HALF_LIFE
 
 
 def load(path: str | Path, device: str | torch.device = "auto") -> LanguageModel | Any:
