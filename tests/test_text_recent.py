@@ -18,9 +18,9 @@ TEXT = torch.randint(WORDS, (70,), generator=torch.Generator().manual_seed(0)).t
 FREQUENCIES = torch.tensor([3.0, 1, 2, 2, 1, 1])
 
 
-def weights_at(t: int) -> list[tuple[int, float]]:
+def weights_at(t: int, size: int = SIZE) -> list[tuple[int, float]]:
     """Return the positions of recent words before t, and their weights."""
-    return [(i, 2 ** (-(t - 1 - i) / HALF_LIFE)) for i in range(max(0, t - SIZE), t)]
+    return [(i, 2 ** (-(t - 1 - i) / HALF_LIFE)) for i in range(max(0, t - size), t)]
 
 
 def models() -> dict[str, HiddenMarkovModel]:
@@ -51,7 +51,7 @@ def test_recent_words_by_definition() -> None:
     for t, word in enumerate(TEXT):
         want = 1 / WORDS
         for k in range(3):
-            own = [(i, w) for i, w in weights_at(t) if i >= k and t >= k and TEXT[i - k : i] == TEXT[t - k : t]]
+            own = [(i, w) for i, w in weights_at(t, 100) if i >= k and t >= k and TEXT[i - k : i] == TEXT[t - k : t]]
             matched, total = sum(w for i, w in own if TEXT[i] == word), sum(w for _, w in own)
             prior = _PRIOR if k else float(not own)
             want = (matched + prior * want) / (total + prior)
@@ -63,7 +63,9 @@ def test_recent_words_by_definition() -> None:
 def test_an_adapted_hmm_by_definition(name: str, restarts: bool) -> None:
     lm = LanguageModel(models()[name], TOKENIZER, {"batches": {"kind": "stream", "eval_reset_at_eos": restarts}})
     plain, adapted = HmmPredictor(lm), AdaptedHmmPredictor(lm, HALF_LIFE, FREQUENCIES)
-    found, context = adapted.token_log_probs([TEXT])[0], plain.begin()
+    empty, found, _ = adapted.token_log_probs([[], TEXT, TEXT[:9]])
+    context = plain.begin()
+    assert len(empty) == 0
     for t, word in enumerate(TEXT):
         recent = torch.zeros(WORDS, dtype=torch.float64)
         for i, weight in weights_at(t):

@@ -47,9 +47,10 @@ class WordProducts:
         steps = list(continuing(lattice, lattice.batch.active))
         if not steps:
             return
-        order = lattice.batch.order
-        sequence = torch.cat([order[:rows] for _, rows, _, _ in steps])
-        step = torch.cat([torch.full_like(order[:rows], t) for t, rows, _, _ in steps])
+        order, active = lattice.batch.order, torch.tensor([rows for _, rows, _, _ in steps], device=self._column.device)
+        step = torch.arange(1, len(steps) + 1, device=active.device).repeat_interleave(active)
+        begins = (active.cumsum(0) - active).repeat_interleave(active)
+        sequence = order[torch.arange(len(step), device=active.device) - begins]
         log_filtered = torch.cat([log_probs for _, _, log_probs, _ in steps])
         blocks = torch.cat([support.blocks for _, _, _, support in steps])
         for block in blocks.unique().tolist():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,32 +29,12 @@ ORDER = 3
 MAX_HALF_LIFE = 100_000
 _PRIOR = 0.5  # weight of shorter sequences, in occurrences
 _SHARE = 0.3  # of the recent frequencies in the frequencies that an HMM adapts to
-_HALVES = 8  # half-lives after which a word is forgotten: its weight is 1/256
+_HALVES = 8  # half-lives after which an HMM forgets a word: its weight is 1/256
+_REMEMBERED = 64  # half-lives of words that are kept while sampling; older ones have no weight
 _CELLS = 2**22  # of a piece: tokens × recent words
 _TOKENS = 2**19  # that an HMM reads together, so that what its blocks share is computed once
 
 Tokens = Sequence[int]
-
-
-class _Recency:
-    """The weights of the last words of a text."""
-
-    def __init__(self, half_life: int) -> None:
-        check_count("half_life", half_life, 1, MAX_HALF_LIFE)
-        self.half_life, self.size = half_life, _HALVES * half_life
-        self.weights = torch.exp2(-torch.arange(self.size, dtype=torch.float64) / half_life).flip(0)  # oldest first
-        self.totals = torch.nn.functional.pad(self.weights.flip(0).cumsum(0), (1, 0))  # of the last 0, 1, … words
-
-    def histories(self, tokens: Tensor, more: int = 0) -> Tensor:
-        """Return the last size + `more` words before each token of a text [N], and before the one after it.
-
-        The result is a view [N + 1, size + more], oldest word first; −1 before the text.
-        """
-        size = self.size + more
-        return torch.nn.functional.pad(tokens, (size, 0), value=-1).unfold(0, size, 1)
-
-    def remember(self, context: list[int], token: int, more: int = 0) -> list[int]:
-        return [*context, token][-(self.size + more) :]
 
 
 class RecentPredictor(Predictor):
@@ -67,68 +48,59 @@ class RecentPredictor(Predictor):
 
     @check_arguments
     def __init__(self, half_life: int, vocab_size: int) -> None:
+        check_count("half_life", half_life, 1, MAX_HALF_LIFE)
         check_count("vocab_size", vocab_size, 1)
-        self.recency, self.vocab_size = _Recency(half_life), vocab_size
+        self.half_life, self.vocab_size = half_life, vocab_size
 
     def token_log_probs(self, encoded: Sequence[Tokens]) -> list[Tensor]:
-        return [self._log_probs(torch.tensor(tokens, dtype=torch.int32)) for tokens in encoded]
+        return [torch.from_numpy(self._log_probs(np.array(tokens, dtype=np.int64))) for tokens in encoded]
 
-    def _log_probs(self, tokens: Tensor) -> Tensor:
-        histories = self.recency.histories(tokens, ORDER - 1)[:-1]
-        pieces = tokens.split(max(1, _CELLS // self.recency.size))
-        begins = np.cumsum([0] + [len(piece) for piece in pieces])
-        found = [
-            self._interpolate(histories[begin : begin + len(piece)], piece)
-            for begin, piece in zip(begins, pieces, strict=False)
-        ]
-        return torch.cat([torch.zeros(0, dtype=torch.float64), *found]).log()
+    def _log_probs(self, tokens: np.ndarray) -> np.ndarray:
+        probs, positions = np.full(len(tokens), 1 / self.vocab_size), np.arange(len(tokens))
+        contexts = np.zeros_like(tokens)  # ids of the k words before; their own where there are fewer
+        for k in range(ORDER):
+            grams = np.unique(contexts * self.vocab_size + tokens, return_inverse=True)[1]
+            total, found = self._weights(contexts), self._weights(grams)
+            probs = _interpolate(found, total, probs, k)
+            contexts = np.where(positions > k, np.roll(grams, 1), -1 - positions)
+        with np.errstate(divide="ignore"):
+            return np.log(probs)
 
-    def _interpolate(self, histories: Tensor, words: Tensor | None = None) -> Tensor:
-        """Compute the probability of a word [n] after each history [n, size + ORDER − 1]; without words, of all [n, V].
-
-        Of recent words only those that matter are looked up: a few per cent.
-        """
-        size, recent = self.recency.size, histories[:, ORDER - 1 :]
-        known = (recent >= 0).sum(1)
-        rows, columns = (recent >= 0 if words is None else recent == words[:, None]).nonzero(as_tuple=True)
-        found = self._sum(recent, rows, columns, words)
-        column = (-1,) if words is not None else (-1, 1)
-        total, prior = self.recency.totals[known].view(column), (known == 0).double().view(column)
-        probs = (found + prior / self.vocab_size) / (total + prior)
-        for k in range(1, ORDER):
-            last = histories[:, size + ORDER - 1 - k]
-            if k == 1:  # before the first word there is none to follow
-                follows = (histories[:, ORDER - 2 : -1] == last[:, None]) & (last >= 0)[:, None]
-                rows, columns = follows.nonzero(as_tuple=True)
-            else:
-                same = histories[rows, columns + ORDER - 1 - k] == last[rows]
-                rows, columns = rows[same], columns[same]
-            total = torch.zeros_like(self.recency.totals[known]).index_add_(0, rows, self.recency.weights[columns])
-            found = self._sum(recent, rows, columns, words)
-            probs = (found + _PRIOR * probs) / (total.view(column) + _PRIOR)
-        return probs
-
-    def _sum(self, recent: Tensor, rows: Tensor, columns: Tensor, words: Tensor | None) -> Tensor:
-        """Add up weights of the recent words at (row, column): of the word of a row [n], or of every word [n, V]."""
-        found, weights = recent[rows, columns], self.recency.weights[columns]
-        if words is None:
-            sums = torch.zeros(len(recent), self.vocab_size, dtype=torch.float64)
-            return sums.index_put_((rows, found.long()), weights, accumulate=True)
-        own = found == words[rows]
-        return torch.zeros(len(recent), dtype=torch.float64).index_add_(0, rows[own], weights[own])
+    def _weights(self, ids: np.ndarray) -> np.ndarray:
+        """Return for each id [N] the weight of the same id before it."""
+        decay, found = 0.5 ** (1 / self.half_life), list[float]()
+        latest: dict[int, tuple[int, float]] = {}  # of each id: the position after it, and the weight there
+        for t, own in enumerate(ids.tolist()):
+            after, weight = latest.get(own, (t, 0.0))
+            found.append(weight * decay ** (t - after))
+            latest[own] = t + 1, found[-1] * decay + 1
+        return np.array(found)
 
     def begin(self) -> list[int]:
         return []
 
     def advance(self, context: list[int], token: int) -> list[int]:
-        return self.recency.remember(context, token, ORDER - 1)
+        return [*context, token][-_REMEMBERED * self.half_life :]
 
     def next_token(self, context: list[int]) -> Tensor:
-        history = self.recency.histories(torch.tensor(context, dtype=torch.int64), ORDER - 1)[-1:]
-        return self._interpolate(history)[0].log()
+        tokens = np.array(context, dtype=np.int64)
+        weights = np.exp2(-np.arange(len(tokens))[::-1] / self.half_life)
+        probs = np.full(self.vocab_size, 1 / self.vocab_size)
+        for k in range(min(ORDER, len(tokens) + 1)):
+            if k:  # words of which the k-th last before is that of the next one
+                weights[:k] = 0
+                weights[k:] *= tokens[:-k] == tokens[-k]
+            probs = _interpolate(np.bincount(tokens, weights, self.vocab_size), weights.sum(), probs, k)
+        return torch.from_numpy(probs).log()
 
     def save(self, folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        return {"half_life": self.recency.half_life}, {}
+        return {"half_life": self.half_life}, {}
+
+
+def _interpolate(found: np.ndarray, total: Any, probs: np.ndarray, k: int) -> np.ndarray:
+    """Return probabilities after k words, by the weight of a word after them, of all words, and `probs` after fewer."""
+    prior = np.where(np.asarray(total) > 0, 0.0, 1.0) if k == 0 else _PRIOR
+    return (found + prior * probs) / (total + prior)
 
 
 class AdaptedContext(NamedTuple):
@@ -153,35 +125,37 @@ class AdaptedHmmPredictor(Predictor):
         words = lm.tokenizer.vocab_size
         if frequencies.shape != (words,) or not bool((frequencies > 0).all() and frequencies.isfinite().all()):
             raise InputError(f"frequencies must be {words} positive numbers, one for each word")
-        self.recency = _Recency(half_life)
+        check_count("half_life", half_life, 1, MAX_HALF_LIFE)
+        self.half_life, self.size = half_life, _HALVES * half_life
+        self._weights = torch.exp2(-torch.arange(self.size, dtype=torch.float64) / half_life).flip(0)  # oldest first
         self.frequencies = frequencies.double() / frequencies.double().sum()
 
     def token_log_probs(self, encoded: Sequence[Tokens]) -> list[Tensor]:
-        return [self._adapted(tokens) for tokens in encoded]
+        # All texts in one, each after as many missing words as are remembered.
+        before = [-1] * self.size
+        begins = list(accumulate((len(before) + len(tokens) for tokens in encoded), initial=0))
+        joined = torch.tensor([word for tokens in encoded for word in [*before, *tokens]], device=self.lm.device)
+        log_probs = torch.zeros(len(joined), dtype=torch.float64, device=self.lm.device)
+        for positions, predicted in self._predictions(encoded, [begin + self.size for begin in begins[:-1]]):
+            for own, part in zip(
+                *(each.split(max(1, _CELLS // self.size)) for each in (positions, predicted)), strict=True
+            ):
+                histories = joined.unfold(0, self.size, 1)[own - self.size]
+                log_probs[own] = self._adapt(part, histories, joined[own, None])[:, 0]
+        return [log_probs[end - len(tokens) : end].cpu() for tokens, end in zip(encoded, begins[1:], strict=True)]
 
-    def _adapted(self, tokens: Tokens) -> Tensor:
-        device = self.lm.device
-        text = torch.tensor(tokens, dtype=torch.int64, device=device)
-        histories, result = self.recency.histories(text), torch.zeros(len(text), dtype=torch.float64, device=device)
-        for positions, log_probs in self._predictions(tokens):
-            for own, part in self._pieces(positions, log_probs):
-                result[own] = self._adapt(part, histories[own], text[own, None])[:, 0]
-        return result.cpu()
-
-    def _predictions(self, tokens: Tokens) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield positions [n] of a text, and log p(word there | past) [n, V] of the HMM."""
-        sequences = self.lm.sequences(tokens)
-        lengths = [len(sequence) for sequence in sequences]
-        begins = torch.tensor([0, *lengths[:-1]], device=self.lm.device).cumsum(0)
-        for chosen in length_batches(lengths, _TOKENS):
-            own = begins[torch.tensor(chosen, device=self.lm.device)]
-            batch = padded([sequences[i] for i in chosen])
-            for sequence, step, log_probs in self.lm.hmm.predictions(*batch):
-                yield own[sequence] + step, log_probs
-
-    def _pieces(self, positions: Tensor, log_probs: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        size = max(1, _CELLS // self.recency.size)
-        return zip(positions.split(size), log_probs.split(size), strict=True)
+    def _predictions(self, encoded: Sequence[Tokens], begins: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield positions [n] in texts that begin at given ones, and log p(word there | past) [n, V] of the HMM."""
+        sequences, firsts = list[list[int]](), list[int]()
+        for tokens, begin in zip(encoded, begins, strict=True):
+            for sequence in filter(None, self.lm.sequences(tokens)):
+                sequences.append(sequence)
+                firsts.append(begin)
+                begin += len(sequence)
+        for chosen in length_batches([len(sequence) for sequence in sequences], _TOKENS):
+            first = torch.tensor([firsts[i] for i in chosen], device=self.lm.device)
+            for row, step, log_probs in self.lm.hmm.predictions(*padded([sequences[i] for i in chosen])):
+                yield first[row] + step, log_probs
 
     def _adapt(self, log_probs: Tensor, histories: Tensor, words: Tensor) -> Tensor:
         """Compute the log-probabilities [n, m] of words [n, m] from those of the HMM [n, V] and histories [n, size]."""
@@ -190,7 +164,7 @@ class AdaptedHmmPredictor(Predictor):
         begun, lost = histories[:, -1:] >= 0, log_probs.amax(1, keepdim=True) == -math.inf
         share = torch.where(begun, _SHARE, 0.0)
         recent = histories.clamp(min=0)
-        weights = self.recency.weights.to(device) * (histories >= 0)
+        weights = self._weights.to(device) * (histories >= 0)
         ratios = weights / weights.sum(1, keepdim=True).clamp(min=1) / self.frequencies.to(device)[recent]
         probs = log_probs.gather(1, recent).double().exp().masked_fill(lost, 1 / vocab_size)
         scale = 1 - share + share * (ratios * probs).sum(1, keepdim=True)
@@ -206,13 +180,13 @@ class AdaptedHmmPredictor(Predictor):
         return AdaptedContext(self._hmm.begin(), [])
 
     def advance(self, context: AdaptedContext, token: int) -> AdaptedContext:
-        return AdaptedContext(self._hmm.advance(context.hmm, token), self.recency.remember(context.recent, token))
+        return AdaptedContext(self._hmm.advance(context.hmm, token), [*context.recent, token][-self.size :])
 
     def next_token(self, context: AdaptedContext) -> Tensor:
-        recent = torch.tensor(context.recent, dtype=torch.int64)
+        history = torch.tensor([[-1] * self.size + context.recent])[:, -self.size :]
         words = torch.arange(len(self.frequencies))[None]
-        return self._adapt(self._hmm.next_token(context.hmm)[None], self.recency.histories(recent)[-1:], words)[0]
+        return self._adapt(self._hmm.next_token(context.hmm)[None], history, words)[0]
 
     def save(self, folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
         self.lm.save(folder)
-        return {"half_life": self.recency.half_life}, {f"{folder.name}.frequencies": self.frequencies}
+        return {"half_life": self.half_life}, {f"{folder.name}.frequencies": self.frequencies}
