@@ -1,15 +1,18 @@
-"""Tokens per second by number of processes, on the CPU with one thread each.
+"""Tokens per second and memory by number of processes: on the CPU with one thread each, or on GPUs.
 
     python -m benchmarks.ranks --processes 1 2
+    python -m benchmarks.ranks --processes 1 2 --device cuda
 
 Trains models of several families on the embedded corpus for some steps, as `hmmlm train --train.devices N` does, and
-prints the table of docs/guide/scaling.md. Needs as many idle cores as processes.
+prints the tables of docs/guide/scaling.md. Needs as many idle cores as processes. Processes that outnumber the GPUs
+share them, which shows the memory of each, and not the speed of several GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,34 +34,46 @@ MODELS = {
 }
 
 
-def tokens_per_second(processes: int, settings: tuple[str, ...], out: Path) -> float:
-    """Train for STEPS steps and return the median speed of its records, without the first."""
+GPU_SCALAR = ("--model.kind", "scalar", "--model.states", "16384")
+GPU_MODELS = {
+    "scalar, 16,384 states, AdamW": GPU_SCALAR,
+    "scalar, 16,384 states, AdamW, `model.shard`": (*GPU_SCALAR, *SHARD),
+    "neural, 2^15 states in 128 blocks": ("--model.kind", "neural", "--model.states", "32768", "--model.blocks", "128"),
+}
+
+
+def measure(processes: int, settings: tuple[str, ...], device: str, out: Path) -> str:
+    """Train for STEPS steps; return the median speed of its records without the first, and the memory of rank 0."""
     sizes = {
         "--batches.batch-size": BATCH,
         "--batches.length": LENGTH,
         "--train.max-tokens": STEPS * BATCH * LENGTH,
         "--train.log-every": STEPS // 10,
         "--train.devices": processes,
-        "--train.device": "cpu",
+        "--train.device": device,
     }
     options = [str(part) for item in sizes.items() for part in item]
     command = [sys.executable, "-m", "hmmlm", "train", "--data", "embedded", "--out", str(out), "--quiet"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, *options, *settings], check=True, env=environment, stdout=subprocess.DEVNULL)
+    printed = subprocess.run([*command, *options, *settings], check=True, env=environment, capture_output=True).stdout
     speeds = [record["tokens_per_second"] for record in read_history(out / HISTORY) if record["event"] == "train"]
-    return median(speeds[1:])
+    memory = re.search(r"([\d.]+) GB of memory", printed.decode())
+    assert memory is not None
+    return f"{median(speeds[1:]):,.0f}, {memory[1]} GB"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    counts = parser.parse_args().processes
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = parser.parse_args()
+    counts = arguments.processes
     print("| model | " + " | ".join(f"{count} process{'es' * (count > 1)}" for count in counts) + " |")
     print("|---" * (len(counts) + 1) + "|")
-    for name, settings in MODELS.items():
+    for name, settings in (MODELS if arguments.device == "cpu" else GPU_MODELS).items():
         with TemporaryDirectory() as folder:
-            speeds = [tokens_per_second(count, settings, Path(folder) / str(count)) for count in counts]
-        print(f"| {name} | " + " | ".join(f"{speed:,.0f}" for speed in speeds) + " |", flush=True)
+            cells = [measure(count, settings, arguments.device, Path(folder) / str(count)) for count in counts]
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":
