@@ -7,7 +7,6 @@ are left to the caller.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 
 from hmmlm.data.batches import Batch
 from hmmlm.hmm import Carry
-
-WARM_UP = 3  # eager steps before recording, as CUDA graphs require: libraries and kernels initialize themselves
+from hmmlm.ops.graph import WARM_UP, record
 
 Learn = Callable[[Batch, Carry | None], Any]
 """One eager step: batch and carry in, a result with a carry out."""
@@ -68,20 +66,15 @@ class GraphedStep:
         if carry is not None and batch.restart is None:
             batch = batch._replace(restart=torch.zeros_like(batch.tokens, dtype=torch.bool))
         self.batch, self.carry = batch, None if carry is None else carry.clone()
-        self.graph = torch.cuda.CUDAGraph()
-        # Freeing what an earlier run left in a reference cycle, its graph included, would invalidate the capture.
-        gc.collect()
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            with torch.cuda.graph(self.graph):
-                self.result = self.learn(self.batch, self.carry)
-                if self.carry is not None:
-                    self.carry.copy_(self.result.carry)
-                    self.result = self.result._replace(carry=self.carry)
-        finally:
-            if enabled:
-                gc.enable()
+
+        def launch() -> Any:
+            result = self.learn(self.batch, self.carry)
+            if self.carry is None:
+                return result
+            self.carry.copy_(result.carry)
+            return result._replace(carry=self.carry)
+
+        self.graph, self.result = record(launch)
 
     def fill(self, batch: Batch, carry: Carry | None) -> None:
         """Copy a batch to where the graph reads. The first of an epoch has no carry: it restarts at position 0."""

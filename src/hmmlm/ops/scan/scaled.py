@@ -321,10 +321,14 @@ def faint(parameters: Parameters, scale: Tensor, floor: float) -> Tensor:
     at most Z·floor·ρ of every state's mass, and stays so. The loss is negligible if every scale is well above that.
     """
     log_transition = parameters.log_transition
-    # A column of zeros (NaN here) belongs to a state without incoming transitions, which has no mass to lose.
-    log_ratio = (log_transition.amax(0) - log_transition.amin(0)).nan_to_num(nan=0.0, posinf=math.inf).amax()
-    margin = math.log(least_mass(floor, len(log_transition), log_transition.dtype)) + log_ratio
+    margin = math.log(least_mass(floor, len(log_transition), log_transition.dtype)) + log_column_ratio(log_transition)
     return scale.amin(0).log() < margin
+
+
+def log_column_ratio(log_transition: Tensor) -> Tensor:
+    """Compute log ρ []: the largest ratio of two entries of a column of the transition matrix."""
+    # A column of zeros (NaN here) belongs to a state without incoming transitions, which has no mass to lose.
+    return (log_transition.amax(0) - log_transition.amin(0)).nan_to_num(nan=0.0, posinf=math.inf).amax()
 
 
 def least_mass(floor: float, states: int, dtype: torch.dtype) -> float:
