@@ -94,11 +94,14 @@ class _Shape:
         if model is None:
             self.unsound = _TRIALS  # do not try again
             return
-        self.model, self.evidence = model, Evidence(*(None if value is None else _copy(value) for value in evidence))
+        tokens, _, initial, restart = evidence
+        self.model = model  # the graph reads its tensors
+        initial, restart = (None if value is None else _copy(value) for value in (initial, restart))
+        self.evidence = Evidence(_copy(tokens), None, initial, restart)
         filter_fixed(model, self.evidence)  # compiles the kernels for these buffers
         self.graph, self.result = record(lambda: filter_fixed(model, self.evidence), "thread_local")
 
 
 def _copy(value: Tensor) -> Tensor:
     """Return a contiguous copy."""
-    return torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
+    return value.clone(memory_format=torch.contiguous_format)
