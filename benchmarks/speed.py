@@ -95,7 +95,7 @@ class Evaluation:
         self.hmm = HMM(*(torch.randn(shape, device=fabric.device).log_softmax(-1) for shape in shapes))
         self.batches = [draw_tokens(row.batch, row.length, row.vocab, fabric.device) for _ in range(4)]
         self.fabric, self.cuda, self.done = fabric, fabric.device.type == "cuda", 0
-        self.run(5)  # the first ones of a shape are not replayed
+        self.run(10)  # the first ones of a shape are not replayed
 
     @torch.no_grad()
     def run(self, steps: int) -> None:

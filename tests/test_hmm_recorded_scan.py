@@ -18,8 +18,7 @@ from helpers.interpreter import (
 from helpers.oracle import random_hmm
 
 from hmmlm.hmm import HMM, recorded_scan
-from hmmlm.hmm.recorded_scan import RecordedScans
-from hmmlm.ops.graph import WARM_UP
+from hmmlm.hmm.recorded_scan import EAGER, RecordedScans
 from hmmlm.ops.scan import Evidence, Parameters, scan
 
 STATES, WORDS, BATCH, LENGTH = 12, 9, 3, 5
@@ -69,10 +68,10 @@ def test_triton_replays_agree_with_the_scan(
 
     monkeypatch.setattr(triton, "_LIBRARY_STATES", 1 if library else 2**20)
     scans, parameters, found = RecordedScans(), make_parameters(), []
-    for number in range(WARM_UP + 3):
+    for number in range(EAGER + 3):
         evidence = draw(number, carried, restarts)
         result = scans.run(parameters, evidence, "triton")
-        assert (result is None) == (number < WARM_UP)
+        assert (result is None) == (number < EAGER)
         if result is not None:
             found.append((result, scan(parameters, evidence, "naive")))
     assert replays == [3]
@@ -91,7 +90,7 @@ def test_triton_scans_that_underflow_are_left_to_the_scan(replays: list[int]) ->
     )
     harmless, harmful = torch.tensor([[0] * 8]), torch.tensor([[0] * 4 + [1] * 4])
     scans = RecordedScans()
-    for _ in range(WARM_UP):
+    for _ in range(EAGER):
         assert scans.run(parameters, Evidence(harmless), "triton") is None
     assert scans.run(parameters, Evidence(harmless), "triton") is not None
     assert scans.run(parameters, Evidence(harmful), "triton") is None
@@ -108,7 +107,7 @@ def test_triton_scans_of_peaked_transitions_are_not_recorded(log_leak: float, re
     transition = torch.tensor([[0.0, log_leak], [log_leak, 0.0]])
     parameters = Parameters(torch.tensor([0.5, 0.5]).log(), transition, torch.full((2, 3), 1 / 3).log())
     scans = RecordedScans()
-    for _ in range(WARM_UP + 3):
+    for _ in range(EAGER + 3):
         assert scans.run(parameters, Evidence(torch.zeros(2, 4, dtype=torch.long)), "triton") is None
     assert not replays
 
@@ -116,14 +115,14 @@ def test_triton_scans_of_peaked_transitions_are_not_recorded(log_leak: float, re
 @in_interpreter
 def test_triton_graphs_of_a_model_that_changed_are_discarded(replays: list[int]) -> None:
     scans, parameters, other = RecordedScans(), make_parameters(), make_parameters(3.0)
-    for number in range(WARM_UP + 1):
+    for number in range(EAGER + 1):
         scans.run(parameters, draw(number), "triton")
     for own, new in zip(parameters, other, strict=True):
         own.copy_(new)
-    for number in range(WARM_UP + 1):
+    for number in range(EAGER + 1):
         result = scans.run(parameters, draw(number), "triton")
     assert result is not None and replays == [1, 1]
-    torch.testing.assert_close(result.log_likelihood, scan(other, draw(WARM_UP), "naive").log_likelihood)
+    torch.testing.assert_close(result.log_likelihood, scan(other, draw(EAGER), "naive").log_likelihood)
 
 
 @in_interpreter
@@ -131,7 +130,7 @@ def test_triton_graphs_are_kept_for_few_shapes(replays: list[int]) -> None:
     scans, parameters = RecordedScans(), make_parameters()
     for _ in range(2):
         for batch in range(1, recorded_scan._SHAPES + 2):
-            for _ in range(WARM_UP + 1):
+            for _ in range(EAGER + 1):
                 scans.run(parameters, Evidence(torch.zeros(batch, 4, dtype=torch.long)), "triton")
     assert replays == [1] * 2 * (recorded_scan._SHAPES + 1)
 
@@ -142,14 +141,14 @@ def test_triton_scans_that_a_graph_cannot_replace(replays: list[int]) -> None:
     learned = Parameters(*(p.clone().requires_grad_() for p in parameters))
     with torch.inference_mode():
         untracked = make_parameters()
-    for number in range(WARM_UP + 2):
+    for number in range(EAGER + 2):
         assert scans.run(learned, draw(number), "triton") is None
         assert scans.run(untracked, draw(number), "triton") is None
         assert scans.run(parameters, draw(number), "naive") is None
         assert scans.run(parameters, draw(number), "auto") is None  # the tensors are on the CPU
     assert not replays
     with torch.no_grad():
-        for number in range(WARM_UP + 1):
+        for number in range(EAGER + 1):
             result = scans.run(learned, draw(number), "triton")
     assert result is not None and not result.log_likelihood.requires_grad
 
@@ -158,8 +157,8 @@ def test_triton_scans_that_a_graph_cannot_replace(replays: list[int]) -> None:
 @pytest.mark.parametrize("first", [False, True])
 def test_triton_graphs_are_replayed_in_and_outside_inference_mode(first: bool, replays: list[int]) -> None:
     scans, parameters = RecordedScans(), make_parameters()
-    for number in range(WARM_UP + 4):
-        with torch.inference_mode(first == (number % 2 == WARM_UP % 2)):
+    for number in range(EAGER + 4):
+        with torch.inference_mode(first == (number % 2 == EAGER % 2)):
             result = scans.run(parameters, draw(number), "triton")
         if result is not None:
             want = scan(parameters, draw(number), "naive").log_likelihood

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.hmm import HMM, Carry
-from hmmlm.ops.graph import WARM_UP
+from hmmlm.hmm.recorded_scan import EAGER
 from hmmlm.ops.scan import Evidence, scan
 
 WORDS, BATCH, LENGTH = 500, 16, 8
@@ -39,7 +39,7 @@ def test_replays_agree_with_eager_scans(
     """Windows of a stream, with the carry of each from the one before."""
     hmm, found = make_hmm(states, device), []
     carries: list[Carry | None] = [None, None]
-    for number in range(WARM_UP + 5):
+    for number in range(EAGER + 5):
         tokens = draw(number, device)
         restart = torch.rand(tokens.shape, device=device) < 0.2 if carried else None
         with torch.autocast("cuda", dtype=products, enabled=products != torch.float32):
@@ -58,14 +58,14 @@ def test_replays_agree_with_eager_scans(
 
 def test_the_public_likelihood_is_replayed_and_a_changed_model_is_recorded_again(device: torch.device) -> None:
     hmm, exact = make_hmm(64, device), make_hmm(64, torch.device("cpu")).to(torch.float64)
-    for number in range(WARM_UP + 2):
+    for number in range(EAGER + 2):
         got = hmm.log_likelihood(draw(number, device))
         want = exact.log_likelihood(draw(number, torch.device("cpu")))
         torch.testing.assert_close(got.double().cpu(), want, rtol=1e-5, atol=1e-4)
     assert graphs(hmm) == 1
     hmm.log_transition.copy_(hmm.log_transition.roll(1, 1))
     exact = hmm.to("cpu", torch.float64)
-    for number in range(WARM_UP + 2):
+    for number in range(EAGER + 2):
         got = hmm.log_likelihood(draw(number, device))
         want = exact.log_likelihood(draw(number, torch.device("cpu")))
         torch.testing.assert_close(got.double().cpu(), want, rtol=1e-5, atol=1e-4)
@@ -80,7 +80,7 @@ def test_sequences_that_underflow_are_recomputed_after_a_replay(log_leak: float,
     harmless = torch.zeros(4, 8, dtype=torch.long)
     harmful = harmless.clone()
     harmful[1, 3:] = 1
-    for tokens in [harmless] * (WARM_UP + 2) + [harmful, harmless]:
+    for tokens in [harmless] * (EAGER + 2) + [harmful, harmless]:
         got = hmm.scan(tokens.to(device))
         want = exact.scan(tokens)
         torch.testing.assert_close(got.log_likelihood.double().cpu(), want.log_likelihood, rtol=1e-5, atol=1e-5)
@@ -89,7 +89,7 @@ def test_sequences_that_underflow_are_recomputed_after_a_replay(log_leak: float,
 
 def test_threads_share_a_graph(device: torch.device) -> None:
     hmm = make_hmm(300, device)
-    for number in range(WARM_UP + 1):
+    for number in range(EAGER + 1):
         hmm.log_likelihood(draw(number, device))
     want = {n: scan(hmm.parameters, Evidence(draw(n, device))).log_likelihood for n in range(4)}
     wrong: list[int] = []
@@ -110,17 +110,19 @@ def test_threads_share_a_graph(device: torch.device) -> None:
 
 def test_a_model_with_graphs_is_freed_at_once(device: torch.device) -> None:
     """Validation makes one in every round, and the garbage collector may be far behind."""
-    make_hmm(8, device).log_likelihood(draw(0, device))
+    small = make_hmm(8, device)
+    for number in range(EAGER + 2):  # what libraries keep is allocated
+        small.log_likelihood(draw(number, device))
     gc.collect()
     gc.disable()
     try:
         before = torch.cuda.memory_allocated()
         hmm = make_hmm(512, device)
-        for number in range(WARM_UP + 2):
+        for number in range(EAGER + 2):
             hmm.log_likelihood(draw(number, device))
         assert graphs(hmm) == 1 and torch.cuda.memory_allocated() > before
         del hmm
         torch.cuda.synchronize()
-        assert torch.cuda.memory_allocated() <= before + 2**16  # the size of the cache of a library's handle may change
+        assert torch.cuda.memory_allocated() <= before
     finally:
         gc.enable()

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from hmmlm.hmm.protocol import Carry, Scan
 from hmmlm.ops.common import Impl, product_dtype
-from hmmlm.ops.graph import WARM_UP, record
+from hmmlm.ops.graph import record
 from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.scan.fixed import filter_fixed, prepare, serves
 
+EAGER = 8  # batches of a shape before it is recorded, which takes as long as several of them
 _SHAPES = 4  # whose graphs are kept
 _CELLS = 2**26  # largest [T, B, Z] of a graph, which keeps 400 MB then
 _PRODUCT = 2**34  # largest B·Z²: the products of larger steps take longer than their launches
@@ -69,7 +70,7 @@ class _Shape:
     def run(self, parameters: Parameters, evidence: Evidence, products: torch.dtype) -> Scan | None:
         """Replay the graph; None if there is none yet, or it did not serve."""
         self.runs += 1
-        if self.runs <= WARM_UP or 2 * self.unsound > self.replays + _TRIALS:
+        if self.runs <= EAGER or 2 * self.unsound > self.replays + _TRIALS:
             return None
         if self.graph is None:
             self.record(parameters, evidence, products)

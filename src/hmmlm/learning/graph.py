@@ -7,6 +7,7 @@ are left to the caller.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 
 from hmmlm.data.batches import Batch
 from hmmlm.hmm import Carry
-from hmmlm.ops.graph import WARM_UP, record
+from hmmlm.ops.graph import record
+
+WARM_UP = 3  # eager steps before recording, as CUDA graphs require: libraries and kernels initialize themselves
 
 Learn = Callable[[Batch, Carry | None], Any]
 """One eager step: batch and carry in, a result with a carry out."""
@@ -74,6 +77,7 @@ class GraphedStep:
             self.carry.copy_(result.carry)
             return result._replace(carry=self.carry)
 
+        gc.collect()  # the memory of an earlier run
         self.graph, self.result = record(launch)
 
     def fill(self, batch: Batch, carry: Carry | None) -> None:

@@ -8,8 +8,6 @@ from typing import Literal, TypeVar
 
 import torch
 
-WARM_UP = 3  # eager runs before recording, as CUDA graphs require: libraries and kernels initialize themselves
-
 Result = TypeVar("Result")
 
 
@@ -23,7 +21,6 @@ def record(
     """
     graph = torch.cuda.CUDAGraph()
     # Freeing what an earlier run left in a reference cycle, its graph included, would invalidate the capture.
-    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:
