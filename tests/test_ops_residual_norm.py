@@ -47,6 +47,15 @@ def test_triton_results_repeat_bit_by_bit() -> None:
 
 
 @in_interpreter
+@pytest.mark.parametrize("shape", [(0, 5), (1, 3, 5), (129, 40), (300, 3, 33)])
+def test_triton_sums_of_partial_sums(shape: tuple[int, ...]) -> None:
+    from hmmlm.ops.residual_norm import triton as kernels
+
+    partial = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(kernels._sum(partial), partial.sum(0))
+
+
+@in_interpreter
 def test_triton_without_rows() -> None:
     value, *gradients = solve_residual("triton", residual_inputs(0, 6))
     assert value.shape == (0, 6) and all(bool((x == 0).all()) for x in gradients)

@@ -31,6 +31,7 @@ from hmmlm.hmm.logmatrix import LogMatrix
 from hmmlm.hmm.products import Observations, filter_products, message_products
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
 from hmmlm.hmm.queries import HiddenMarkovModel
+from hmmlm.hmm.recorded_scan import RecordedScans
 from hmmlm.ops.common import NEG_INF, Impl, installed, logsumexp
 from hmmlm.ops.scan import Evidence, Parameters, loops_pay, scan
 from hmmlm.ops.scan.scaled import distinct
@@ -178,13 +179,22 @@ class HMM(HiddenMarkovModel):
     def scan(
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> Scan:
-        return scan(self.parameters, Evidence(tokens, lengths, carry and carry.probs, restart), self.impl)
+        return self._scan(Evidence(tokens, lengths, carry and carry.probs, restart))
+
+    def _scan(self, evidence: Evidence) -> Scan:
+        """Run the filter, replayed from a CUDA graph where the shape of the batch recurs."""
+        replayed = self._recorded_scans.run(self.parameters, evidence, self.impl) if evidence.tokens.is_cuda else None
+        return scan(self.parameters, evidence, self.impl) if replayed is None else replayed
+
+    @cached_property
+    def _recorded_scans(self) -> RecordedScans:
+        return RecordedScans()
 
     def _log_likelihood(self, tokens: Tensor, lengths: Tensor | None, initial: Tensor | None) -> Tensor:
         if lengths is not None:  # tokens beyond a sequence's end must not matter
             outside = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
             tokens = tokens.masked_fill(outside, -1)
-        return scan(self.parameters, Evidence(tokens, lengths, initial), self.impl).log_likelihood
+        return self._scan(Evidence(tokens, lengths, initial)).log_likelihood
 
     def _expected_counts(self, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Counts:
         leaves = HMM(*Parameters(*(p.detach().requires_grad_() for p in self.parameters)), self.impl)

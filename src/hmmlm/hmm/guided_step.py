@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.hmm.logmatrix import least_sum
+from hmmlm.ops.graph import record
 
 if TYPE_CHECKING:
     from hmmlm.hmm.dense import HMM
@@ -129,9 +130,7 @@ class _Step:
         self.fill(rows, (scores, out, log_states))
         self.packet.copy_(self.host, non_blocking=True)
         if self.graph is None and self.runs and scores.is_cuda:  # the first run has compiled the kernels
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # other threads may go on
-                self.launch()
+            self.graph, _ = record(self.launch, "thread_local")  # other threads may go on
         self.runs += 1
         if self.graph is None:
             self.launch()

@@ -15,6 +15,7 @@ import torch
 
 from hmmlm.data.batches import Batch
 from hmmlm.hmm import Carry
+from hmmlm.ops.graph import record
 
 WARM_UP = 3  # eager steps before recording, as CUDA graphs require: libraries and kernels initialize themselves
 
@@ -68,20 +69,16 @@ class GraphedStep:
         if carry is not None and batch.restart is None:
             batch = batch._replace(restart=torch.zeros_like(batch.tokens, dtype=torch.bool))
         self.batch, self.carry = batch, None if carry is None else carry.clone()
-        self.graph = torch.cuda.CUDAGraph()
-        # Freeing what an earlier run left in a reference cycle, its graph included, would invalidate the capture.
-        gc.collect()
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            with torch.cuda.graph(self.graph):
-                self.result = self.learn(self.batch, self.carry)
-                if self.carry is not None:
-                    self.carry.copy_(self.result.carry)
-                    self.result = self.result._replace(carry=self.carry)
-        finally:
-            if enabled:
-                gc.enable()
+
+        def launch() -> Any:
+            result = self.learn(self.batch, self.carry)
+            if self.carry is None:
+                return result
+            self.carry.copy_(result.carry)
+            return result._replace(carry=self.carry)
+
+        gc.collect()  # the memory of an earlier run
+        self.graph, self.result = record(launch)
 
     def fill(self, batch: Batch, carry: Carry | None) -> None:
         """Copy a batch to where the graph reads. The first of an epoch has no carry: it restarts at position 0."""

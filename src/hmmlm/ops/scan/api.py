@@ -44,7 +44,7 @@ def scan(parameters: Parameters, evidence: Evidence, impl: Impl = "auto") -> Sca
         joint = naive.forward(parameters, evidence)[:, -1]
         return Scan(logsumexp(joint, 1), Carry(torch.softmax(joint.detach(), 1).nan_to_num(0.0)))
     products = product_dtype(parameters.log_start)
-    recursions = _choose_recursions(parameters, evidence, products, impl)
+    recursions = choose_recursions(parameters, evidence, products, impl)
     inputs = (*parameters, evidence.initial)
     if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in inputs):
         log_likelihood, final, suspect = _Scan.apply(*parameters, *evidence, products, recursions)
@@ -68,7 +68,7 @@ def _importable(package: str) -> bool:
     return True
 
 
-def _choose_recursions(parameters: Parameters, evidence: Evidence, products: torch.dtype, impl: Impl) -> ModuleType:
+def choose_recursions(parameters: Parameters, evidence: Evidence, products: torch.dtype, impl: Impl) -> ModuleType:
     """Return the module that implements the recursions."""
     like = parameters.log_start
     if impl == "auto" and products == like.dtype and loops_pay(like.shape[0], like.device):

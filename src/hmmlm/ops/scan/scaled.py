@@ -161,13 +161,14 @@ def _filter(chain: ScaledChain, keep: bool, group: int) -> tuple[ScaledForward, 
     for first in range(0, steps, span):
         end = min(first + span, steps)
         before = mass[-1:]
-        emission = chain.emission.index_select(0, chain.words[first:end].reshape(-1)).view(-1, batch, states)
-        make = like.new_empty if inside is None else like.new_zeros
-        alpha, predicted = make(emission.shape), make(emission.shape)
-        rows_of = zip(chain.active[first:end], alpha.unbind(), predicted.unbind(), emission.unbind(), strict=True)
-        for t, (rows, here, guess, scores) in enumerate(rows_of, first):
+        # The emissions become the joint in place: fresh memory of this size costs more than the products of few states.
+        alpha = chain.emission.index_select(0, chain.words[first:end].reshape(-1)).view(-1, batch, states)
+        predicted = torch.empty_like(alpha) if inside is None else torch.zeros_like(alpha)
+        rows_of = zip(chain.active[first:end], alpha.unbind(), predicted.unbind(), strict=True)
+        for t, (rows, here, guess) in enumerate(rows_of, first):
             if rows < batch:
-                here, guess, scores = here[:rows], guess[:rows], scores[:rows]
+                here[rows:] = 0.0
+                here, guess = here[:rows], guess[:rows]
             if previous is None:
                 guess.copy_(chain.start.expand(rows, -1))
             else:
@@ -180,8 +181,7 @@ def _filter(chain: ScaledChain, keep: bool, group: int) -> tuple[ScaledForward, 
                     guess.copy_(move(previous, chain.transition))
                 if chain.restart is not None:
                     guess.copy_(torch.where(chain.restart[t, :rows, None], chain.start, guess))
-            torch.mul(guess, scores, out=here)
-            previous = here
+            previous = here.mul_(guess)
         # Convert masses relative to the last normalized step to p(x_t | x_1..t−1), and normalize the distributions.
         mass = alpha.sum(2)
         if inside is not None:
@@ -274,11 +274,19 @@ def accumulate(chain: ScaledChain, result: ScaledForward, seed: Tensor, shape: t
     """
     assert result.alpha is not None and result.predicted is not None
     weights = backward(chain, result, seed)
-    posterior = result.predicted * weights
+    if chain.restart is not None:
+        posterior = result.predicted * weights
+        start, transition = transition_counts(chain, result.alpha, weights)
+        first = weights[0]
+    else:  # in place, as in `_filter`: `transition_counts` changes the first weights only
+        of_first = result.predicted[0] * weights[0]
+        start, transition = transition_counts(chain, result.alpha, weights)
+        first = weights[0].clone()
+        posterior = weights.mul_(result.predicted)
+        posterior[0] = of_first
     by_word = torch.zeros_like(chain.emission)
     by_word.index_add_(0, chain.words.reshape(-1), posterior.view(-1, posterior.shape[2]))
-    start, transition = transition_counts(chain, result.alpha, weights)
-    return Parameters(start, transition, emission_counts(chain, by_word, shape)), weights[0]
+    return Parameters(start, transition, emission_counts(chain, by_word, shape)), first
 
 
 def emission_counts(chain: ScaledChain, by_word: Tensor, shape: torch.Size) -> Tensor:
@@ -321,10 +329,14 @@ def faint(parameters: Parameters, scale: Tensor, floor: float) -> Tensor:
     at most Z·floor·ρ of every state's mass, and stays so. The loss is negligible if every scale is well above that.
     """
     log_transition = parameters.log_transition
-    # A column of zeros (NaN here) belongs to a state without incoming transitions, which has no mass to lose.
-    log_ratio = (log_transition.amax(0) - log_transition.amin(0)).nan_to_num(nan=0.0, posinf=math.inf).amax()
-    margin = math.log(least_mass(floor, len(log_transition), log_transition.dtype)) + log_ratio
+    margin = math.log(least_mass(floor, len(log_transition), log_transition.dtype)) + log_column_ratio(log_transition)
     return scale.amin(0).log() < margin
+
+
+def log_column_ratio(log_transition: Tensor) -> Tensor:
+    """Compute log ρ []: the largest ratio of two entries of a column of the transition matrix."""
+    # A column of zeros (NaN here) belongs to a state without incoming transitions, which has no mass to lose.
+    return (log_transition.amax(0) - log_transition.amin(0)).nan_to_num(nan=0.0, posinf=math.inf).amax()
 
 
 def least_mass(floor: float, states: int, dtype: torch.dtype) -> float:

@@ -80,8 +80,14 @@ class KernelForward(NamedTuple):
     suspect: Tensor  # [B] as `scaled.suspicious`, or because `meeting` is too small
 
 
-def make_chain(parameters: Parameters, evidence: Evidence, products: torch.dtype) -> KernelChain:
-    """Convert the batch to time-major order, sort its tokens and gather their emission scores."""
+def make_chain(
+    parameters: Parameters, evidence: Evidence, products: torch.dtype, transition: Tensor | None = None
+) -> KernelChain:
+    """Convert the batch to time-major order, sort its tokens and gather their emission scores.
+
+    Args:
+        transition: of `transition_probs`, if computed before.
+    """
     log_start, log_transition, log_emission = (p.contiguous() for p in parameters)
     (batch, steps), (states, n_words) = evidence.tokens.shape, log_emission.shape
     narrow = torch.int16 if n_words + _COUNT["BLOCK_V"] <= 2**15 else torch.int32  # half the radix sort passes
@@ -95,9 +101,15 @@ def make_chain(parameters: Parameters, evidence: Evidence, products: torch.dtype
     restart = None if evidence.restart is None else evidence.restart.t().contiguous().view(torch.uint8)
     if restart is None and initial is not None:  # as in a graph: all of its kernels must be compiled before
         restart = torch.zeros(steps, batch, dtype=torch.uint8, device=words.device)
-    transition = torch.empty_like(log_transition, dtype=products)
-    torch.exp(log_transition, out=transition)  # rounded in the same pass
+    if transition is None:
+        transition = transition_probs(log_transition, products)
     return KernelChain(log_start.exp(), transition, scores, log_peak, words, order, initial, restart, evidence)
+
+
+def transition_probs(log_transition: Tensor, products: torch.dtype) -> Tensor:
+    """Return the transition probabilities [Z, Z] in the dtype of products."""
+    probs = torch.empty(log_transition.shape, dtype=products, device=log_transition.device)
+    return torch.exp(log_transition, out=probs)  # rounded in the same pass
 
 
 def _tile(batch: int, states: int, directions: int, products: torch.dtype) -> dict[str, int]:

@@ -1,0 +1,108 @@
+"""Likelihoods of batches under one dense HMM on a GPU, replayed from CUDA graphs where a shape recurs.
+
+A step of the filter is two kernels, and launching them from Python takes several times longer than they run.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from hmmlm.hmm.protocol import Carry, Scan
+from hmmlm.ops.common import Impl, product_dtype
+from hmmlm.ops.graph import record
+from hmmlm.ops.scan import Evidence, Parameters
+from hmmlm.ops.scan.fixed import filter_fixed, prepare, serves
+
+EAGER = 8  # batches of a shape before it is recorded, which takes as long as several of them
+_SHAPES = 4  # whose graphs are kept
+_CELLS = 2**26  # largest [T, B, Z] of a graph, which keeps 400 MB then
+_PRODUCT = 2**34  # largest B·Z²: the products of larger steps take longer than their launches
+_TRIALS = 4  # replays that may turn out unsound before the share of these matters
+
+
+class RecordedScans:
+    """The graphs of one model, which is given with each batch: a reference to it would be a cycle, freed late."""
+
+    def __init__(self) -> None:
+        self._model: tuple[object, ...] = ()
+        self._shapes: OrderedDict[tuple[object, ...], _Shape] = OrderedDict()
+        self._lock = Lock()  # buffers are shared by all threads that use this model
+
+    def __reduce__(self) -> tuple[type[RecordedScans], tuple[()]]:
+        return RecordedScans, ()  # a copy of the model records graphs of its own
+
+    def run(self, parameters: Parameters, evidence: Evidence, impl: Impl) -> Scan | None:
+        """Return the likelihood of a batch and the carry; None if `scan` has to compute them.
+
+        That is so for the first batches of a shape, for problems that the kernels do not support, and where underflow
+        may have changed a sequence.
+        """
+        (batch, steps), states = evidence.tokens.shape, len(parameters.log_start)
+        if batch * steps * states > _CELLS or batch * states**2 > _PRODUCT:
+            return None
+        products = product_dtype(parameters.log_start)
+        if not serves(parameters, evidence, products, impl) or any(p.is_inference() for p in parameters):
+            return None
+        given = tuple(None if value is None else (value.shape, value.dtype) for value in evidence)
+        with self._lock:
+            model = tuple((p.data_ptr(), p._version) for p in parameters)
+            if model != self._model:  # changed in place
+                self._model = model
+                self._shapes.clear()
+            shape = self._shapes.pop((given, products), None) or _Shape()
+            self._shapes[given, products] = shape
+            if len(self._shapes) > _SHAPES:
+                self._shapes.popitem(last=False)
+            return shape.run(parameters, evidence, products)
+
+
+class _Shape:
+    """Buffers and graph of the batches of one shape."""
+
+    def __init__(self) -> None:
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.runs, self.replays, self.unsound = 0, 0, 0
+
+    def run(self, parameters: Parameters, evidence: Evidence, products: torch.dtype) -> Scan | None:
+        """Replay the graph; None if there is none yet, or it did not serve."""
+        self.runs += 1
+        if self.runs <= EAGER or 2 * self.unsound > self.replays + _TRIALS:
+            return None
+        if self.graph is None:
+            self.record(parameters, evidence, products)
+        if self.graph is None:
+            return None
+        for own, value in zip(self.evidence, evidence, strict=True):
+            if own is not None and value is not None:
+                own.copy_(value, non_blocking=True)
+        self.graph.replay()
+        self.replays += 1
+        log_likelihood, final = self.result.log_likelihood.clone(), self.result.final.clone()
+        if bool(self.result.sound):  # waits: nothing else may write to the buffers before
+            return Scan(log_likelihood, Carry(final))
+        self.unsound += 1
+        return None
+
+    @torch.inference_mode(False)  # the buffers outlive it
+    @torch.no_grad()
+    def record(self, parameters: Parameters, evidence: Evidence, products: torch.dtype) -> None:
+        """Record the filter, unless no result would be sound."""
+        model = prepare(parameters, products)
+        if model is None:
+            self.unsound = _TRIALS  # do not try again
+            return
+        tokens, _, initial, restart = evidence
+        self.model = model  # the graph reads its tensors
+        initial, restart = (None if value is None else _copy(value) for value in (initial, restart))
+        self.evidence = Evidence(_copy(tokens), None, initial, restart)
+        filter_fixed(model, self.evidence)  # compiles the kernels for these buffers
+        self.graph, self.result = record(lambda: filter_fixed(model, self.evidence), "thread_local")
+
+
+def _copy(value: Tensor) -> Tensor:
+    """Return a contiguous copy."""
+    return value.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,65 @@
+"""The filter of a model that does not change, on a GPU, without a look at the result: what a CUDA graph can record.
+
+What depends on the model alone is computed once. `sound` is the bound of `scaled.faint`: where it does not hold, the
+caller has to run `scan`, which finds the sequences that underflow may have changed and recomputes them in log space.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hmmlm.ops.common import FLOOR, Impl, capturing, without_autocast
+from hmmlm.ops.scan.api import choose_recursions
+from hmmlm.ops.scan.naive import Evidence, Parameters
+from hmmlm.ops.scan.scaled import least_mass, log_column_ratio
+
+
+class FixedModel(NamedTuple):
+    """A model, prepared for the filter."""
+
+    parameters: Parameters
+    transition: Tensor  # [Z, Z] probabilities, in the dtype of products
+    least_scale: float  # a step with a smaller one is not sound
+
+
+class FixedResult(NamedTuple):
+    """Result of the filter."""
+
+    log_likelihood: Tensor  # [B]
+    final: Tensor  # [B, Z]
+    sound: Tensor  # [] bool: underflow does not matter for any sequence
+
+
+def serves(parameters: Parameters, evidence: Evidence, products: torch.dtype, impl: Impl) -> bool:
+    """Return whether `filter_fixed` can take the place of `scan`: the kernels serve, and nothing needs a gradient."""
+    inputs = (*parameters, evidence.initial)
+    learned = torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in inputs)
+    if learned or capturing(evidence.tokens) or impl not in ("auto", "triton"):
+        return False
+    return choose_recursions(parameters, evidence, products, impl).__name__.endswith(".triton")
+
+
+def prepare(parameters: Parameters, products: torch.dtype) -> FixedModel | None:
+    """Prepare a model; None if its transitions differ so much that no result would be sound."""
+    from hmmlm.ops.scan.triton import transition_probs
+
+    states, dtype = len(parameters.log_start), parameters.log_start.dtype
+    log_least = math.log(least_mass(FLOOR[dtype], states, dtype)) + float(log_column_ratio(parameters.log_transition))
+    if not log_least < 0:  # a scale is at most 1; NaN: the model is broken, which `scan` reports
+        return None
+    return FixedModel(parameters, transition_probs(parameters.log_transition, products), math.exp(log_least))
+
+
+def filter_fixed(model: FixedModel, evidence: Evidence) -> FixedResult:
+    """Run the filter without synchronizing with the device."""
+    from hmmlm.ops.scan import triton
+
+    with without_autocast(evidence.tokens):
+        chain = triton.make_chain(model.parameters, evidence, model.transition.dtype, model.transition)
+        result = triton.forward(chain, keep=False)
+        sound = result.scale.amin() >= model.least_scale  # False for NaN
+    return FixedResult(result.log_likelihood, result.final, sound)
