@@ -252,9 +252,8 @@ class BaumWelchLearner(HmmLearner):
         result = self.run(batch, carry)
         if batch.last or not self.settings.full_batch:
             assert result.log_probs is not None
-            with torch.no_grad():
-                counts = self.optimizer.take()
-                self.model.assign_rows(maximize(counts, result.log_probs, self.settings.pseudocount, rate))
+            with torch.no_grad(), self.optimizer.take() as counts:
+                maximize(counts, result.log_probs, self.settings.pseudocount, rate, out=self.model.logits)
         return result
 
     def learn(self, batch: Batch, carry: Carry | None) -> StepResult:

@@ -94,9 +94,14 @@ class Scalar(Model):
         self.transition = _logits(scale, generator, states, states, rows=self.rows)
         self.emission = _logits(scale, generator, states, vocab_size, rows=self.rows)
 
+    @property
+    def logits(self) -> Parameters:
+        """The logits, of which log-probabilities are a special case."""
+        return Parameters(self.start, self.transition, self.emission)
+
     def log_probs(self) -> Parameters:
         """Return the log-probabilities of the start and of the rows of this process."""
-        return Parameters(*(logits.log_softmax(-1) for logits in (self.start, self.transition, self.emission)))
+        return Parameters(*(logits.log_softmax(-1) for logits in self.logits))
 
     def join(self, own: Parameters) -> HMM:
         """Return the HMM of log-probabilities of which each process has its rows."""
@@ -145,7 +150,7 @@ class Scalar(Model):
     @torch.no_grad()
     def assign_rows(self, own: Parameters) -> None:
         """Copy the log-probabilities of the rows of this process."""
-        for logits, log_probs in zip((self.start, self.transition, self.emission), own, strict=True):
+        for logits, log_probs in zip(self.logits, own, strict=True):
             logits.copy_(log_probs)
 
 
