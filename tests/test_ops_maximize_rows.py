@@ -3,7 +3,13 @@
 import pytest
 import torch
 from helpers.compiled import ptx, record
-from helpers.interpreter import in_interpreter, needs_triton, outside_interpreter, run_in_interpreter, starts_interpreter
+from helpers.interpreter import (
+    in_interpreter,
+    needs_triton,
+    outside_interpreter,
+    run_in_interpreter,
+    starts_interpreter,
+)
 from torch import Tensor
 
 from hmmlm.errors import InputError

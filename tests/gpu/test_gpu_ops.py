@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import blocked_scan, dense_scan, layers
+from helpers import blocked_scan, dense_scan, layers, softmax_adamw
 from helpers.oracle import NEG_INF
 from torch import Tensor
 
@@ -321,3 +321,23 @@ def test_maximize_rows_agrees_with_tensor_operations(
     want = maximize_rows(counts.double(), log_probs.double(), pseudocount, step)
     got = maximize_rows(counts.to(device), log_probs.to(device), pseudocount, step, impl="triton")
     torch.testing.assert_close(got.cpu().double(), want, rtol=1e-5, atol=1e-5)
+
+
+# --- AdamW on softmax emissions ---
+
+
+@pytest.mark.parametrize(
+    ("size", "options"), [*softmax_adamw.SCANS, ((512, 1000, 200, 16), {}), ((96, 40_000, 64, 8), {"sharpness": 4.0})]
+)
+def test_gradients_of_logits_agree_with_float64(
+    size: tuple[int, int, int, int], options: dict[str, Any], device: torch.device
+) -> None:
+    softmax_adamw.check_scan(size, device, **options)
+
+
+@pytest.mark.parametrize("size", [(37, 150, 9, 8), (256, 3001, 40, 12)])
+@pytest.mark.parametrize("name", softmax_adamw.UPDATES)
+def test_updates_of_logits_agree_with_adamw_of_torch(
+    name: str, size: tuple[int, int, int, int], device: torch.device
+) -> None:
+    softmax_adamw.check_updates(softmax_adamw.UPDATES[name], device, size)

@@ -20,17 +20,21 @@ _TINY = tl.constexpr(1.1754944e-38)  # smallest normal float32; its inverse does
 @triton.jit
 def gather_kernel(
     log_emission,
+    log_normalizer,
     words,
     order,
     scores,
     log_peak,
     n_tokens,
     N_WORDS,
+    NORMALIZED: tl.constexpr,
     STATES: tl.constexpr,
     BLOCK_Z: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program per block of tokens: scores[row] = log p(word | z) and its maximum over z; zeros for a missing token.
+
+    Unless NORMALIZED, log_emission are logits, and log_normalizer [Z] is subtracted.
 
     The tokens of a program are neighbors in the order of words, so most of each 32-byte read from a row of
     log_emission [Z, V] is used. Tokens are the first axis of its blocks, which assigns neighboring words to neighboring
@@ -48,6 +52,8 @@ def gather_kernel(
         values = tl.load(
             log_emission + z[None, :].to(tl.int64) * N_WORDS + word[:, None], mask=known & here, other=-float("inf")
         )
+        if not NORMALIZED:
+            values -= tl.load(log_normalizer + z, mask=z < STATES, other=0.0)[None, :]
         peak = tl.maximum(peak, values)
         values = tl.where(known, values, 0.0)
         tl.store(scores + row[:, None].to(tl.int64) * STATES + z[None, :], values, mask=inside[:, None] & here)
