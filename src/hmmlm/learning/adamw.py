@@ -87,14 +87,16 @@ class AdamW:
         norm = self._norm(gradients) if self.clip else self.rate
         for name, gradient in pending.items():
             assert gradient.value is not None  # the backward pass has run
-            norm = self._update_logits(self.module.get_parameter(name), gradient.value, norm)
-        if self.clip:
+            factor = self._update_logits(self.module.get_parameter(name), gradient.value, norm)
+            if self.clip:
+                torch._foreach_mul_(list(gradients.values()), factor)
+        if self.clip and not pending:
             torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.clip, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def _update_logits(self, logits: nn.Parameter, gradient: LogitGradient, other_norm: Tensor) -> Tensor:
-        """Take the step of one parameter; return the norm [] of the gradient of all."""
+        """Take the step of one parameter; return the factor [] that clips the gradient of all."""
         from hmmlm.ops.softmax_adamw import triton as kernels  # only where Triton is
 
         state = self.optimizer.state[logits]
@@ -104,9 +106,9 @@ class AdamW:
         group = next(group for group in self.optimizer.param_groups if any(p is logits for p in group["params"]))
         settings = Settings(group["betas"], group["eps"], group["weight_decay"], self.clip)
         moments = Moments(state["step"], state["exp_avg"], state["exp_avg_sq"])
-        norm, plan = kernels.plan_step(gradient, moments, settings, self.rate, other_norm)
+        _, plan = kernels.plan_step(gradient, moments, settings, self.rate, other_norm)
         kernels.update(logits.detach(), gradient, moments, settings, plan)
-        return norm
+        return plan[0]
 
     def _norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the norm [] of the whole gradient."""

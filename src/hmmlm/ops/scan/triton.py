@@ -19,7 +19,6 @@ from hmmlm.ops.common import FLOOR, NEG_INF, dot_precision, matmul
 from hmmlm.ops.scan import scaled
 from hmmlm.ops.scan.kernels import (
     divide_kernel,
-    emission_counts_kernel,
     finish_kernel,
     gather_kernel,
     meet_kernel,
@@ -27,7 +26,12 @@ from hmmlm.ops.scan.kernels import (
     weigh_kernel,
 )
 from hmmlm.ops.scan.naive import Evidence, Parameters
-from hmmlm.ops.scan.word_kernels import join_words_kernel, normalizer_kernel, sum_words_kernel
+from hmmlm.ops.scan.word_kernels import (
+    expand_words_kernel,
+    join_words_kernel,
+    normalizer_kernel,
+    sum_words_kernel,
+)
 from hmmlm.ops.softmax_adamw import LogitGradient
 
 _FLOOR = FLOOR[torch.float32]
@@ -40,9 +44,9 @@ _GATHER = {"BLOCK_Z": 64, "BLOCK_N": 32, "num_warps": 4}
 _MEET = {"BLOCK_N": 4, "BLOCK_Z": 512, "num_warps": 4}
 _FINISH = {"BLOCK_T": 32, "BLOCK_Z": 512, "num_warps": 4}
 _WEIGH = {"BLOCK_B": 32, "BLOCK_Z": 128, "num_warps": 4}
-_COUNT = {"BLOCK_V": 64, "BLOCK_Z": 64, "BLOCK_N": 64, "num_warps": 4}
 _NORMALIZE = 4096  # logits of a row that are read at once
-_SUM = {"BLOCK_N": 64, "BLOCK_Z": 64}
+_SUM = {"BLOCK_N": 64, "BLOCK_Z": 64, "num_warps": 4}
+_EXPAND = {"BLOCK_Z": 32, "BLOCK_V": 64, "num_warps": 4}
 _JOINED = 16  # chunks whose sums are added at once
 
 
@@ -104,7 +108,7 @@ def make_chain(
     """
     log_start, log_transition, log_emission = (p.contiguous() for p in parameters)
     (batch, steps), (states, n_words) = evidence.tokens.shape, log_emission.shape
-    narrow = torch.int16 if n_words + _COUNT["BLOCK_V"] <= 2**15 else torch.int32  # half the radix sort passes
+    narrow = torch.int16 if n_words + 1 < 2**15 else torch.int32  # half the radix sort passes
     tokens = evidence.tokens.t().to(narrow, memory_format=torch.contiguous_format)
     words, order = tokens.flatten().sort(stable=True)
     scores, log_peak = log_start.new_empty(steps, batch, states), log_start.new_empty(steps, batch)
@@ -134,8 +138,8 @@ def make_chain(
 
 def _normalize(logits: Tensor, words: Tensor) -> Normalizers:
     """Compute the normalizers of logits [Z, V] for a batch of sorted words."""
-    (states, n_words), device = logits.shape, words.device
-    edges = torch.searchsorted(words, torch.arange(n_words + 1, dtype=words.dtype, device=device), out_int32=True)
+    states, n_words = logits.shape
+    edges = _edges(words, n_words)
     absent = edges[1:] == edges[:-1]
     log_normalizer, spread = logits.new_empty(states), logits.new_empty(states)
     block = min(_NORMALIZE, triton.next_power_of_2(n_words))
@@ -291,39 +295,24 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
 def accumulate(chain: KernelChain, result: KernelForward, seed: Tensor, shape: torch.Size) -> tuple[Parameters, Tensor]:
     """Compute the expected counts; see `scaled.accumulate`."""
     start, transition, first = _state_counts(chain, result, seed)
-    return Parameters(start, transition, _emission_counts(chain, result, seed.contiguous(), shape)), first
+    states, n_words = shape
+    edges = _edges(chain.words, n_words)
+    sums, _ = _word_sums(chain, result, seed, edges)
+    emission = seed.new_empty(shape)
+    expand_words_kernel[(triton.cdiv(n_words, _EXPAND["BLOCK_V"]), triton.cdiv(states, _EXPAND["BLOCK_Z"]))](
+        edges, sums, emission, n_words, STATES=states, **_EXPAND
+    )
+    return Parameters(start, transition, emission), first
 
 
 def accumulate_words(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor, LogitGradient]:
     """Compute the expected counts of start and transition, and the gradient of the logits of softmax emissions."""
     assert chain.normalizers is not None
-    steps, batch, states = chain.scores.shape
     start, transition, _ = _state_counts(chain, result, seed)
     edges, log_normalizer, spread = chain.normalizers
-    chunks, blocks = triton.cdiv(len(chain.words), _SUM["BLOCK_N"]), triton.cdiv(states, _SUM["BLOCK_Z"])
-    sums, totals = seed.new_empty(steps * batch, states), seed.new_empty(chunks, states)
-    sum_words_kernel[(chunks, blocks)](
-        chain.words,
-        chain.order,
-        result.predicted,
-        result.joint[1],
-        result.agreement,
-        seed.contiguous(),
-        sums,
-        totals,
-        len(chain.words),
-        batch,
-        STATES=states,
-        PARTS=3 if result.joint.dtype == torch.float32 else 2,
-        num_warps=4,
-        **_SUM,
-    )
-    if chunks > 1:
-        join_words_kernel[(chunks - 1, blocks)](
-            chain.words, edges, sums, STATES=states, CHUNKS=_JOINED, num_warps=4, **_SUM
-        )
-    scores = chain.scores.view(-1, states)
-    gradient = LogitGradient(log_normalizer, spread, chain.words, chain.order, edges, scores, sums, totals.sum(0))
+    sums, total = _word_sums(chain, result, seed, edges)
+    scores = chain.scores.view(sums.shape)
+    gradient = LogitGradient(log_normalizer, spread, chain.words, chain.order, edges, scores, sums, total)
     return start, transition, gradient
 
 
@@ -351,28 +340,40 @@ def _state_counts(chain: KernelChain, result: KernelForward, seed: Tensor) -> tu
     return begun.sum(0) * chain.start, transition.mul_(chain.transition), weights[0]
 
 
-def _emission_counts(chain: KernelChain, result: KernelForward, seed: Tensor, shape: torch.Size) -> Tensor:
-    """Compute the expected emission counts [Z, V], weighted by seed [B]."""
-    (states, n_words), width = shape, _COUNT["BLOCK_V"]
-    firsts = torch.arange(0, n_words + width, width, dtype=chain.words.dtype, device=chain.words.device)
-    edges = torch.searchsorted(chain.words, firsts, out_int32=True)
-    counts = seed.new_empty(shape)
-    emission_counts_kernel[(len(firsts) - 1, triton.cdiv(states, _COUNT["BLOCK_Z"]))](
+def _edges(words: Tensor, n_words: int) -> Tensor:
+    """Return [V+1] int32: the places of word v in the sorted `words` are edges[v] up to edges[v + 1]."""
+    every = torch.arange(n_words + 1, dtype=words.dtype, device=words.device)
+    return torch.searchsorted(words, every, out_int32=True)
+
+
+def _word_sums(chain: KernelChain, result: KernelForward, seed: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the expected counts of the words of the batch, weighted by seed [B].
+
+    Returns:
+        sums [T·B, Z]: those of a word at its first place in the order of `chain.words`, the rest undefined.
+        total [Z]: the sum over words.
+    """
+    steps, batch, states = chain.scores.shape
+    chunks, blocks = triton.cdiv(len(chain.words), _SUM["BLOCK_N"]), triton.cdiv(states, _SUM["BLOCK_Z"])
+    sums, totals = seed.new_empty(steps * batch, states), seed.new_empty(chunks, states)
+    sum_words_kernel[(chunks, blocks)](
         chain.words,
         chain.order,
-        edges,
         result.predicted,
         result.joint[1],
         result.agreement,
-        seed,
-        counts,
-        n_words,
-        len(seed),
+        seed.contiguous(),
+        sums,
+        totals,
+        len(chain.words),
+        batch,
         STATES=states,
         PARTS=3 if result.joint.dtype == torch.float32 else 2,
-        **_COUNT,
+        **_SUM,
     )
-    return counts
+    if chunks > 1:
+        join_words_kernel[(chunks - 1, blocks)](chain.words, edges, sums, STATES=states, CHUNKS=_JOINED, **_SUM)
+    return sums, totals.sum(0)
 
 
 def suspicious(result: KernelForward) -> Tensor:

@@ -61,8 +61,9 @@ def sum_words_kernel(
 ):
     """One program per chunk and block of states: sums[first place of a word in the chunk] = Σ posterior · seed.
 
-    totals[chunk, z] is the sum over the words of the chunk. As in `emission_counts_kernel`, a product with a 0/1 matrix
-    adds the rows, in PARTS bfloat16 numbers; totals adds the numbers that the product does.
+    totals[chunk, z] is the sum over the words of the chunk. A product with a 0/1 matrix adds rows to words. It is in
+    bfloat16; each value is split into PARTS bfloat16 numbers: 2 hold 16 bits, 3 all 24 bits of float32. totals adds the
+    numbers that the product adds. No two programs write to the same location, so the result is deterministic.
     """
     chunk = tl.program_id(0)
     k = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -118,3 +119,28 @@ def join_words_kernel(
         at = sums + k[:, None].to(tl.int64) * STATES + z[None, :]
         total += tl.sum(tl.load(at, mask=(k < end)[:, None] & inside[None, :], other=0.0), 0)
     tl.store(to, total, mask=inside)
+
+
+@triton.jit
+def expand_words_kernel(
+    edges,
+    sums,
+    counts,
+    N_WORDS,
+    STATES: tl.constexpr,
+    BLOCK_Z: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program per block of words and of states: counts [Z, V] from the columns of a batch's words."""
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    z = tl.program_id(1) * BLOCK_Z + tl.arange(0, BLOCK_Z)
+    known, inside = v < N_WORDS, z < STATES
+    begin = tl.load(edges + v, mask=known, other=0)
+    end = tl.load(edges + v + 1, mask=known, other=0)
+    column = tl.load(
+        sums + begin[None, :].to(tl.int64) * STATES + z[:, None],
+        mask=inside[:, None] & (begin < end)[None, :],
+        other=0.0,
+    )
+    at = counts + z[:, None].to(tl.int64) * N_WORDS + v[None, :]
+    tl.store(at, column, mask=inside[:, None] & known[None, :])
