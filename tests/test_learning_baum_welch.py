@@ -110,9 +110,11 @@ def test_running_counts_are_summed_and_reset() -> None:
     ones = (torch.ones(2), torch.ones(2, 2), torch.ones(2, 3))
     running.add(*ones)
     running.add(*ones)
-    assert running.take()["emission"].tolist() == [[2.0] * 3] * 2
+    with running.take() as taken:
+        assert taken["emission"].tolist() == [[2.0] * 3] * 2
     running.add(*ones)
-    assert running.take()["start"].tolist() == [1.0, 1.0]
+    with running.take() as taken:
+        assert taken["start"].tolist() == [1.0, 1.0]
 
 
 def test_momentum_is_an_average_of_updates_without_bias_to_zero() -> None:
@@ -120,7 +122,8 @@ def test_momentum_is_an_average_of_updates_without_bias_to_zero() -> None:
     seen, weights = [8.0, 4.0, 16.0], [0.75**2 * 0.25, 0.75 * 0.25, 0.25]
     for value in seen:
         running.add(torch.full((1,), value), torch.full((1, 1), value), torch.full((1, 1), value))
-        taken = running.take()
+        with running.take() as taken:
+            pass
     expected = sum(w * s for w, s in zip(weights, seen, strict=True)) / sum(weights)
     assert taken["start"].item() == pytest.approx(expected)
 

@@ -13,7 +13,14 @@ import pytest
 import torch
 from helpers import compiled
 from helpers.dense_scan import EXCLUDED_FUTURE, KERNEL_CASES, assert_agrees, make_problem, only_first, solve, sticky
-from helpers.interpreter import INTERPRETING, needs_triton, outside_interpreter, run_in_interpreter, starts_interpreter
+from helpers.interpreter import (
+    INTERPRETING,
+    multiply_bfloat16,
+    needs_triton,
+    outside_interpreter,
+    run_in_interpreter,
+    starts_interpreter,
+)
 from helpers.oracle import random_hmm
 
 from hmmlm.errors import InputError
@@ -43,24 +50,10 @@ def leaves(parameters: Parameters) -> Parameters:
 
 
 if INTERPRETING:
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     @pytest.fixture(autouse=True)
     def products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-        """Make the interpreter multiply bfloat16 numbers: it stores them as integers, and multiplies those."""
-        inner = InterpreterBuilder.create_dot
-
-        def number(x: Any) -> Any:
-            import triton.language as tl
-
-            if x.dtype.scalar != tl.bfloat16:
-                return x
-            return TensorHandle((x.data.astype("uint32") << 16).view("float32"), tl.float32)
-
-        def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-            return inner(self, number(a), number(b), *rest)
-
-        monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+        multiply_bfloat16(monkeypatch)
 
     @both
     @pytest.mark.parametrize(("size", "options"), KERNEL_CASES)
@@ -265,4 +258,4 @@ def test_compiled_loops_wait_for_their_products(states: int, monkeypatch: pytest
     chain = triton.make_chain(parameters, Evidence(torch.zeros(200, 3, dtype=torch.long)), torch.bfloat16)
     triton.accumulate(chain, triton.forward(chain), torch.ones(200), torch.Size((states, 64)))
     last = {launch[0].__name__: launch for launch in launches}  # the first step has no product
-    compiled.check(list(last.values()), "step_kernel", "emission_counts_kernel")
+    compiled.check(list(last.values()), "step_kernel", "sum_words_kernel")

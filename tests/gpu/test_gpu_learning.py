@@ -116,6 +116,30 @@ def test_the_graph_of_a_step_agrees_with_eager_steps(name: str, kind: str, devic
         assert not torch.equal(want, before[key])  # it has learned
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("settings", [{"clip": 0.02}, {"clip": 1.0, "weight_decay": 0.1}, {"clip": 0.0}])
+@pytest.mark.parametrize("kind", ["stream", "chunks"])
+def test_emissions_without_a_matrix_of_gradients_learn_alike(
+    kind: str, settings: dict[str, float], recorded: bool, device: torch.device
+) -> None:
+    """The kernels of `Scalar.scan_logits` and their AdamW, against a gradient by autograd and torch's AdamW."""
+    batches, optimizer = make_batches(kind), {"rate": 0.05, "eps": 1e-4, **settings}
+    fused, plain = (make_learner({**SCALAR, "optimizer": optimizer}, device) for _ in range(2))
+    plain.model.scan_logits = lambda *_: None  # type: ignore[assignment, union-attr]
+    if not recorded:
+        fused.graphed = plain.graphed = None
+    found, expected = learn(fused, batches, epochs=2), learn(plain, batches, epochs=2)
+    assert isinstance(fused, AdamWLearner) and isinstance(plain, AdamWLearner)
+    assert fused.compiled and not plain.compiled
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    tensors, values = fused.optimizer.state_dict()
+    others, same = plain.optimizer.state_dict()
+    assert values == same
+    for name, value in [*fused.parameters().items(), *tensors.items()]:
+        want = {**plain.parameters(), **others}[name]
+        torch.testing.assert_close(value, want, rtol=1e-3, atol=5e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @pytest.mark.parametrize("name", ["scalar", "Baum-Welch", "neural"])
 def test_steps_on_the_gpu_agree_with_the_cpu(name: str, device: torch.device) -> None:
     """Without dropout, whose random numbers differ between devices."""

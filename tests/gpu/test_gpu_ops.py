@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import blocked_scan, dense_scan, layers
+from helpers import blocked_scan, dense_scan, layers, softmax_adamw
 from helpers.oracle import NEG_INF
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from hmmlm.ops.blocked_scan.api import blocked_scan as blocked_scan_op
 from hmmlm.ops.blocked_scan.problem import lay_out
 from hmmlm.ops.common import choose_kernels
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
+from hmmlm.ops.maximize_rows import maximize_rows
 from hmmlm.ops.scan import Evidence, Parameters, scan
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -321,3 +322,40 @@ def test_an_hmm_on_the_gpu_uses_the_kernels_or_the_portable_scan(device: torch.d
         for given, sizes in ((evidence.tokens, None), (evidence.tokens, lengths), (evidence.tokens[:, :1], None)):
             got, want = model.log_likelihood(given, sizes), exact.log_likelihood(given, sizes)
             torch.testing.assert_close(got.double().cpu(), want, rtol=rtol, atol=rtol)
+
+
+# --- M step ---
+
+
+@pytest.mark.parametrize("size", [(1, 512), (512, 512), (64, 32_000), (3, 4097)])
+@pytest.mark.parametrize(("pseudocount", "step"), [(0.0, 1.0), (1e-5, 0.1)])
+def test_maximize_rows_agrees_with_tensor_operations(
+    size: tuple[int, int], pseudocount: float, step: float, device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    counts, log_probs = (torch.randn(size, generator=generator) for _ in range(2))
+    counts, log_probs = counts.relu(), log_probs.mul(4).log_softmax(1)
+    counts[0, 1:] = 0.0
+    want = maximize_rows(counts.double(), log_probs.double(), pseudocount, step)
+    got = maximize_rows(counts.to(device), log_probs.to(device), pseudocount, step, impl="triton")
+    torch.testing.assert_close(got.cpu().double(), want, rtol=1e-5, atol=1e-5)
+
+
+# --- AdamW on softmax emissions ---
+
+
+@pytest.mark.parametrize(
+    ("size", "options"), [*softmax_adamw.SCANS, ((512, 1000, 200, 16), {}), ((96, 40_000, 64, 8), {"sharpness": 4.0})]
+)
+def test_gradients_of_logits_agree_with_float64(
+    size: tuple[int, int, int, int], options: dict[str, Any], device: torch.device
+) -> None:
+    softmax_adamw.check_scan(size, device, **options)
+
+
+@pytest.mark.parametrize("size", [(37, 150, 9, 8), (256, 3001, 40, 12)])
+@pytest.mark.parametrize("name", softmax_adamw.UPDATES)
+def test_updates_of_logits_agree_with_adamw_of_torch(
+    name: str, size: tuple[int, int, int, int], device: torch.device
+) -> None:
+    softmax_adamw.check_updates(softmax_adamw.UPDATES[name], device, size)

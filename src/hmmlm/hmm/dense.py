@@ -23,7 +23,6 @@ from hmmlm.hmm.checks import (
     check_words,
     move,
 )
-from hmmlm.hmm.em import maximize_rows
 from hmmlm.hmm.emissions import EmissionMatrix
 from hmmlm.hmm.guided_step import GuidedSteps
 from hmmlm.hmm.lattice import Lattice, SortedBatch
@@ -33,6 +32,7 @@ from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
 from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.hmm.recorded_scan import RecordedScans
 from hmmlm.ops.common import NEG_INF, Impl, installed, logsumexp
+from hmmlm.ops.maximize_rows import maximize_rows
 from hmmlm.ops.scan import Evidence, Parameters, loops_pay, scan
 from hmmlm.ops.scan.scaled import distinct
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 
 from hmmlm.config.sections import AdamWConfig
 from hmmlm.data.batches import Batch
+from hmmlm.ops.scan import PendingGradient
+from hmmlm.ops.softmax_adamw import LogitGradient
+from hmmlm.ops.softmax_adamw.naive import Moments, Settings
 from hmmlm.ranks import world
 from hmmlm.runs.checkpoint import load_tensors
 
@@ -63,8 +67,14 @@ class AdamW:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
 
-    def update(self, log_likelihood: Tensor, batch: Batch) -> None:
-        """Take one step from the log-likelihoods [B] of a batch."""
+    def update(
+        self, log_likelihood: Tensor, batch: Batch, pending: Mapping[str, PendingGradient] = MappingProxyType({})
+    ) -> None:
+        """Take one step from the log-likelihoods [B] of a batch.
+
+        Args:
+            pending: the gradient, by name, of at most one parameter that the backward pass does not give to it.
+        """
         # Without lengths every row is full. Otherwise tokens are counted on the device, without waiting.
         tokens = batch.tokens.numel() if batch.lengths is None else (batch.tokens >= 0).sum()
         if batch.whole is not None:
@@ -73,12 +83,32 @@ class AdamW:
         log_likelihood.backward(torch.ones_like(log_likelihood) / -tokens)
         gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
         world().sum_(gradient for name, gradient in gradients.items() if name not in self.divided)
-        if self.clip:
-            # Not checking for finite norms, which would wait for the device: the training loop checks the loss.
-            norm = self._norm(gradients)
+        # Not checking for finite norms, which would wait for the device: the training loop checks the loss.
+        norm = self._norm(gradients) if self.clip else self.rate
+        for name, gradient in pending.items():
+            assert gradient.value is not None  # the backward pass has run
+            factor = self._update_logits(self.module.get_parameter(name), gradient.value, norm)
+            if self.clip:
+                torch._foreach_mul_(list(gradients.values()), factor)
+        if self.clip and not pending:
             torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.clip, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def _update_logits(self, logits: nn.Parameter, gradient: LogitGradient, other_norm: Tensor) -> Tensor:
+        """Take the step of one parameter; return the factor [] that clips the gradient of all."""
+        from hmmlm.ops.softmax_adamw import triton as kernels  # only where Triton is
+
+        state = self.optimizer.state[logits]
+        if not state:  # as torch's optimizer creates it
+            state["step"] = torch.zeros((), dtype=torch.float32, device=logits.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(logits), torch.zeros_like(logits)
+        group = next(group for group in self.optimizer.param_groups if any(p is logits for p in group["params"]))
+        settings = Settings(group["betas"], group["eps"], group["weight_decay"], self.clip)
+        moments = Moments(state["step"], state["exp_avg"], state["exp_avg_sq"])
+        _, plan = kernels.plan_step(gradient, moments, settings, self.rate, other_norm)
+        kernels.update(logits.detach(), gradient, moments, settings, plan)
+        return plan[0]
 
     def _norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the norm [] of the whole gradient."""

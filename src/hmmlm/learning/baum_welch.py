@@ -7,21 +7,26 @@ than θ. (Over streams this holds except at window boundaries, since a window's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.em import maximize_rows
+from hmmlm.ops.maximize_rows import maximize_rows
 from hmmlm.ops.scan import Parameters
 from hmmlm.ranks import world
 from hmmlm.runs.checkpoint import load_tensors
 
 
 def maximize(
-    counts: Mapping[str, Tensor], current: Parameters, pseudocount: float = 0.0, step: float = 1.0
+    counts: Mapping[str, Tensor],
+    current: Parameters,
+    pseudocount: float = 0.0,
+    step: float = 1.0,
+    out: Parameters | None = None,
 ) -> Parameters:
     """Take the M step from expected counts, `step` of the way: α θ_new + (1 − α) θ, as probabilities.
 
@@ -29,12 +34,11 @@ def maximize(
 
     Args:
         counts: start [Z], transition [Z, Z] and emission [Z, V], or the same rows of the last two as in `current`.
+        out: where to write the result.
     """
-    return Parameters(
-        maximize_rows(counts["start"], current.log_start, pseudocount, step),
-        maximize_rows(counts["transition"], current.log_transition, pseudocount, step),
-        maximize_rows(counts["emission"], current.log_emission, pseudocount, step),
-    )
+    targets = (None, None, None) if out is None else out
+    each = zip((counts[name] for name in RunningCounts.NAMES), current, targets, strict=True)
+    return Parameters(*(maximize_rows(count, old, pseudocount, step, target) for count, old, target in each))
 
 
 class RunningCounts:
@@ -68,8 +72,9 @@ class RunningCounts:
         for total, counts in zip(self.sum.values(), (start, transition, emission), strict=True):
             total += counts
 
-    def take(self) -> dict[str, Tensor]:
-        """Return the counts for an update and start the next sum.
+    @contextmanager
+    def take(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the counts for an update, and then start the next sum.
 
         The average is divided by 1 − momentum^updates, so that pseudocounts do not dominate the first updates.
         """
@@ -79,12 +84,11 @@ class RunningCounts:
             for name, mean in self.mean.items():
                 mean.lerp_(self.sum[name], 1 - self.momentum)
             correction = 1 - self.momentum**self.updates
-            taken = {name: mean / correction for name, mean in self.mean.items()}
+            yield {name: mean / correction for name, mean in self.mean.items()}
         else:
-            taken = {name: total.clone() for name, total in self.sum.items()}
+            yield self.sum
         for total in self.sum.values():
             total.zero_()
-        return taken
 
     def collect(self) -> None:
         """Move the counts of all processes to rank 0, whose sum is then that of all, as one process would have it."""

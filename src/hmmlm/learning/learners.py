@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from hmmlm.config.sections import AdamWConfig, BaumWelchConfig
 from hmmlm.data.batches import Batch
 from hmmlm.data.tokenizers import Tokenizer
-from hmmlm.hmm import Carry, HiddenMarkovModel
+from hmmlm.hmm import Carry, HiddenMarkovModel, Scan
 from hmmlm.learning.adamw import AdamW
 from hmmlm.learning.baum_welch import RunningCounts, maximize
 from hmmlm.learning.evaluate import Evaluation, carried, evaluate
 from hmmlm.learning.graph import GraphedStep
 from hmmlm.models.base import FactoredBlockedModel, Model
 from hmmlm.models.scalar import Scalar
-from hmmlm.ops.scan import Parameters
+from hmmlm.ops.common import capturing
+from hmmlm.ops.scan import Parameters, PendingGradient
 from hmmlm.ranks import world
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.scoring import perplexity
@@ -212,15 +213,29 @@ class AdamWLearner(HmmLearner):
         """`next_word_weight`: weight of the words that a teacher drew, for batches that have them."""
         super().__init__(fabric, model, tokenizer, config, optimizer.rate)
         self.next_word_weight = next_word_weight
+        self.compiled = False  # the kernels of `scan_logits`, which a CUDA graph must not compile
         self.optimizer: AdamW = AdamW(self.model, optimizer, self.device, True, self.divided)
 
     def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult:
         self.optimizer.set_rate(rate)
         return self.run(batch, carry)
 
+    def scan_logits(self, batch: Batch, carry: Carry | None) -> tuple[Scan, Mapping[str, PendingGradient]] | None:
+        """Return `Scalar.scan_logits` of a batch, where that is supported: by one process, from words alone."""
+        alone = world().count == 1 and batch.labels is None and batch.next_words is None
+        if not alone or not isinstance(self.model, Scalar) or (capturing(batch.tokens) and not self.compiled):
+            return None
+        found = self.model.scan_logits(batch.tokens, batch.lengths, carry, batch.restart)
+        self.compiled |= found is not None
+        return found
+
     def learn(self, batch: Batch, carry: Carry | None) -> StepResult:
+        pending: Mapping[str, PendingGradient] = {}
         with self.fabric.autocast():
-            if batch.labels is not None:  # the whole model: states are not dropped
+            found = self.scan_logits(batch, carry)
+            if found is not None:
+                result, pending = found
+            elif batch.labels is not None:  # the whole model: states are not dropped
                 result = self.model().joint_scan(batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
             elif batch.next_words is not None:
                 assert isinstance(self.model, FactoredBlockedModel)  # the configuration was validated
@@ -230,7 +245,7 @@ class AdamWLearner(HmmLearner):
         objective = result.log_likelihood
         if result.next_word_score is not None:
             objective = torch.lerp(objective, result.next_word_score, self.next_word_weight)
-        self.optimizer.update(counted(objective, batch), batch)
+        self.optimizer.update(counted(objective, batch), batch, pending)
         return StepResult(total(result.log_likelihood, batch), result.carry)
 
 
@@ -252,9 +267,8 @@ class BaumWelchLearner(HmmLearner):
         result = self.run(batch, carry)
         if batch.last or not self.settings.full_batch:
             assert result.log_probs is not None
-            with torch.no_grad():
-                counts = self.optimizer.take()
-                self.model.assign_rows(maximize(counts, result.log_probs, self.settings.pseudocount, rate))
+            with torch.no_grad(), self.optimizer.take() as counts:
+                maximize(counts, result.log_probs, self.settings.pseudocount, rate, out=self.model.logits)
         return result
 
     def learn(self, batch: Batch, carry: Carry | None) -> StepResult:

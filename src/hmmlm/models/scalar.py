@@ -14,7 +14,7 @@ from hmmlm.hmm import HMM, BlockedHMM, Carry, Scan
 from hmmlm.models.base import BlockedConfig, BlockedModel, Model, restart_lost
 from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
 from hmmlm.ops.join_rows import join_rows
-from hmmlm.ops.scan import Evidence, Parameters, divided_scan
+from hmmlm.ops.scan import Evidence, Parameters, PendingGradient, divided_scan, softmax_scan
 from hmmlm.ranks import world
 from hmmlm.section import ModelSize, Scale
 from hmmlm.structure.blocks import Blocks
@@ -94,9 +94,14 @@ class Scalar(Model):
         self.transition = _logits(scale, generator, states, states, rows=self.rows)
         self.emission = _logits(scale, generator, states, vocab_size, rows=self.rows)
 
+    @property
+    def logits(self) -> Parameters:
+        """The logits, of which log-probabilities are a special case."""
+        return Parameters(self.start, self.transition, self.emission)
+
     def log_probs(self) -> Parameters:
         """Return the log-probabilities of the start and of the rows of this process."""
-        return Parameters(*(logits.log_softmax(-1) for logits in (self.start, self.transition, self.emission)))
+        return Parameters(*(logits.log_softmax(-1) for logits in self.logits))
 
     def join(self, own: Parameters) -> HMM:
         """Return the HMM of log-probabilities of which each process has its rows."""
@@ -132,6 +137,21 @@ class Scalar(Model):
         hmm = self() if own is None else HMM(*own)
         return self.drop_underflowed(hmm.scan(tokens, lengths, carry, restart))
 
+    def scan_logits(
+        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
+    ) -> tuple[Scan, dict[str, PendingGradient]] | None:
+        """As `scan`, but without the emission matrix and its gradient as tensors; None where only `scan` works.
+
+        The gradient of the emission logits is returned by its name, for `AdamW.update`.
+        """
+        if self.divided or not all(logits.requires_grad for logits in self.logits):
+            return None
+        evidence = Evidence(
+            tokens, lengths, None if carry is None else carry.probs, restart_lost(restart, carry, tokens)
+        )
+        found = softmax_scan(self.start.log_softmax(-1), self.transition.log_softmax(-1), self.emission, evidence)
+        return None if found is None else (self.drop_underflowed(found[0]), {"emission": found[1]})
+
     @torch.no_grad()
     def assign(self, hmm: HMM) -> None:
         """Copy log-probabilities: they are logits whose log-sum-exp is zero; zero probabilities become −inf."""
@@ -145,7 +165,7 @@ class Scalar(Model):
     @torch.no_grad()
     def assign_rows(self, own: Parameters) -> None:
         """Copy the log-probabilities of the rows of this process."""
-        for logits, log_probs in zip((self.start, self.transition, self.emission), own, strict=True):
+        for logits, log_probs in zip(self.logits, own, strict=True):
             logits.copy_(log_probs)
 
 

@@ -8,5 +8,6 @@ log-probabilities (start [Z], transition [Z, Z], emission [Z, V]).
 from hmmlm.ops.scan.api import loops_pay, scan
 from hmmlm.ops.scan.divided import divided_scan
 from hmmlm.ops.scan.naive import Evidence, Parameters
+from hmmlm.ops.scan.softmax import PendingGradient, softmax_scan
 
-__all__ = ["Evidence", "Parameters", "divided_scan", "loops_pay", "scan"]
+__all__ = ["Evidence", "Parameters", "PendingGradient", "divided_scan", "loops_pay", "scan", "softmax_scan"]

@@ -74,7 +74,7 @@ def choose_recursions(parameters: Parameters, evidence: Evidence, products: torc
     if impl == "auto" and products == like.dtype and loops_pay(like.shape[0], like.device):
         impl = "compiled"
     if impl != "compiled":
-        return choose_kernels("scan", impl, like, "scaled", _unsupported(parameters, evidence))
+        return choose_kernels("scan", impl, like, "scaled", unsupported(parameters, evidence))
     reasons = {
         f"needs tensors on the CPU, not on {like.device}": like.device.type != "cpu",
         f"does not support products in {products}": products != like.dtype,
@@ -86,7 +86,7 @@ def choose_recursions(parameters: Parameters, evidence: Evidence, products: torc
     return import_module("hmmlm.ops.scan.compiled")
 
 
-def _unsupported(parameters: Parameters, evidence: Evidence) -> str:
+def unsupported(parameters: Parameters, evidence: Evidence) -> str:
     """Return the feature of this problem that the Triton kernels do not support; empty if none."""
     batch, steps = evidence.tokens.shape
     reasons = {

@@ -20,17 +20,21 @@ _TINY = tl.constexpr(1.1754944e-38)  # smallest normal float32; its inverse does
 @triton.jit
 def gather_kernel(
     log_emission,
+    log_normalizer,
     words,
     order,
     scores,
     log_peak,
     n_tokens,
     N_WORDS,
+    NORMALIZED: tl.constexpr,
     STATES: tl.constexpr,
     BLOCK_Z: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """One program per block of tokens: scores[row] = log p(word | z) and its maximum over z; zeros for a missing token.
+
+    Unless NORMALIZED, log_emission are logits, and log_normalizer [Z] is subtracted.
 
     The tokens of a program are neighbors in the order of words, so most of each 32-byte read from a row of
     log_emission [Z, V] is used. Tokens are the first axis of its blocks, which assigns neighboring words to neighboring
@@ -48,6 +52,8 @@ def gather_kernel(
         values = tl.load(
             log_emission + z[None, :].to(tl.int64) * N_WORDS + word[:, None], mask=known & here, other=-float("inf")
         )
+        if not NORMALIZED:
+            values -= tl.load(log_normalizer + z, mask=z < STATES, other=0.0)[None, :]
         peak = tl.maximum(peak, values)
         values = tl.where(known, values, 0.0)
         tl.store(scores + row[:, None].to(tl.int64) * STATES + z[None, :], values, mask=inside[:, None] & here)
@@ -342,53 +348,3 @@ def weigh_kernel(
         value = tl.where(begins[:, None], 0.0, value)
         tl.store(weights + at, value.to(weights.dtype.element_ty), mask=mask)
     tl.store(begun + t * STATES + z, total, mask=z < STATES)
-
-
-@triton.jit
-def emission_counts_kernel(
-    words,
-    order,
-    edges,
-    predicted,
-    ahead,
-    agreement,
-    seed,
-    counts,
-    N_WORDS,
-    BATCH,
-    STATES: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_Z: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """One program per block of words and of states: counts[z, v] = Σ posterior · seed over the rows with word v.
-
-    Rows are sorted by word: those of this block's words are edges[block] up to edges[block + 1]. A product with a 0/1
-    matrix adds rows to words, so n rows of one frequent word take no longer than n rows of rare words. No two programs
-    write to the same location, so the result is deterministic. The product is in bfloat16; each value is split into
-    PARTS bfloat16 numbers: 2 hold 16 bits, 3 all 24 bits of float32.
-    """
-    block = tl.program_id(0)
-    v = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    z = tl.program_id(1) * BLOCK_Z + tl.arange(0, BLOCK_Z)
-    begin = tl.load(edges + block)
-    end = tl.load(edges + block + 1)
-    total = tl.zeros([BLOCK_V, BLOCK_Z], tl.float32)
-    for first in range(begin, end, BLOCK_N):
-        k = first + tl.arange(0, BLOCK_N)
-        here = k < end
-        row = tl.load(order + k, mask=here, other=0)
-        word = tl.load(words + k, mask=here, other=-1).to(tl.int32)
-        factor = _factor(agreement, seed, row, row % BATCH, here)[:, None]
-        at = row[:, None].to(tl.int64) * STATES + z[None, :]
-        mask = here[:, None] & (z < STATES)[None, :]  # not masked by the factor: the loads need not wait for it
-        value = tl.load(ahead + at, mask=mask, other=0.0).to(tl.float32) * factor
-        value = tl.where(factor != 0, value * tl.load(predicted + at, mask=mask, other=0.0), 0.0)
-        is_word = (word[None, :] == v[:, None]).to(tl.float32).to(tl.bfloat16)
-        for _ in tl.static_range(PARTS):
-            piece = value.to(tl.bfloat16)
-            total = tl.dot(is_word, piece, total)
-            value -= piece.to(tl.float32)
-    mask = (v < N_WORDS)[:, None] & (z < STATES)[None, :]
-    tl.store(counts + z[None, :].to(tl.int64) * N_WORDS + v[:, None], total, mask=mask)

@@ -19,7 +19,6 @@ from hmmlm.ops.common import FLOOR, NEG_INF, dot_precision, matmul
 from hmmlm.ops.scan import scaled
 from hmmlm.ops.scan.kernels import (
     divide_kernel,
-    emission_counts_kernel,
     finish_kernel,
     gather_kernel,
     meet_kernel,
@@ -27,6 +26,13 @@ from hmmlm.ops.scan.kernels import (
     weigh_kernel,
 )
 from hmmlm.ops.scan.naive import Evidence, Parameters
+from hmmlm.ops.scan.word_kernels import (
+    expand_words_kernel,
+    join_words_kernel,
+    normalizer_kernel,
+    sum_words_kernel,
+)
+from hmmlm.ops.softmax_adamw import LogitGradient
 
 _FLOOR = FLOOR[torch.float32]
 # Number of states from which products use the library. The fused kernel reads its operands Z/64 and B/128 times from
@@ -38,7 +44,18 @@ _GATHER = {"BLOCK_Z": 64, "BLOCK_N": 32, "num_warps": 4}
 _MEET = {"BLOCK_N": 4, "BLOCK_Z": 512, "num_warps": 4}
 _FINISH = {"BLOCK_T": 32, "BLOCK_Z": 512, "num_warps": 4}
 _WEIGH = {"BLOCK_B": 32, "BLOCK_Z": 128, "num_warps": 4}
-_COUNT = {"BLOCK_V": 64, "BLOCK_Z": 64, "BLOCK_N": 64, "num_warps": 4}
+_NORMALIZE = 4096  # logits of a row that are read at once
+_SUM = {"BLOCK_N": 64, "BLOCK_Z": 64, "num_warps": 4}
+_EXPAND = {"BLOCK_Z": 32, "BLOCK_V": 64, "num_warps": 4}
+_JOINED = 16  # chunks whose sums are added at once
+
+
+class Normalizers(NamedTuple):
+    """Of softmax emissions, whose log-probabilities are not stored."""
+
+    edges: Tensor  # [V+1] the places of a word among the sorted tokens are edges[word] up to edges[word + 1]
+    log_normalizer: Tensor  # [Z]
+    spread: Tensor  # [Z] Σ p² over the words that are not in the batch
 
 
 class KernelChain(NamedTuple):
@@ -53,6 +70,7 @@ class KernelChain(NamedTuple):
     initial: Tensor | None  # [B, Z]
     restart: Tensor | None  # [T, B] uint8; always set if `initial` is
     evidence: Evidence
+    normalizers: Normalizers | None = None
 
     @property
     def flags(self) -> Tensor:
@@ -81,21 +99,37 @@ class KernelForward(NamedTuple):
 
 
 def make_chain(
-    parameters: Parameters, evidence: Evidence, products: torch.dtype, transition: Tensor | None = None
+    parameters: Parameters,
+    evidence: Evidence,
+    products: torch.dtype,
+    transition: Tensor | None = None,
+    normalized: bool = True,
 ) -> KernelChain:
     """Convert the batch to time-major order, sort its tokens and gather their emission scores.
 
     Args:
         transition: of `transition_probs`, if computed before.
+        normalized: False if `parameters.log_emission` are logits, whose softmax are the emissions.
     """
     log_start, log_transition, log_emission = (p.contiguous() for p in parameters)
     (batch, steps), (states, n_words) = evidence.tokens.shape, log_emission.shape
-    narrow = torch.int16 if n_words + _COUNT["BLOCK_V"] <= 2**15 else torch.int32  # half the radix sort passes
+    narrow = torch.int16 if n_words + 1 < 2**15 else torch.int32  # half the radix sort passes
     tokens = evidence.tokens.t().to(narrow, memory_format=torch.contiguous_format)
     words, order = tokens.flatten().sort(stable=True)
     scores, log_peak = log_start.new_empty(steps, batch, states), log_start.new_empty(steps, batch)
+    normalizers = None if normalized else _normalize(log_emission, words)
     gather_kernel[(triton.cdiv(len(words), _GATHER["BLOCK_N"]),)](
-        log_emission, words, order, scores, log_peak, len(words), n_words, STATES=states, **_GATHER
+        log_emission,
+        log_start if normalizers is None else normalizers.log_normalizer,
+        words,
+        order,
+        scores,
+        log_peak,
+        len(words),
+        n_words,
+        NORMALIZED=normalized,
+        STATES=states,
+        **_GATHER,
     )
     initial = None if evidence.initial is None else evidence.initial.to(log_start.dtype)
     restart = None if evidence.restart is None else evidence.restart.t().contiguous().view(torch.uint8)
@@ -103,7 +137,27 @@ def make_chain(
         restart = torch.zeros(steps, batch, dtype=torch.uint8, device=words.device)
     if transition is None:
         transition = transition_probs(log_transition, products)
-    return KernelChain(log_start.exp(), transition, scores, log_peak, words, order, initial, restart, evidence)
+    start = log_start.exp()
+    return KernelChain(start, transition, scores, log_peak, words, order, initial, restart, evidence, normalizers)
+
+
+def _normalize(logits: Tensor, words: Tensor) -> Normalizers:
+    """Compute the normalizers of logits [Z, V] for a batch of sorted words."""
+    states, n_words = logits.shape
+    edges = _edges(words, n_words)
+    absent = edges[1:] == edges[:-1]
+    log_normalizer, spread = logits.new_empty(states), logits.new_empty(states)
+    block = min(_NORMALIZE, triton.next_power_of_2(n_words))
+    normalizer_kernel[(states,)](
+        logits,
+        absent.view(torch.uint8),
+        log_normalizer,
+        spread,
+        n_words,
+        BLOCK=block,
+        num_warps=8 if block >= 2048 else 4,
+    )
+    return Normalizers(edges, log_normalizer, spread)
 
 
 def transition_probs(log_transition: Tensor, products: torch.dtype) -> Tensor:
@@ -251,6 +305,30 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 def accumulate(chain: KernelChain, result: KernelForward, seed: Tensor, shape: torch.Size) -> tuple[Parameters, Tensor]:
     """Compute the expected counts; see `scaled.accumulate`."""
+    start, transition, first = _state_counts(chain, result, seed)
+    states, n_words = shape
+    edges = _edges(chain.words, n_words)
+    sums, _ = _word_sums(chain, result, seed, edges)
+    emission = seed.new_empty(shape)
+    expand_words_kernel[(triton.cdiv(n_words, _EXPAND["BLOCK_V"]), triton.cdiv(states, _EXPAND["BLOCK_Z"]))](
+        edges, sums, emission, n_words, STATES=states, **_EXPAND
+    )
+    return Parameters(start, transition, emission), first
+
+
+def accumulate_words(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor, LogitGradient]:
+    """Compute the expected counts of start and transition, and the gradient of the logits of softmax emissions."""
+    assert chain.normalizers is not None
+    start, transition, _ = _state_counts(chain, result, seed)
+    edges, log_normalizer, spread = chain.normalizers
+    sums, total = _word_sums(chain, result, seed, edges)
+    scores = chain.scores.view(sums.shape)
+    gradient = LogitGradient(log_normalizer, spread, chain.words, chain.order, edges, scores, sums, total)
+    return start, transition, gradient
+
+
+def _state_counts(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the expected counts of start [Z] and transition [Z, Z], and w times seed at position 0 [B, Z]."""
     steps, batch, states = chain.scores.shape
     alpha, ahead = result.joint
     weights = torch.empty_like(ahead[:steps])
@@ -270,36 +348,43 @@ def accumulate(chain: KernelChain, result: KernelForward, seed: Tensor, shape: t
     )
     first = int(chain.initial is None)
     transition = matmul(alpha[first:steps].view(-1, states).t(), weights[first:].view(-1, states))
-    counts = Parameters(
-        begun.sum(0) * chain.start,
-        transition.mul_(chain.transition),
-        _emission_counts(chain, result, seed, shape),
-    )
-    return counts, weights[0]
+    return begun.sum(0) * chain.start, transition.mul_(chain.transition), weights[0]
 
 
-def _emission_counts(chain: KernelChain, result: KernelForward, seed: Tensor, shape: torch.Size) -> Tensor:
-    """Compute the expected emission counts [Z, V], weighted by seed [B]."""
-    (states, n_words), width = shape, _COUNT["BLOCK_V"]
-    firsts = torch.arange(0, n_words + width, width, dtype=chain.words.dtype, device=chain.words.device)
-    edges = torch.searchsorted(chain.words, firsts, out_int32=True)
-    counts = seed.new_empty(shape)
-    emission_counts_kernel[(len(firsts) - 1, triton.cdiv(states, _COUNT["BLOCK_Z"]))](
+def _edges(words: Tensor, n_words: int) -> Tensor:
+    """Return [V+1] int32: the places of word v in the sorted `words` are edges[v] up to edges[v + 1]."""
+    every = torch.arange(n_words + 1, dtype=words.dtype, device=words.device)
+    return torch.searchsorted(words, every, out_int32=True)
+
+
+def _word_sums(chain: KernelChain, result: KernelForward, seed: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the expected counts of the words of the batch, weighted by seed [B].
+
+    Returns:
+        sums [T·B, Z]: those of a word at its first place in the order of `chain.words`, the rest undefined.
+        total [Z]: the sum over words.
+    """
+    steps, batch, states = chain.scores.shape
+    chunks, blocks = triton.cdiv(len(chain.words), _SUM["BLOCK_N"]), triton.cdiv(states, _SUM["BLOCK_Z"])
+    sums, totals = seed.new_empty(steps * batch, states), seed.new_empty(chunks, states)
+    sum_words_kernel[(chunks, blocks)](
         chain.words,
         chain.order,
-        edges,
         result.predicted,
         result.joint[1],
         result.agreement,
-        seed,
-        counts,
-        n_words,
-        len(seed),
+        seed.contiguous(),
+        sums,
+        totals,
+        len(chain.words),
+        batch,
         STATES=states,
         PARTS=3 if result.joint.dtype == torch.float32 else 2,
-        **_COUNT,
+        **_SUM,
     )
-    return counts
+    if chunks > 1:
+        join_words_kernel[(chunks - 1, blocks)](chain.words, edges, sums, STATES=states, CHUNKS=_JOINED, **_SUM)
+    return sums, totals.sum(0)
 
 
 def suspicious(result: KernelForward) -> Tensor:

@@ -1,14 +1,11 @@
-"""The M step of Baum-Welch."""
+"""The M step as tensor operations."""
 
 import torch
 from torch import Tensor
 
 
-def maximize_rows(counts: Tensor, log_probs: Tensor, pseudocount: float = 0.0, step: float = 1.0) -> Tensor:
-    """Return the log-probabilities [..., N] that counts [..., N] make most likely, `step` of the way from the current.
-
-    A row without any count keeps its current log_probs [..., N].
-    """
+def maximize_rows(counts: Tensor, log_probs: Tensor, pseudocount: float, step: float) -> Tensor:
+    """Return new log-probabilities [..., N]; see `api.maximize_rows`."""
     total = counts.sum(-1, keepdim=True)
     empty = total <= 0
     if pseudocount:

@@ -1,0 +1,47 @@
+"""The gradient of logits, and its definition as a matrix."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LogitGradient(NamedTuple):
+    """Gradient of the logits [Z, V] of softmax rows in terms of that of their log-probabilities.
+
+    The latter is zero except in the columns of the words of a batch. Of column v it is sums[edges[v]] if
+    edges[v] < edges[v + 1]. With p = exp(logits − log_normalizer), that of the logits is (column v) − p · total.
+    """
+
+    log_normalizer: Tensor  # [Z] log Σ exp of the logits
+    spread: Tensor  # [Z] Σ p² over the words that are not in the batch
+    words: Tensor  # [N] the tokens of the batch, sorted; −1 is missing
+    order: Tensor  # [N] row of `scores` of each
+    edges: Tensor  # [V+1] int32: the places of word v in `words` are edges[v] up to edges[v + 1]
+    scores: Tensor  # [N, Z] log p of the word of a row
+    sums: Tensor  # [N, Z] see above; undefined where no word has its first place
+    total: Tensor  # [Z] sum of all columns
+
+    def dense(self, logits: Tensor) -> Tensor:
+        """Return the gradient as a matrix [Z, V]."""
+        begin, end = self.edges[:-1].long(), self.edges[1:]
+        columns = self.sums.index_select(0, begin.clamp(max=len(self.words) - 1)).t()
+        columns = torch.where(end > begin, columns, 0.0)
+        return columns - (logits - self.log_normalizer[:, None]).exp() * self.total[:, None]
+
+
+class Moments(NamedTuple):
+    """State of AdamW for one parameter, as torch's optimizer has it."""
+
+    step: Tensor  # [] number of steps taken
+    exp_avg: Tensor  # [Z, V]
+    exp_avg_sq: Tensor  # [Z, V]
+
+
+class Settings(NamedTuple):
+    """Settings of AdamW, as torch's optimizer has them."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    clip: float  # largest norm of the gradient of all parameters; 0: any

@@ -1,0 +1,161 @@
+"""AdamW on softmax emissions whose gradient is not stored, in Triton's interpreter; tests/gpu runs it on a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import compiled
+from helpers.interpreter import (
+    INTERPRETING,
+    in_interpreter,
+    multiply_bfloat16,
+    needs_triton,
+    outside_interpreter,
+    run_in_interpreter,
+    starts_interpreter,
+)
+from helpers.softmax_adamw import SCANS, UPDATES, check_scan, check_updates, make_logits, scan_exactly
+from lightning_fabric import Fabric
+
+from hmmlm.config.sections import AdamWConfig
+from hmmlm.data.batches import Batch
+from hmmlm.data.tokenizers import WordTokenizer
+from hmmlm.learning.learners import AdamWLearner
+from hmmlm.models.scalar import Scalar
+from hmmlm.ops.scan import Parameters, softmax, softmax_scan
+
+if INTERPRETING:
+
+    @pytest.fixture(autouse=True)
+    def products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+        multiply_bfloat16(monkeypatch)
+
+
+@starts_interpreter
+def test_the_kernels_in_the_interpreter() -> None:
+    run_in_interpreter(__file__)
+
+
+@in_interpreter
+@pytest.mark.parametrize(("size", "options"), SCANS)
+def test_triton_gradients_agree_with_float64(size: tuple[int, int, int, int], options: dict[str, Any]) -> None:
+    check_scan(size, "cpu", **options)
+
+
+@in_interpreter
+@pytest.mark.parametrize("name", UPDATES)
+def test_triton_updates_agree_with_adamw_of_torch(name: str) -> None:
+    check_updates(UPDATES[name], "cpu", (37, 150, 9, 8))
+
+
+@in_interpreter
+def test_triton_steps_that_have_nothing_to_learn_from() -> None:
+    """All tokens missing: no word has a place, and every gradient is zero."""
+    logits, evidence = make_logits((5, 7, 2, 3), "cpu")
+    evidence = evidence._replace(tokens=torch.full_like(evidence.tokens, -1))
+    start, transition = (p.log_softmax(-1).requires_grad_() for p in logits[:2])
+    found = softmax_scan(start, transition, logits.log_emission, evidence, "triton")
+    assert found is not None
+    found[0].log_likelihood.sum().backward()
+    assert found[1].value is not None
+    assert not found[1].value.dense(logits.log_emission).any()
+
+
+def make_learner(seed: int = 0, **settings: float) -> AdamWLearner:
+    fabric, tokenizer = Fabric(accelerator="cpu", devices=1), WordTokenizer(["<unk>", "<eos>", *map(str, range(28))])
+    model = Scalar(12, 30, generator=torch.Generator().manual_seed(seed))
+    return AdamWLearner(
+        fabric, model, tokenizer, {}, AdamWConfig.model_validate({"rate": 0.05, "eps": 1e-4} | settings)
+    )
+
+
+def make_batches(count: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [Batch(torch.randint(-1, 30, (6, 5), generator=generator), None, None, True) for _ in range(count)]
+
+
+@in_interpreter
+@pytest.mark.parametrize("settings", [{"clip": 0.05}, {"clip": 0.0, "weight_decay": 0.1}])
+def test_a_learner_with_triton_learns_like_one_without(
+    settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hmmlm.ops.scan import triton
+
+    learners = [make_learner(**settings) for _ in range(2)]
+    used, inner = [], triton.accumulate_words
+
+    def accumulate_words(*given: Any) -> Any:
+        used.append(1)
+        return inner(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(softmax, "choose_kernels", lambda *_: triton)
+        patch.setattr(triton, "accumulate_words", accumulate_words)
+        found = [learners[0].step(batch, None, 0.05).log_likelihood for batch in make_batches(4)]
+    assert len(used) == 4
+    expected = [learners[1].step(batch, None, 0.05).log_likelihood for batch in make_batches(4)]
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-5, atol=1e-4)
+    for name, value in learners[0].parameters().items():
+        torch.testing.assert_close(value, learners[1].parameters()[name], rtol=1e-4, atol=1e-4)
+    tensors, values = learners[0].optimizer.state_dict()
+    others, same = learners[1].optimizer.state_dict()
+    assert values == same and tensors.keys() == others.keys()
+    for name, value in tensors.items():
+        assert value.dtype == others[name].dtype and value.shape == others[name].shape
+        torch.testing.assert_close(value, others[name], rtol=1e-3, atol=1e-6)
+
+
+@in_interpreter
+def test_triton_leaves_sequences_that_underflow_to_log_space() -> None:
+    logits, evidence = make_logits((2, 2, 2, 8), "cpu")
+    emission = torch.tensor([[0.0, -120.0], [-120.0, 0.0]])
+    transition = torch.tensor([[0.0, -120.0], [-120.0, 0.0]])
+    evidence = evidence._replace(tokens=torch.tensor([[0] * 3 + [1] * 5, [0, 1] * 4]))
+    assert softmax_scan(logits.log_start.log_softmax(0), transition, emission, evidence, "triton") is None
+
+
+@outside_interpreter
+def test_on_a_cpu_a_step_is_the_present_one() -> None:
+    logits, evidence = make_logits((3, 4, 2, 3), "cpu")
+    assert softmax_scan(*logits, evidence) is None
+    learner = make_learner()
+    learner.step(make_batches(1)[0], None, 0.05)
+    assert not learner.compiled
+
+
+@outside_interpreter
+def test_the_reference_has_the_gradient_of_every_word() -> None:
+    logits, evidence = make_logits((4, 6, 3, 5), "cpu")
+    _, gradients = scan_exactly(logits, evidence, torch.ones(3))
+    assert gradients[2].sum(1).abs().max() < 1e-9  # a softmax does not change if a row is shifted
+
+
+@needs_triton
+@outside_interpreter
+@pytest.mark.parametrize("vocab", [300, 40_000])
+def test_the_kernels_compile(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hmmlm.ops.scan import triton as scans
+    from hmmlm.ops.scan.triton import KernelForward, accumulate_words, make_chain
+    from hmmlm.ops.softmax_adamw import triton as updates
+    from hmmlm.ops.softmax_adamw.naive import Moments
+
+    states, batch, steps = 512, 200, 4
+    _, evidence = make_logits((1, vocab, batch, steps), "cpu")
+    logits = Parameters(torch.zeros(states), torch.zeros(states, states), torch.zeros(states, vocab))
+    launches = compiled.record(monkeypatch, scans)
+    chain = make_chain(logits, evidence, torch.bfloat16, normalized=False)
+    joint, row = torch.zeros(2, steps + 1, batch, states, dtype=torch.bfloat16), torch.zeros(steps, batch)
+    seed, done = torch.zeros(batch), torch.zeros(batch, dtype=torch.bool)
+    result = KernelForward(chain.scores, joint, row, row, seed, chain.scores[0], seed, done)
+    _, _, gradient = accumulate_words(chain, result, seed)
+    names = ["normalizer_kernel", "gather_kernel", "weigh_kernel", "sum_words_kernel", "join_words_kernel"]
+    assert [kernel.__name__ for kernel, _, _ in launches] == names
+    compiled.check(launches, "sum_words_kernel")
+    updating = compiled.record(monkeypatch, updates)
+    moments = Moments(torch.zeros(()), torch.zeros(states, vocab), torch.zeros(states, vocab))
+    settings = UPDATES["weight decay"]
+    _, plan = updates.plan_step(gradient, moments, settings, torch.zeros(()), torch.zeros(()))
+    updates.update(logits.log_emission, gradient, moments, settings, plan)
+    assert [kernel.__name__ for kernel, _, _ in updating] == ["norm_kernel", "plan_kernel", "update_kernel"]
+    for launch in [*launches, *updating]:
+        assert "st.global" in compiled.ptx(*launch)
