@@ -103,22 +103,6 @@ def test_triton_splits(
 
 
 @in_interpreter
-@pytest.mark.parametrize("cells", [1, 100 * 600, 2**27])  # 64 rows at a time, 128, and all of them
-@pytest.mark.parametrize(("n", "m", "h", "with_bias"), [(300, 600, 9, True), (300, 600, 16, False), (70, 64, 16, True)])
-def test_triton_gradients_from_written_weights(
-    monkeypatch: pytest.MonkeyPatch, n: int, m: int, h: int, with_bias: bool, cells: int
-) -> None:
-    """As with operands in bfloat16, which the interpreter cannot multiply."""
-    monkeypatch.setattr(kernels, "_processors", lambda _: 4)
-    monkeypatch.setattr(kernels, "_WRITTEN", (torch.float32,))
-    monkeypatch.setattr(kernels, "_WEIGHTS", cells)
-    given = linear_inputs(n, m, h, with_bias, seed=n)
-    if with_bias:
-        given[2][: m // 2] = -torch.inf
-    assert_linear_agrees("triton", given)
-
-
-@in_interpreter
 @pytest.mark.parametrize(
     ("rows", "whole", "splits"), [(2048, 0, 8), (16384, 128, 1), (18432, 132, 11), (40960, 264, 2)]
 )

@@ -22,7 +22,7 @@ from hmmlm.data.batches import Batch
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.learning.learners import AdamWLearner
 from hmmlm.models.scalar import Scalar
-from hmmlm.ops.scan import Parameters, softmax, softmax_scan
+from hmmlm.ops.scan import Parameters, scan, softmax, softmax_scan
 
 if INTERPRETING:
 
@@ -59,6 +59,21 @@ def test_triton_steps_that_have_nothing_to_learn_from() -> None:
     found[0].log_likelihood.sum().backward()
     assert found[1].value is not None
     assert not found[1].value.dense(logits.log_emission).any()
+
+
+@in_interpreter
+def test_triton_multiplies_in_the_type_of_autocast() -> None:
+    logits, evidence = make_logits((37, 150, 9, 8), "cpu")
+    start, transition = (p.log_softmax(-1) for p in logits[:2])
+    likelihoods = []
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled):
+            found = softmax_scan(start, transition, logits.log_emission, evidence, "triton")
+            expected = scan(Parameters(start, transition, logits.log_emission.log_softmax(1)), evidence, "triton")
+        assert found is not None
+        torch.testing.assert_close(found[0].log_likelihood, expected.log_likelihood, rtol=1e-6, atol=0.0)
+        likelihoods.append(found[0].log_likelihood)
+    assert not torch.equal(*likelihoods)
 
 
 def make_learner(seed: int = 0, **settings: float) -> AdamWLearner:

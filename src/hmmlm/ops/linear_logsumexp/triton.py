@@ -1,8 +1,7 @@
 """GPU kernels: scores exist only as tiles on the chip, in the forward pass and in both halves of the backward pass.
 
-In bfloat16, the kernel of the gradient of u writes its tiles of the softmax, for some rows at a time, and a library
-product of these is the gradient of w. Leaving both products to the library was slower: it reads the softmax twice. In
-float32, whose products are faster here than in the library, every tile is computed twice, once for u and once for w.
+The backward pass computes every tile of scores twice, once for u and once for w. Writing slices of the softmax and
+leaving two products to cuBLAS does less arithmetic but was slower (0.86 ms against 0.78 ms at 16,384², h = 256).
 
 A program holds a block of rows (of columns, for the gradient of w) and iterates over the tiles of the other side.
 Blocks of the last (or only) round that would leave most processors idle are split: several programs share the tiles of
@@ -19,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hmmlm.ops.common import accumulate, dot_precision
+from hmmlm.ops.common import dot_precision
 from hmmlm.ops.linear_logsumexp import chunked
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -27,8 +26,6 @@ _LN2 = tl.constexpr(0.6931471805599453)
 _WHOLE_ROW = 512  # bytes: a block of longer rows does not fit on the chip together with its gradient
 _START = 4  # estimated overhead of a program, in tiles
 _MERGE = 4  # estimated cost of merging splits, in tiles
-_WEIGHTS = 2**27  # cells of the softmax that are written at a time: 256 MB
-_WRITTEN = (torch.bfloat16,)  # types of operands for which they are written
 _MAX_ROUNDS = 4  # of split programs: bounds the memory of their partial results for any size
 
 
@@ -131,7 +128,6 @@ def _gradient_kernel(
     grad,
     gradient,
     grad_bias,
-    weights,
     n_own,
     n_other,
     n_whole,
@@ -141,7 +137,6 @@ def _gradient_kernel(
     H: tl.constexpr,
     OWN_ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    WRITES: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_OWN: tl.constexpr,
@@ -151,7 +146,7 @@ def _gradient_kernel(
     """One program per block of i or split of one (see `_Schedule`): gradient[i] = Σ_j weight_ij other_j.
 
     weight is the softmax times the gradient of its row. Serves u (OWN_ROWS: i is a row of scores, j a column) and w
-    (i is a column, j a row). WRITES: also store weight [n_own, n_other].
+    (i is a column, j a row).
     """
     block, split, begin, end = _share(n_whole, splits, span, n_other)
     i = block * BLOCK_OWN + tl.arange(0, BLOCK_OWN)
@@ -185,14 +180,7 @@ def _gradient_kernel(
             weight = tl.exp2(scores * _LOG2E - shift[None, :]) * scale[None, :]
             if HAS_BIAS:
                 columns_total += tl.sum(weight, 1)
-        narrow = weight.to(b.dtype)
-        total = tl.dot(narrow, b, total, input_precision=PRECISION)
-        if WRITES:
-            to_weight = weights + i[:, None].to(tl.int64) * n_other + j[None, :]
-            if EVEN:
-                tl.store(to_weight, narrow, mask=(i < n_own)[:, None])
-            else:
-                tl.store(to_weight, narrow, mask=(i < n_own)[:, None] & (j < n_other)[None, :])
+        total = tl.dot(weight.to(b.dtype), b, total, input_precision=PRECISION)
     to = split * split_rows + i
     at = gradient + to[:, None].to(tl.int64) * H + inner[None, :]
     tl.store(at, total, mask=(i < n_own)[:, None] & (inner < H)[None, :])
@@ -278,70 +266,37 @@ def backward(
     n, h = u.shape
     if h * u.element_size() > _WHOLE_ROW or not n:
         return chunked.backward(grad, u, w, bias, out)
-    if u.dtype in _WRITTEN:
-        return _write_weights(grad, u, w, bias, out)
-    grad_u, _ = _gradient(u, w, grad, bias, out, own_rows=True)
-    return grad_u, *_gradient(w, u, grad, bias, out, own_rows=False)
-
-
-def _write_weights(
-    grad: Tensor, u: Tensor, w: Tensor, bias: Tensor | None, out: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute the gradients, with the softmax of some rows at a time in memory."""
-    (n, h), m = u.shape, w.shape[0]
-    block = int(_tile(u.dtype, h, "gradient")["BLOCK_OWN"])
-    rows = block * triton.cdiv(triton.cdiv(n, triton.cdiv(n * m, _WEIGHTS)), block)
-    weights = u.new_empty(min(n, rows), m)
-    grad_w = w.new_zeros(w.shape, dtype=torch.float32)
-    grad_bias = None if bias is None else torch.zeros_like(bias)
-    pieces = []
-    for u_part, grad_part, out_part in zip(u.split(rows), grad.split(rows), out.split(rows), strict=True):
-        written = weights[: len(u_part)]
-        pieces.append(_gradient(u_part, w, grad_part, bias, out_part, own_rows=True, weights=written)[0])
-        accumulate(grad_w, written.t(), u_part)
-        if grad_bias is not None:
-            grad_bias += written.sum(0, dtype=torch.float32)
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces), grad_w, grad_bias
-
-
-def _gradient(
-    own: Tensor,
-    other: Tensor,
-    grad: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    own_rows: bool,
-    weights: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradient of `own` (own_rows: u, else w), and that of the bias if `own` is w; fill `weights`."""
-    (n_own, h), n_other = own.shape, other.shape[0]
-    tile = _tile(own.dtype, h, "gradient")
+    tile = _tile(u.dtype, h, "gradient")
     block, across = int(tile["BLOCK_OWN"]), int(tile["BLOCK_OTHER"])
-    schedule = _schedule(n_own, n_other, block, across, own.device)
-    n_whole, splits, _, split_rows = schedule
-    n_results = n_own + (splits - 1) * split_rows
-    result = own.new_empty(n_results, h, dtype=torch.float32)
-    grad_bias = None if bias is None or own_rows else bias.new_empty(n_results)
-    _gradient_kernel[(n_whole + splits * triton.cdiv(split_rows, block),)](
-        own,
-        other,
-        bias,
-        out,
-        grad,
-        result,
-        grad_bias,
-        weights,
-        n_own,
-        n_other,
-        *schedule,
-        H=h,
-        OWN_ROWS=own_rows,
-        HAS_BIAS=bias is not None,
-        WRITES=weights is not None,
-        EVEN=n_other % across == 0 and h == tile["BLOCK_H"],
-        **tile,
-    )
-    for partial in (result, grad_bias):
-        if splits > 1 and partial is not None:
-            partial[n_own - split_rows : n_own] += partial[n_own:].unflatten(0, (-1, split_rows)).sum(0)
-    return result[:n_own], None if grad_bias is None else grad_bias[:n_own]
+
+    def gradient(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Compute the gradient of `own` (u or w), and that of the bias if `own` is w."""
+        n_own, n_other = own.shape[0], other.shape[0]
+        schedule = _schedule(n_own, n_other, block, across, u.device)
+        n_whole, splits, _, split_rows = schedule
+        n_results = n_own + (splits - 1) * split_rows
+        result = own.new_empty(n_results, h, dtype=torch.float32)
+        grad_bias = None if bias is None or own is u else bias.new_empty(n_results)
+        _gradient_kernel[(n_whole + splits * triton.cdiv(split_rows, block),)](
+            own,
+            other,
+            bias,
+            out,
+            grad,
+            result,
+            grad_bias,
+            n_own,
+            n_other,
+            *schedule,
+            H=h,
+            OWN_ROWS=own is u,
+            HAS_BIAS=bias is not None,
+            EVEN=n_other % across == 0 and h == tile["BLOCK_H"],
+            **tile,
+        )
+        for partial in (result, grad_bias):
+            if splits > 1 and partial is not None:
+                partial[n_own - split_rows : n_own] += partial[n_own:].unflatten(0, (-1, split_rows)).sum(0)
+        return result[:n_own], None if grad_bias is None else grad_bias[:n_own]
+
+    return gradient(u, w)[0], *gradient(w, u)

@@ -38,8 +38,9 @@ def softmax_scan(
     kernels = choose_kernels("scan", impl, log_start, "scaled", reason)
     if not hasattr(kernels, "accumulate_words"):
         return None
+    products = product_dtype(log_start)  # autocast's
     with torch.no_grad(), without_autocast(log_start):
-        chain = kernels.make_chain(parameters, evidence, product_dtype(log_start), normalized=False)
+        chain = kernels.make_chain(parameters, evidence, products, normalized=False)
         result = kernels.forward(chain, keep=True)
         final, suspect = result.final, torch.zeros_like(result.suspect)
         if capturing(log_start):
