@@ -120,7 +120,7 @@ def _print(arguments: MixArguments, mixture: MixtureModel, perplexities: list[fl
     names = list(map(str, arguments.models))
     names += [f"Kneser-Ney {arguments.ngram}-gram"] if arguments.ngram else []
     names += [f"cache of {arguments.cache} words"] if arguments.cache else []
-    names += [f"recent words, half-life {arguments.recent}"] if arguments.recent else []
+    names += ["recent words"] if arguments.recent else []
     table = Table("model", "weight", "valid perplexity", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
