@@ -20,7 +20,7 @@ def claims_table(studies: Iterable[Study], results: Results) -> list[list[str]]:
     lines = [["claim", "paper", "here", "verdict"]]
     for study in studies:
         for claim in study.claims:
-            text = f"{claim.text} ([data](results.md#{study.name}))"
+            text = claim.text + (f" ([data](results.md#{study.name}))" if study.name in results else "")
             here, paper = numbers(claim, study, results)
             printed, ours = _shown(claim, paper, "{:g}"), _shown(claim, here, "{:.1f}")
             lines.append([text, printed or "no number printed", ours or "not run", verdict(claim, here, paper)])

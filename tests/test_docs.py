@@ -11,10 +11,14 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
+from helpers.browser import BROWSER
 from helpers.causal import save_causal
 from helpers.commands import python_environment
 
@@ -176,14 +180,52 @@ def test_a_cell_that_raises_is_an_error(tmp_path: Path) -> None:
         execute({"cells": [{"cell_type": "markdown", "source": ["# title"]}, cell]}, "bad.ipynb")
 
 
-def test_the_site_has_no_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the documentation site; a warning of its build is an error."""
     for name in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(name, reason="the extra `docs` is not installed: the site is not built")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     for name in ("index.html", "guide/train.html", "api/hmm.html", *(f"notebooks/{n.stem}.html" for n in NOTEBOOKS)):
-        html = (tmp_path / "site" / name).read_text()
+        html = (site / name).read_text()
         loaded = re.findall(r'<(?:script|img|link)[^>]*(?:src|href)="(https?://[^"]+)"', html)
         assert not [url for url in loaded if "canonical" not in url], name  # the pages load nothing from elsewhere
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Serves files without printing requests."""
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+def test_pages_fit_a_phone_and_need_no_network(site: Path) -> None:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: make env installs it")
+    problems: list[str] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(site)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    home = f"http://127.0.0.1:{server.server_port}/"
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 390, "height": 800})
+        page.on("pageerror", lambda error: problems.append(f"{page.url}: {error}"))
+        page.on("console", lambda line: problems.append(f"{page.url}: {line.text}") if line.type == "error" else None)
+        page.on("request", lambda r: r.url.startswith((home, "data:", "blob:")) or problems.append(r.url))
+        for file in sorted(site.rglob("*.html")):
+            page.goto(home + file.relative_to(site).as_posix())
+            if page.evaluate("document.scrollingElement.scrollWidth > innerWidth"):
+                problems.append(f"{page.url} is wider than a phone")
+            if page.evaluate("[...document.images].some((image) => image.complete && !image.naturalWidth)"):
+                problems.append(f"{page.url} lacks an image")
+        browser.close()
+    server.shutdown()
+    server.server_close()
+    assert not problems

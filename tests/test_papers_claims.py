@@ -131,3 +131,4 @@ def test_claims_show_numbers_changes_and_ranges() -> None:
     assert change[1:] == ["no number printed", "by it: -50.0%", "holds"]
     assert spread[1:] == ["no number printed", "2.0 / 4.0", "holds"]
     assert values[0] == "values ([data](results.md#new))"
+    assert claims_table([study], {})[1][0] == "values"  # results.md has no section of a study that was not run

@@ -70,6 +70,18 @@ def test_loggers_of_fabric_write_their_files_and_change_nothing(tmp_path: Path) 
     assert perplexity == valid["perplexity"]
 
 
+def test_weights_and_biases_records_the_figures_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed: pip install wandb pytorch-lightning")
+    loggers = pytest.importorskip("pytorch_lightning.loggers", reason="pytorch-lightning is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logger = loggers.WandbLogger(project="hmmlm", save_dir=tmp_path)
+    hmmlm.train(write_text(tmp_path), tmp_path / "run", loggers=[logger], **SMALL)
+    wandb.finish()
+    (written,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    (valid,) = records(tmp_path / "run", "valid")
+    assert b"valid/perplexity" in written.read_bytes() and str(valid["perplexity"]).encode() in written.read_bytes()
+
+
 @pytest.mark.parametrize("at", ["settings", "start/", "train/", "valid/"])
 def test_a_logger_that_raises_is_named_and_the_run_can_be_resumed(tmp_path: Path, at: str) -> None:
     run, recorder, other = tmp_path / "run", Recorder(ConnectionError("no route"), at), Recorder()

@@ -236,7 +236,7 @@ def test_the_harness_runs_local_tasks(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_default_device_of_the_harness_needs_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     random_lm(WordTokenizer(WORDS)).save(tmp_path / "model")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert HarnessModel(str(tmp_path / "model"), device="cuda:0").device == torch.device("cpu")
+    assert HarnessModel(str(tmp_path / "model"), device="cuda:0").lm.device == torch.device("cpu")
 
 
 def test_the_module_is_the_command_of_the_harness() -> None:
