@@ -3,7 +3,7 @@
     python -m benchmarks.ranks --processes 1 2
     python -m benchmarks.ranks --processes 1 2 --device cuda
 
-Trains models of several families on the embedded corpus for some steps, as `hmmlm train --train.devices N` does, and
+Trains models of several families on the embedded corpus for some steps, as `hmmlm train` does under torchrun, and
 prints the tables of docs/guide/scaling.md. Needs as many idle cores as processes. Processes that outnumber the GPUs
 share them, which shows the memory of each, and not the speed of several GPUs.
 """
@@ -49,15 +49,16 @@ def measure(processes: int, settings: tuple[str, ...], device: str, out: Path) -
         "--batches.length": LENGTH,
         "--train.max-tokens": STEPS * BATCH * LENGTH,
         "--train.log-every": STEPS // 10,
-        "--train.devices": processes,
         "--train.device": device,
     }
     options = [str(part) for item in sizes.items() for part in item]
-    command = [sys.executable, "-m", "hmmlm", "train", "--data", "embedded", "--out", str(out), "--quiet"]
+    # torchrun: `--train.devices` takes no more processes than there are GPUs.
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", "hmmlm"]
+    command = [sys.executable, *start, "train", "--data", "embedded", "--out", str(out), "--quiet"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    printed = subprocess.run([*command, *options, *settings], check=True, env=environment, capture_output=True).stdout
+    done = subprocess.run([*command, *options, *settings], check=True, env=environment, stdout=subprocess.PIPE)
     speeds = [record["tokens_per_second"] for record in read_history(out / HISTORY) if record["event"] == "train"]
-    memory = re.search(r"([\d.]+) GB of memory", printed.decode())
+    memory = re.search(r"([\d.]+) GB of memory", done.stdout.decode())
     assert memory is not None
     return f"{median(speeds[1:]):,.0f}, {memory[1]} GB"
 
