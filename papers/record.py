@@ -122,7 +122,6 @@ RECORD = Study(
         _combined(
             f"PTB, mixture of 2 HMMs, next words of an LSTM, {COUNTS}",
             TAUGHT,
-            "Two HMMs, 5-gram and cache, PTB",
             **WITH_COUNTS,
         ),
         _combined(
@@ -147,7 +146,6 @@ RECORD = Study(
         _combined(
             f"WikiText-2, mixture of one HMM, Kneser-Ney {NGRAM}-gram and recent words, half-life {WIKITEXT_RECENT}",
             WIKITEXT[1:],
-            "HMM that adapts to recent words, 5-gram, WikiText-2",
             mixed="token",
             ngram=NGRAM,
             recent=WIKITEXT_RECENT,

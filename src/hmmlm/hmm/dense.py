@@ -179,11 +179,9 @@ class HMM(HiddenMarkovModel):
     def scan(
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> Scan:
-        return self._scan(Evidence(tokens, lengths, carry and carry.probs, restart))
-
-    def _scan(self, evidence: Evidence) -> Scan:
-        """Run the filter, replayed from a CUDA graph where the shape of the batch recurs."""
-        replayed = self._recorded_scans.run(self.parameters, evidence, self.impl) if evidence.tokens.is_cuda else None
+        evidence = Evidence(tokens, lengths, carry and carry.probs, restart)
+        # From a CUDA graph, where the shape of the batch recurs.
+        replayed = self._recorded_scans.run(self.parameters, evidence, self.impl) if tokens.is_cuda else None
         return scan(self.parameters, evidence, self.impl) if replayed is None else replayed
 
     @cached_property
@@ -194,7 +192,7 @@ class HMM(HiddenMarkovModel):
         if lengths is not None:  # tokens beyond a sequence's end must not matter
             outside = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
             tokens = tokens.masked_fill(outside, -1)
-        return self._scan(Evidence(tokens, lengths, initial)).log_likelihood
+        return self.scan(tokens, lengths, None if initial is None else Carry(initial)).log_likelihood
 
     def _expected_counts(self, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Counts:
         leaves = HMM(*Parameters(*(p.detach().requires_grad_() for p in self.parameters)), self.impl)

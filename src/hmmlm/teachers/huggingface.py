@@ -19,7 +19,7 @@ from hmmlm.hmm.checks import check_finite
 from hmmlm.teachers.checks import check_vocabulary, layer_index
 from hmmlm.teachers.tokenizers import FastTokenizer
 
-INSTALL = 'pip install "transformers>=5.19" "gguf>=0.10" "accelerate>=1.0"'
+INSTALL = 'pip install "transformers>=5.19" "gguf>=0.10" "accelerate>=1.1"'
 HUB_TIMEOUT = 10.0
 """Seconds to wait for the hub's first response."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")
