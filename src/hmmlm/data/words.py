@@ -19,7 +19,7 @@ EOS = "<eos>"
 MAX_COUNTED = 1 << 22
 """Different words that are counted for a vocabulary, in about half a gigabyte; the rarest are dropped beyond."""
 MAX_PIECES = 1 << 19
-"""Different pieces of text between spaces whose words a tokenizer remembers: about 100 MB."""
+"""Largest number of pieces between spaces that a tokenizer keeps with their words, in 100 MB."""
 FORMAT = "hmmlm word tokenizer"
 VERSION = 1
 Split = Literal["whitespace", "words"]

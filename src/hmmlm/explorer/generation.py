@@ -6,12 +6,11 @@ import secrets
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields
-from itertools import chain, islice
+from itertools import chain
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.errors import InputError, InputWarning
 from hmmlm.explorer.explorer import Explorer
@@ -140,13 +139,10 @@ def _check_predicted(lm: LanguageModel, query: GenerateQuery, excluded: int | No
 
 def _draw_paths(lm: LanguageModel, texts: Sequence[list[int]], seed: int) -> list[list[int]]:
     """Draw the states of each text given its tokens."""
-    parts = [list(lm.sequences(text)) for text in texts]
-    sequences = [torch.tensor(part) for each in parts for part in each]
-    lengths = [len(sequence) for sequence in sequences]
+    parts = [lm.sequences(text) for text in texts]
     generator = torch.Generator(lm.hmm.device).manual_seed(seed)
-    drawn = lm.hmm.posterior_sample(pad_sequence(sequences, batch_first=True), lengths, generator=generator)[0]
-    paths = iter([states[:length] for states, length in zip(drawn.tolist(), lengths, strict=True)])
-    return [list(chain.from_iterable(islice(paths, len(each)))) for each in parts]
+    drawn = iter(lm.hmm.posterior_sample(list(chain(*parts)), generator=generator)[0].tolist())
+    return [[state for part in each for state in next(drawn)[: len(part)]] for each in parts]
 
 
 def _described(
