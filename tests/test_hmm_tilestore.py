@@ -66,4 +66,4 @@ def test_queries_of_a_large_blocked_model_use_the_store(monkeypatch: pytest.Monk
     monkeypatch.setattr(blocked, "_TABLE_CELLS", 0)
     stored = BlockedHMM(*factors)
     torch.testing.assert_close(stored.token_log_probs(tokens), kept)
-    assert stored._store._kept
+    assert stored.store._kept

@@ -31,16 +31,20 @@ def models() -> dict[str, HiddenMarkovModel]:
 
 @pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("name", ["dense", "blocked", "union"])
-def test_predictions_are_those_after_each_prefix(name: str, missing: bool) -> None:
+@pytest.mark.parametrize("words", [None, torch.tensor([4, 1, 3])])
+def test_predictions_are_those_after_each_prefix(name: str, missing: bool, words: torch.Tensor | None) -> None:
     hmm, lengths = models()[name], [5, 1, 7, 5]
     tokens = torch.tensor(TEXT[:28]).view(4, 7)
     if missing:
         tokens = tokens.masked_fill(tokens == 2, -1)
     seen = set()
-    for sequences, steps, log_probs in hmm.predictions(tokens, lengths):
-        for b, t, row in zip(sequences.tolist(), steps.tolist(), log_probs, strict=True):
+    for sequences, steps, possible, observed, probs in hmm.predictions(tokens, lengths, words):
+        assert bool(possible.all())
+        for b, t, log_prob, row in zip(sequences.tolist(), steps.tolist(), observed, probs, strict=True):
             want = hmm.next_token(tokens[b : b + 1, :t])[0] if t else hmm.emit(hmm.begin())
-            torch.testing.assert_close(row, want, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(row, want.exp() if words is None else want.exp()[words], atol=1e-6, rtol=1e-4)
+            if tokens[b, t] >= 0:
+                torch.testing.assert_close(log_prob, want[tokens[b, t]], atol=1e-5, rtol=1e-4)
             seen.add((b, t))
     assert seen == {(b, t) for b, length in enumerate(lengths) for t in range(length)}
 

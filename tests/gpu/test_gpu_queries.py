@@ -6,7 +6,7 @@ from helpers.oracle import random_blocked_hmm, random_hmm
 from torch import Tensor
 
 from hmmlm.data.tokenizers import WordTokenizer
-from hmmlm.hmm import HMM, HiddenMarkovModel
+from hmmlm.hmm import HMM, HiddenMarkovModel, blocked
 from hmmlm.hmm.automaton import containing
 from hmmlm.hmm.constraints import Guide
 from hmmlm.text.lm import LanguageModel
@@ -165,3 +165,26 @@ def test_guides_and_texts_agree_with_the_cpu(kind: str, device: torch.device) ->
     for mine, theirs in zip(got, want, strict=True):
         assert [word for word, _ in mine] == [word for word, _ in theirs]
         assert [p for _, p in mine] == pytest.approx([p for _, p in theirs])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sharpness", [1.0, 300.0])
+@pytest.mark.parametrize("table", [0, 2**22])
+def test_one_long_text_agrees_with_the_cpu(
+    dtype: torch.dtype, sharpness: float, table: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocked, "_TABLE_CELLS", table)
+    hmm = make_hmm("blocked", dtype, sharpness)
+    tokens, words = hmm.sample(1, 700, torch.Generator().manual_seed(3))[0], torch.tensor([7, 2, 11])
+    exact, there = hmm.to(torch.float64), hmm.to(device)
+    want = exact.token_log_probs(tokens)
+    torch.testing.assert_close(there.token_log_probs(tokens).double().cpu(), want, **CLOSE[dtype])
+    probs = {
+        int(t): row
+        for _, step, *_, part in exact.predictions(tokens, None, words)
+        for t, row in zip(step, part, strict=True)
+    }
+    for found in there.predictions(tokens, None, words.to(device)):
+        torch.testing.assert_close(found.log_observed.double().cpu(), want[0, found.step.cpu()], **CLOSE[dtype])
+        expected = torch.stack([probs[t] for t in found.step.tolist()])
+        torch.testing.assert_close(found.probs.double().cpu(), expected, **CLOSE[dtype])

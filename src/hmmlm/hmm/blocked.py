@@ -21,12 +21,14 @@ from hmmlm.hmm.blocked_products import (
     reduce_sources,
     reduce_targets,
 )
+from hmmlm.hmm.blocked_stream import filter_stream, is_stream
 from hmmlm.hmm.checks import ArrayLike, check_factors, check_log_state, check_parameters, check_words, move
 from hmmlm.hmm.dense import HMM
 from hmmlm.hmm.emissions import log_group_sums
-from hmmlm.hmm.lattice import Lattice
+from hmmlm.hmm.lattice import Lattice, SortedBatch
 from hmmlm.hmm.logmatrix import LogMatrix, LogTiles, least_sum
-from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
+from hmmlm.hmm.next_words import next_words
+from hmmlm.hmm.protocol import Carry, Counts, Predictions, Scan, Support
 from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.hmm.tilestore import TileStore
 from hmmlm.hmm.word_products import WordProducts
@@ -196,7 +198,7 @@ class BlockedHMM(HiddenMarkovModel):
         return matrix.view(blocks, self.states_per_block, blocks, -1).transpose(1, 2).contiguous()
 
     @cached_property
-    def _forward_tiles(self) -> LogTiles | None:
+    def forward_tiles(self) -> LogTiles | None:
         return None if self._table is None else LogTiles(self._table)
 
     @cached_property
@@ -289,15 +291,23 @@ class BlockedHMM(HiddenMarkovModel):
     def log_start_scores(self) -> Tensor:
         return self.factors.log_start
 
+    def _forward(
+        self, batch: SortedBatch, log_initial: Tensor | None = None, log_missing: Tensor | None = None
+    ) -> Lattice:
+        """See `Recursions._forward`."""
+        if is_stream(self, batch):
+            return filter_stream(self, batch, log_initial)
+        return super()._forward(batch, log_initial, log_missing)
+
     def pull(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
-        if narrow(source, target) and self._forward_tiles is not None:
-            return self._forward_tiles.product(log_probs, (source.blocks, target.blocks))
+        if narrow(source, target) and self.forward_tiles is not None:
+            return self.forward_tiles.product(log_probs, (source.blocks, target.blocks))
         if narrow(source, target) and self.device.type == "cpu" and not self.requires_grad:
-            return self._store.product(log_probs, source.blocks, target.blocks)
+            return self.store.product(log_probs, source.blocks, target.blocks)
         return reduce_sources(self, log_probs, source, target, log_product, log_product_of_row)
 
     @cached_property
-    def _store(self) -> TileStore:
+    def store(self) -> TileStore:
         tile = self.states_per_block**2 * self.factors.u.element_size()
         return TileStore(self._tile, self.blocks, int(_STORED_SHARE * total_memory(self.device)) // tile)
 
@@ -395,15 +405,15 @@ class BlockedHMM(HiddenMarkovModel):
 
     @torch.no_grad()
     def predictions(
-        self, tokens: ArrayLike, lengths: ArrayLike | None = None
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        self, tokens: ArrayLike, lengths: ArrayLike | None = None, words: Tensor | None = None
+    ) -> Iterator[Predictions]:
         """See `HiddenMarkovModel.predictions`; what follows the words of a block is predicted together."""
         model, batch = self.detach(), self._batch(tokens, lengths)
         if any(batch.missing):
-            yield from super().predictions(tokens, lengths)
+            yield from super().predictions(tokens, lengths, words)
         else:
-            yield model._first_predictions(batch)
-            yield from model._word_products.predictions(model._forward(batch))
+            yield model._first_predictions(batch, words)
+            yield from next_words(model, model._forward(batch), words)
 
     @torch.no_grad()
     def group_emission(self, group_of_word: Tensor, groups: int) -> Tensor:

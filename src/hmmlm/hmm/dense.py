@@ -418,6 +418,14 @@ class HMM(HiddenMarkovModel):
         check_words(tokens, self.vocab_size)
         return logsumexp(log_states[..., None] + self.log_emission.index_select(1, tokens), -2)
 
+    @property
+    def column_of_word(self) -> Tensor | None:
+        return self.detach().emissions.columns[1]
+
+    @torch.no_grad()
+    def emit_columns(self, log_states: Tensor) -> Tensor:
+        return self.detach().emissions.column_product(log_states)
+
     @torch.no_grad()
     def group_emission(self, group_of_word: Tensor, groups: int) -> Tensor:
         """Compute log p(a word of the group | z) [groups, Z] for a partition of the vocabulary, group_of_word [V]."""

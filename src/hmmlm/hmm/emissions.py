@@ -35,8 +35,12 @@ class EmissionMatrix:
 
     def product(self, log_states: Tensor) -> Tensor:
         """Compute log Σ_z p(z) p(word | z) [..., V] for log_states [..., Z]."""
-        product = self._matrix.product(log_states)
+        product = self.column_product(log_states)
         return product if self._column_of is None else product.index_select(-1, self._column_of)
+
+    def column_product(self, log_states: Tensor) -> Tensor:
+        """Compute `product` for each distinct column [..., U]."""
+        return self._matrix.product(log_states)
 
     def group_sums(self, group_of_word: Tensor, groups: int) -> Tensor:
         """Compute log p(a word of the group | z) [groups, Z] for a partition of the vocabulary, group_of_word [V]."""

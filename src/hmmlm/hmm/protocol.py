@@ -24,6 +24,16 @@ class Filtered(NamedTuple):
     probs: Tensor  # [B, T, Z] p(z_t | x_1..t); zero beyond a sequence's length
 
 
+class Predictions(NamedTuple):
+    """p(next word | words before) at some positions of a batch."""
+
+    sequence: Tensor  # [n]
+    step: Tensor  # [n] t, from 0
+    possible: Tensor  # [n] bool, whether the words before are possible
+    log_observed: Tensor  # [n] log p(x_t | x_1..t−1) of the word there; −inf from an impossible one on
+    probs: Tensor  # [n, W] p(x_t = v | x_1..t−1) of words v; zero after an impossible word
+
+
 class Counts(NamedTuple):
     """Expected counts under the posterior, summed over the batch (the E step of Baum-Welch)."""
 
@@ -174,6 +184,15 @@ class Primitives(ABC):
     @abstractmethod
     def emit(self, log_states: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Compute log Σ_z p(z) p(word | z) for log-distributions [..., Z]: [..., V], or [..., n] for `tokens` [n]."""
+
+    @property
+    def column_of_word(self) -> Tensor | None:
+        """The number [V] of each word's column of the emission, if equal columns are stored once."""
+        return None
+
+    def emit_columns(self, log_states: Tensor) -> Tensor:
+        """Compute `emit` for each column [..., U] that `column_of_word` numbers."""
+        return self.emit(log_states)
 
     @abstractmethod
     def group_emission(self, group_of_word: Tensor, groups: int) -> Tensor:

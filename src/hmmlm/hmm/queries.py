@@ -23,7 +23,7 @@ from hmmlm.hmm.checks import (
 )
 from hmmlm.hmm.guided_step import GuidedSteps
 from hmmlm.hmm.lattice import Lattice, SortedBatch, add_first, continuing, endings, first_rows, some_rows
-from hmmlm.hmm.protocol import Carry, Counts, Filtered, Scan, Support
+from hmmlm.hmm.protocol import Carry, Counts, Filtered, Predictions, Scan, Support
 from hmmlm.hmm.recursions import Recursions, finite
 from hmmlm.ops.common import NEG_INF, logsumexp
 
@@ -223,23 +223,25 @@ class HiddenMarkovModel(Recursions):
 
     @torch.no_grad()
     def predictions(
-        self, tokens: ArrayLike, lengths: ArrayLike | None = None
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield log p(x_t = v | x_1..t−1) of every token, in pieces: sequence [n], t [n] and log-probabilities [n, V].
-
-        The pieces are in no particular order. After an impossible token all words have −inf.
-        """
+        self, tokens: ArrayLike, lengths: ArrayLike | None = None, words: Tensor | None = None
+    ) -> Iterator[Predictions]:
+        """Yield p(x_t = v | x_1..t−1) of every position, in pieces in no particular order; v of `words` [W], or all."""
         model, batch = self.detach(), self._batch(tokens, lengths)
-        yield model._first_predictions(batch)
+        yield model._first_predictions(batch, words)
         for first, lattice in model._windows(batch, None):
             for t, rows, log_filtered, support in continuing(lattice, batch.active[first:]):
-                predicted = model.predict(log_filtered, support)
-                yield batch.order[:rows], torch.full_like(batch.order[:rows], first + t), predicted
+                log_probs = model.predict(log_filtered, support)
+                observed = log_probs.gather(1, batch.tokens[:rows, first + t, None].clamp(min=0))[:, 0]
+                step, possible = torch.full_like(batch.order[:rows], first + t), log_filtered.amax(1) > NEG_INF
+                probs = (log_probs if words is None else log_probs[:, words]).exp()
+                yield Predictions(batch.order[:rows], step, possible, observed, probs)
 
-    def _first_predictions(self, batch: SortedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def _first_predictions(self, batch: SortedBatch, words: Tensor | None) -> Predictions:
         """Return what `predictions` yields of the first tokens."""
-        first = self.emit(self.begin()).expand(len(batch.order), -1)
-        return batch.order, torch.zeros_like(batch.order), first
+        log_probs, order = self.emit(self.begin()), batch.order
+        probs = (log_probs if words is None else log_probs[words]).exp().expand(len(order), -1)
+        possible, observed = torch.ones_like(order, dtype=torch.bool), log_probs[batch.tokens[:, 0].clamp(min=0)]
+        return Predictions(order, torch.zeros_like(order), possible, observed, probs)
 
     @torch.no_grad()
     def entropy(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:

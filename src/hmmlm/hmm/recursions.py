@@ -51,21 +51,28 @@ class Recursions(Primitives):
         `log_initial` [B, Z] is the logarithm of the filtered distribution before it, rows as in the batch.
         """
         lattice = Lattice(batch, [], [], [], [])
-        for t, (support, scores) in enumerate(self._observations(batch, log_missing)):
-            rows = len(scores)
-            if t:
-                predicted = self.pull(lattice.log_filtered[-1][:rows], first_rows(lattice.supports[-1], rows), support)
-            elif log_initial is not None:
-                predicted = self.pull(log_initial, None, support)
-            else:
-                predicted = self.restrict(self.log_start_scores().expand(rows, -1), support)
-            joint = predicted + scores
-            scale = logsumexp(joint, 1)
-            lattice.supports.append(support)
-            lattice.scores.append(scores)
-            lattice.log_filtered.append(joint - finite(scale)[:, None])
-            lattice.log_scales.append(scale)
+        for observed in self._observations(batch, log_missing):
+            self.filter_step(lattice, observed, log_initial)
         return lattice
+
+    def filter_step(
+        self, lattice: Lattice, observed: tuple[Support, Tensor], log_initial: Tensor | None = None
+    ) -> None:
+        """Add a step with the support and scores of `observe` to a lattice; `log_initial` is used in the first."""
+        support, scores = observed
+        t, rows = len(lattice.supports), len(scores)
+        if t:
+            predicted = self.pull(lattice.log_filtered[-1][:rows], first_rows(lattice.supports[-1], rows), support)
+        elif log_initial is not None:
+            predicted = self.pull(log_initial, None, support)
+        else:
+            predicted = self.restrict(self.log_start_scores().expand(rows, -1), support)
+        joint = predicted + scores
+        scale = logsumexp(joint, 1)
+        lattice.supports.append(support)
+        lattice.scores.append(scores)
+        lattice.log_filtered.append(joint - finite(scale)[:, None])
+        lattice.log_scales.append(scale)
 
     def _windows(self, batch: SortedBatch, log_initial: Tensor | None) -> Iterator[tuple[int, Lattice]]:
         """Run the filter over a batch in windows of bounded size; yield the first step of each, and its lattice.

@@ -42,7 +42,7 @@ class TileStore:
         weights = threshold((values - top).exp_(), FLOOR[values.dtype], 0.0, inplace=True)
         sums, peaks = torch.empty_like(values), torch.empty_like(values)
         for key, first, end in groups:
-            peaks[first:end], scaled = self._tile(key)
+            peaks[first:end], scaled = self.tile(key)
             torch.mm(weights[first:end], scaled, out=sums[first:end])
         result = sums.log().add_(peaks).add_(top)
         faint = sums.amin(1) < least_sum(values.shape[1], values.dtype)
@@ -53,8 +53,11 @@ class TileStore:
                     result[first:end] = exact.product(values[first:end])
         return torch.empty_like(result).index_copy_(0, order, result)
 
-    def _tile(self, key: int) -> tuple[Tensor, Tensor]:
-        """Return the largest entries of the columns of log A [k], and exp(log A) [k, k] relative to them."""
+    def tile(self, key: int) -> tuple[Tensor, Tensor]:
+        """Return the largest entries of the columns of log A [k], and exp(log A) [k, k] relative to them.
+
+        `key` is source · M + target.
+        """
         tile = self._kept.get(key)
         if tile is None:
             log_values = self._make(*divmod(key, self._blocks))

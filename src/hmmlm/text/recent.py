@@ -129,6 +129,7 @@ class AdaptedHmmPredictor(Predictor):
         self.half_life, self.size = half_life, _HALVES * half_life
         self._weights = torch.exp2(-torch.arange(self.size, dtype=torch.float64) / half_life).flip(0)  # oldest first
         self.frequencies = frequencies.double() / frequencies.double().sum()
+        self._rarity, self._uniform = 1 / self.frequencies, -math.log(words)
 
     def token_log_probs(self, encoded: Sequence[Tokens]) -> list[Tensor]:
         # All texts in one, each after as many missing words as are remembered.
@@ -136,16 +137,31 @@ class AdaptedHmmPredictor(Predictor):
         begins = list(accumulate((len(before) + len(tokens) for tokens in encoded), initial=0))
         joined = torch.tensor([word for tokens in encoded for word in [*before, *tokens]], device=self.lm.device)
         log_probs = torch.zeros(len(joined), dtype=torch.float64, device=self.lm.device)
-        for positions, predicted in self._predictions(encoded, [begin + self.size for begin in begins[:-1]]):
-            for own, part in zip(
-                *(each.split(max(1, _CELLS // self.size)) for each in (positions, predicted)), strict=True
+        rarity = self._rarity_of(joined)
+        # No other words than those of the texts are needed: their places among them stand for them.
+        words, inverse = joined[joined >= 0].unique(return_inverse=True)
+        joined[joined >= 0] = inverse
+        windows = [values.unfold(0, self.size, 1) for values in (joined, rarity)]
+        begins_of_words = [begin + self.size for begin in begins[:-1]]
+        for positions, possible, observed, probs in self._predictions(encoded, begins_of_words, words):
+            size = max(1, _CELLS // self.size)
+            for own, known, log_prob, part in zip(
+                *(each.split(size) for each in (positions, possible, observed, probs)), strict=True
             ):
-                histories = joined.unfold(0, self.size, 1)[own - self.size]
-                log_probs[own] = self._adapt(part, histories, joined[own, None])[:, 0]
+                lost = ~known[:, None]
+                here = log_prob[:, None].masked_fill(lost, self._uniform)
+                part = part.masked_fill(lost, math.exp(self._uniform))
+                recent, rare = (each.index_select(0, own - self.size) for each in windows)
+                log_probs[own] = self._adapt(here, part, recent, rare, joined[own, None])[:, 0]
         return [log_probs[end - len(tokens) : end].cpu() for tokens, end in zip(encoded, begins[1:], strict=True)]
 
-    def _predictions(self, encoded: Sequence[Tokens], begins: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield positions [n] in texts that begin at given ones, and log p(word there | past) [n, V] of the HMM."""
+    def _predictions(
+        self, encoded: Sequence[Tokens], begins: Sequence[int], words: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Yield positions [n] in texts that begin at given ones, and `Predictions` of `words` [W] there.
+
+        These are whether the past is possible [n], log p(the word there | past) [n] and p(words | past) [n, W].
+        """
         sequences, firsts = list[list[int]](), list[int]()
         for tokens, begin in zip(encoded, begins, strict=True):
             for sequence in filter(None, self.lm.sequences(tokens)):
@@ -154,27 +170,36 @@ class AdaptedHmmPredictor(Predictor):
                 begin += len(sequence)
         for chosen in length_batches([len(sequence) for sequence in sequences], _TOKENS):
             first = torch.tensor([firsts[i] for i in chosen], device=self.lm.device)
-            for row, step, log_probs in self.lm.hmm.predictions(*padded([sequences[i] for i in chosen])):
-                yield first[row] + step, log_probs
+            for found in self.lm.hmm.predictions(*padded([sequences[i] for i in chosen]), words):
+                yield first[found.sequence] + found.step, found.possible, found.log_observed, found.probs
 
-    def _adapt(self, log_probs: Tensor, histories: Tensor, words: Tensor) -> Tensor:
-        """Compute the log-probabilities [n, m] of words [n, m] from those of the HMM [n, V] and histories [n, size]."""
-        device, vocab_size = log_probs.device, log_probs.shape[1]
-        # Without a past there is nothing to adapt to; after an impossible word every word is as likely.
-        begun, lost = histories[:, -1:] >= 0, log_probs.amax(1, keepdim=True) == -math.inf
-        share = torch.where(begun, _SHARE, 0.0)
+    def _rarity_of(self, words: Tensor) -> Tensor:
+        """Return 1 / u(word) of words of any shape; 0 for missing ones."""
+        return torch.where(words < 0, 0.0, self._rarity.to(words.device)[words])
+
+    def _adapt(self, log_words: Tensor, probs: Tensor, histories: Tensor, rarity: Tensor, words: Tensor) -> Tensor:
+        """Compute the log-probabilities [n, m] of words [n, m], by those of the HMM.
+
+        Args:
+            log_words: log p(word | past) [n, m] of the HMM.
+            probs: p(· | past) [n, W] of the HMM, of all words in the histories.
+            histories: [n, size] the words before; −1: none.
+            rarity: [n, size] `_rarity_of` them.
+        """
+        device, weights = probs.device, self._weights.to(probs.device)
+        share = torch.where(histories[:, -1:] >= 0, _SHARE, 0.0).double()  # at first there is nothing to adapt to
         recent = histories.clamp(min=0)
-        weights = self._weights.to(device) * (histories >= 0)
-        ratios = weights / weights.sum(1, keepdim=True).clamp(min=1) / self.frequencies.to(device)[recent]
-        probs = log_probs.gather(1, recent).double().exp().masked_fill(lost, 1 / vocab_size)
-        scale = 1 - share + share * (ratios * probs).sum(1, keepdim=True)
+        ratios = rarity * weights  # r(w) / u(w), from each occurrence of w
+        ratios /= ((rarity > 0).double() @ weights).clamp_(min=1)[:, None]
+        places = recent + torch.arange(0, probs.numel(), probs.shape[1], device=device)[:, None]
+        found = probs.reshape(-1).index_select(0, places.view(-1)).view_as(recent).double()
+        expected = found.mul_(ratios).sum(1, keepdim=True)
         if words.shape[1] == 1:
-            ratio = (ratios * (recent == words)).sum(1, keepdim=True)
+            ratio = torch.where(histories == words, ratios, 0.0).sum(1, keepdim=True)
         else:
-            ratio = torch.zeros(len(words), vocab_size, dtype=torch.float64, device=device)
+            ratio = torch.zeros(probs.shape, dtype=torch.float64, device=device)
             ratio = ratio.scatter_add_(1, recent, ratios).gather(1, words)
-        own = log_probs.gather(1, words).double().masked_fill(lost, -math.log(vocab_size))
-        return own + (1 - share + share * ratio).log() - scale.log()
+        return log_words.double() + (1 - share + share * ratio).log() - (1 - share + share * expected).log()
 
     def begin(self) -> AdaptedContext:
         return AdaptedContext(self._hmm.begin(), [])
@@ -185,7 +210,8 @@ class AdaptedHmmPredictor(Predictor):
     def next_token(self, context: AdaptedContext) -> Tensor:
         history = torch.tensor([[-1] * self.size + context.recent])[:, -self.size :]
         words = torch.arange(len(self.frequencies))[None]
-        return self._adapt(self._hmm.next_token(context.hmm)[None], history, words)[0]
+        log_probs = self._hmm.next_token(context.hmm)[None]
+        return self._adapt(log_probs, log_probs.exp(), history, self._rarity_of(history), words)[0]
 
     def save(self, folder: Path, tokenizer: Tokenizer) -> tuple[dict[str, Any], dict[str, Tensor]]:
         self.lm.save(folder)
