@@ -1,5 +1,6 @@
 """Measure steering: time per call, texts under four kinds of constraints, a large automaton; beside Ctrl-G's own code.
 
+    python -m benchmarks.control agreement --ctrl-g CTRLG --out results/control.json
     python -m benchmarks.control calls --ctrl-g CTRLG --out results/control.json
     python -m benchmarks.control texts MODEL RUN --ctrl-g CTRLG --constraints 200 --out results/control.json
     python -m benchmarks.control positions MODEL RUN --out results/control.json
@@ -8,12 +9,13 @@
     python -m benchmarks.control all MODEL RUN --ctrl-g CTRLG --budget 500 --out results/control.json
 
 MODEL is a causal model of transformers, RUN a model of hmmlm with the same tokenizer, CTRLG a checkout of
-github.com/joshuacnf/Ctrl-G (optional; eager unless --compile). `calls` uses random HMMs. `texts` takes its constraints
-from texts that the model generates: three of their words in any order, a regular expression, their beginning and end,
-their number of words; "rejection" draws texts without a constraint and keeps those that satisfy it, and particles are
-drawn by their weights. `positions` counts the tokens before a word that must occur. `all` first distils MODEL into the
-new folder RUN, then measures everything, each part until its share of --budget seconds is spent; results are written as
-they come.
+github.com/joshuacnf/Ctrl-G (eager unless --compile; optional except for `agreement`). `agreement` and `calls` use
+random HMMs. `texts` takes its constraints from texts that the model generates: three of their words in any order, a
+regular expression, their beginning and end, their number of words; "rejection" draws texts without a constraint and
+keeps those that satisfy it, and particles, for which the remaining time is used, are drawn by their weights.
+`positions` counts the tokens before a word that must occur. `all` measures all --parts, each until its share of
+--budget seconds is spent, and distils MODEL into the new folder RUN for those that need it; results are written as they
+come.
 """
 
 # ruff: noqa: B023 (functions of a loop are called in it)
@@ -37,7 +39,7 @@ from torch import Tensor
 
 import hmmlm
 from hmmlm import HMM, Automaton, Guide, LanguageModel, Steering
-from hmmlm.hmm.automaton import anything, containing
+from hmmlm.hmm.automaton import anything, at_least, containing
 from hmmlm.hmm.constraints import Position
 from hmmlm.text.particles import Particles
 from papers.records import add_record, commit, machine
@@ -102,8 +104,10 @@ class CtrlG:
 
             torch._dynamo.config.disable = True
         sys.path.insert(0, str(folder))
+        precision = torch.get_float32_matmul_precision()
         import ctrlg  # type: ignore[import-not-found]
 
+        torch.set_float32_matmul_precision(precision)  # the import allows TF32, also for the other ways
         self._ctrlg = ctrlg
 
     def model(self, hmm: HMM) -> Any:
@@ -193,9 +197,66 @@ def measure_calls(options: argparse.Namespace) -> None:
                     )
 
 
+def ending_with(suffix: list[int], length: int) -> Automaton:
+    """Return the automaton of sequences of `length` tokens that end with `suffix`."""
+    own = sorted(set(suffix))
+    class_of = torch.full((WORDS,), len(own))
+    class_of[own] = torch.arange(len(own))
+    lost, free = length + 1, length - len(suffix)
+    table = torch.full((length + 2, len(own) + 1), lost)
+    table[:free] = torch.arange(1, free + 1)[:, None]
+    table[torch.arange(free, length), class_of[suffix]] = torch.arange(free + 1, length + 1)
+    return Automaton.of_classes(table, class_of, torch.arange(length + 2) == length)
+
+
+@torch.no_grad()
+def measure_agreement(options: argparse.Namespace) -> None:
+    """Compare p(constraint | prefix, next token) and steered probabilities with Ctrl-G's."""
+    recorder, length, generator = Recorder(options), options.length, torch.Generator().manual_seed(options.seed)
+    theirs = CtrlG(options.ctrl_g, options.compile)
+    texts = torch.randint(10, 1000, (options.texts, length // 4), generator=generator)
+    for states in options.states:
+        hmm = random_model(states, options.device)
+        their_model = theirs.model(hmm)
+        likely = hmm.log_emission.exp().mean(0).topk(4).indices.tolist()  # other phrases are next to impossible
+        lines: dict[str, tuple[Automaton, int | None]] = {
+            "keyphrases": (containing(likely[:2], WORDS) & containing(likely[2:], WORDS), END),
+            "suffix": (ending_with(likely[:3], length), None),
+            "number of tokens": (at_least(length // 4, WORDS) & ~at_least(length // 2, WORDS), END),
+        }
+        for kind, (line, end) in lines.items():
+            guide = Guide(hmm, line if end is None else line.until(end), length)
+            ours, other = Steering(guide, guide.begin()), theirs.processor(their_model, line, length, [1], [], end)
+            scores = torch.zeros(len(texts), WORDS, device=options.device)
+            found: dict[str, float] = {}
+
+            def compare(name: str, one: Tensor, two: Tensor) -> None:
+                found[name] = max(found.get(name, 0.0), float((one - two).abs().max()))
+
+            positions = [guide.begin()] * len(texts)
+            for step in range(texts.shape[1] + 1):
+                ids = torch.cat([torch.ones(len(texts), 1, dtype=torch.long), texts[:, :step]], 1).to(options.device)
+                compare("largest_difference_of_steered", ours(ids, scores).exp(), other(ids, scores).exp())
+                prefixes = [tuple(row) for row in texts[:, :step].tolist()]
+                joint, plain = other.compute_logits(prefixes, other.token_ranges * len(texts), len(texts))
+                chances = guide.chances_of(positions)
+                compare("largest_difference", chances.exp(), (joint - plain).exp())
+                possible = chances > -torch.inf
+                compare("largest_difference_of_logs", chances[possible], (joint - plain)[possible])
+                if step < texts.shape[1]:
+                    positions = guide.advance_all(positions, texts[:, step].tolist())
+            recorder.add(
+                f"agreement with Ctrl-G, {kind}, {states} states",
+                found,
+                states=states,
+                length=length,
+                vectors=len(texts) * (texts.shape[1] + 1),
+            )
+
+
 def measure_large(options: argparse.Namespace) -> None:
     """Time a request with an automaton of 5,000 automaton states and 64 tokens."""
-    recorder, generator = Recorder(options), torch.Generator().manual_seed(0)
+    recorder, generator, length = Recorder(options), torch.Generator().manual_seed(0), 64
     size, classes = 5000, 40
     # Mostly forward, as the automata of long expressions are: three targets for each automaton state.
     targets = (torch.arange(size)[:, None] + torch.randint(1, 200, (size, 3), generator=generator)) % size
@@ -205,22 +266,25 @@ def measure_large(options: argparse.Namespace) -> None:
     ).until(END)
     for states in options.states:
         hmm = random_model(states, options.device)
-        kept: list[Guide] = []
-        Guide(hmm, automaton, 2)  # keeps what does not depend on the length
-        setup = seconds(lambda: kept.append(Guide(hmm, automaton, 64)), options.device)
-        steering = Steering(kept[0], kept[0].begin())
-        ids, scores = torch.tensor([[1]]), torch.zeros(1, WORDS, device=options.device)
 
-        def request() -> None:
-            nonlocal ids
-            for _ in range(16):
-                token = steering(ids.to(options.device), scores).argmax(1).cpu()
-                ids = torch.cat([ids, token[:, None]], 1)
+        def request(scores: Tensor) -> tuple[Guide, float]:
+            """Generate the tokens that scores [1, V] prefer, and return the guide and the duration of its set-up."""
+            kept = list[Guide]()
+            setup = seconds(lambda: kept.append(Guide(hmm, automaton, length)), options.device)
+            steering, ids = Steering(kept[0], kept[0].begin()), torch.tensor([[1]], device=options.device)
+            for _ in range(length):
+                ids = torch.cat([ids, steering(ids, scores).argmax(1, keepdim=True)], 1)
+            return kept[0], setup
 
-        spent = seconds(request, options.device)
-        rows = sum(len(each.log_probs) for each in kept[0]._ahead)
-        metrics = {"setup_s": setup, "ms_per_token": 1e3 * spent / 16, "table_gb": rows * states * 4e-9}
-        recorder.add("steered, 5,000 automaton states", metrics, states=states, length=64)
+        scores = torch.randn(2, 1, WORDS, generator=generator).to(options.device)
+        request(scores[0])  # compiles, with other tokens
+        made = list[tuple[Guide, float]]()
+        spent = seconds(lambda: made.append(request(scores[1])), options.device)
+        (guide, setup), *_ = made
+        rows = sum(len(each.log_probs) for each in guide._ahead)
+        metrics = {"setup_s": setup, "request_s": spent, "ms_per_token": 1e3 * (spent - setup) / length}
+        metrics["table_gb"] = rows * states * 4e-9
+        recorder.add("steered, 5,000 automaton states", metrics, states=states, length=length)
 
 
 class Writer:
@@ -390,9 +454,12 @@ def measure_texts(options: argparse.Namespace) -> None:
         for (way, kind), each in totals.items():
             recorder.add(f"{way}, {kind}", each.metrics(plain_ms), **settings)
 
-    for number, (kind, constraint) in enumerate(draw_constraints(writer, options)):
+    particles = f"steered, {options.particles[0]} particles"
+    given = list(draw_constraints(writer, options))
+    passes = [(*each, False) for each in enumerate(given)] + [(*each, True) for each in enumerate(given)]
+    for number, (kind, constraint), weighted in passes:
         if time.perf_counter() > options.deadline:
-            print(f"the time is up after {number} constraints", flush=True)
+            print(f"the time is up after {number} constraints{' of particles' * weighted}", flush=True)
             break
         kept: list[tuple[Guide, Position]] = []
         with contextlib.suppress(hmmlm.InputError):  # a text that cannot be repeated within the length
@@ -409,12 +476,11 @@ def measure_texts(options: argparse.Namespace) -> None:
             "steered": lambda: Steering(guide, position),
             "masked": lambda: Steering(guide, position, weight=0.0),
         }
-        if theirs and len(line.edges.source) <= options.most_edges:
+        if theirs and not weighted and len(line.edges.source) <= options.most_edges:
             ways["Ctrl-G"] = lambda: theirs.processor(
                 their_model, line, length, writer.ids(prompt), lm.tokenizer.encode(prompt)
             )
-        particles = f"steered, {options.particles[0]} particles"
-        for way in (*ways, particles):
+        for way in (particles,) if weighted else ways:
             made: list[Any] = []
             setup = spent_guide if way != "Ctrl-G" else 0.0
             if way == particles:
@@ -435,7 +501,7 @@ def measure_texts(options: argparse.Namespace) -> None:
                 if exact:
                     each.feasible, each.feasible_tokens = each.feasible + 1, each.feasible_tokens + count
                     each.feasible_log_prob += log_prob
-        if exact:  # weighted as the texts of the other ways are: as many for each constraint
+        if exact and not weighted:  # weighted as the texts of the other ways are: as many for each constraint
             chosen = [exact[place % len(exact)] for place in range(rows)]
             count, log_prob = sum(map(len, chosen)), writer.log_prob(prompt, chosen)
             for each in total("rejection", kind):
@@ -449,8 +515,8 @@ def measure_texts(options: argparse.Namespace) -> None:
                 each.spent += pool_seconds * sum(map(len, pool)) / len(exact) * rows
                 each.feasible, each.feasible_tokens = each.feasible + 1, each.feasible_tokens + count
                 each.feasible_log_prob += log_prob
-        if number % 50 == 49:
-            print(f"{number + 1} constraints", flush=True)
+        if number % 20 == 19:
+            print(f"{number + 1} constraints{' of particles' * weighted}", flush=True)
             record()
     record()
 
@@ -571,23 +637,30 @@ def distil(options: argparse.Namespace) -> None:
     Recorder(options).add("distilled", metrics, states=options.hmm_states, tokens=tokens)
 
 
+PARTS: dict[str, tuple[float, Callable[[argparse.Namespace], None], dict[str, Any]]] = {
+    "agreement": (3, measure_agreement, {"states": [64, 1024], "texts": 8}),
+    "calls": (6, measure_calls, {}),
+    "large": (2, measure_large, {"states": [1024]}),
+    "distil": (25, distil, {}),
+    "texts": (55, measure_texts, {}),
+    "overhead": (3, measure_overhead, {"rows": 1}),
+    "positions": (6, measure_positions, {}),
+}
+"""The parts of `all`: share of the time, function and options; those that are needed most come first."""
+
+
 def measure_all(options: argparse.Namespace) -> None:
-    """Distil, then measure every part until its share of the time is spent."""
+    """Measure every part until its share of the time is spent; what one leaves is for the others."""
     begin = time.perf_counter()
-    parts: list[tuple[str, float, Callable[[argparse.Namespace], None], dict[str, Any]]] = [
-        ("distil", 0.28, distil, {}),
-        ("overhead", 0.31, measure_overhead, {"rows": 1}),
-        ("positions", 0.40, measure_positions, {}),
-        ("texts", 0.92, measure_texts, {}),
-        ("large", 0.94, measure_large, {"states": [min(1024, options.hmm_states)]}),
-        ("calls", 0.98, measure_calls, {}),
-    ]
-    for name, share, measure, changes in parts:
-        options.deadline = begin + share * options.budget
+    chosen = [name for name in PARTS if name in options.parts]
+    for place, name in enumerate(chosen):
+        share, measure, changes = PARTS[name]
         spent = time.perf_counter() - begin
-        if spent > options.deadline - begin:
+        left = options.budget - spent
+        if left <= 0:
             print(f"--- {name}: left out, {spent:.0f} s are spent", flush=True)
             continue
+        options.deadline = begin + spent + left * share / sum(PARTS[each][0] for each in chosen[place:])
         print(f"--- {name}, from {spent:.0f} s on", flush=True)
         try:
             measure(argparse.Namespace(**{**vars(options), **changes, "part": name}))
@@ -617,7 +690,7 @@ def main() -> None:
     texts.add_argument("--pool", type=int, default=2000, help="texts of rejection sampling")
     calls = argparse.ArgumentParser(add_help=False)
     calls.add_argument("--states", type=int, nargs="+", default=[64, 256, 1024, 4096])
-    calls.add_argument("--batches", type=int, nargs="+", default=[1, 16])
+    calls.add_argument("--batches", type=int, nargs="+", default=[16, 1])
     calls.add_argument("--calls", type=int, default=10)
     constrained = argparse.ArgumentParser(add_help=False)
     constrained.add_argument("--constraints", type=int, default=200)
@@ -631,10 +704,14 @@ def main() -> None:
     overhead.add_argument("--repeats", type=int, default=5)
     distilled = argparse.ArgumentParser(add_help=False)
     distilled.add_argument("--budget", type=float, default=500.0, help="seconds")
+    distilled.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="without distil, RUN exists")
     distilled.add_argument("--tokens", type=int, default=8_000_000, help="sampled tokens of the distillation")
     distilled.add_argument("--text-length", type=int, default=256, help="tokens of a sampled text")
     distilled.add_argument("--hmm-states", type=int, default=4096)
     distilled.add_argument("--epochs", type=int, default=4)
+    agreement = parts.add_parser("agreement", parents=[common])
+    agreement.add_argument("--states", type=int, nargs="+", default=[64, 1024])
+    agreement.add_argument("--texts", type=int, default=8)
     parts.add_parser("calls", parents=[common, calls])
     parts.add_parser("large", parents=[common]).add_argument("--states", type=int, nargs="+", default=[256, 1024])
     parts.add_parser("texts", parents=[common, texts, constrained, weighted])
@@ -642,15 +719,8 @@ def main() -> None:
     parts.add_parser("overhead", parents=[common, texts, overhead])
     parts.add_parser("all", parents=[common, texts, calls, constrained, positions, weighted, overhead, distilled])
     options = parser.parse_args()
-    measures = {
-        "calls": measure_calls,
-        "large": measure_large,
-        "texts": measure_texts,
-        "positions": measure_positions,
-        "overhead": measure_overhead,
-        "all": measure_all,
-    }
-    measures[options.part](options)
+    measure = measure_all if options.part == "all" else PARTS[options.part][1]
+    measure(options)
 
 
 if __name__ == "__main__":

@@ -415,3 +415,28 @@ def test_constraints_that_cannot_be_satisfied_are_named(
 ) -> None:
     with pytest.raises(InputError, match=message):
         lm.generate(prompt, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("distinct", [100, 40_000])
+def test_chances_of_large_groups_of_tokens(distinct: int) -> None:
+    """More tokens than 16 bits can number, all or few of them with an emission of their own."""
+    words, generator = 40_000, torch.Generator().manual_seed(0)
+    emission = torch.randn(3, words, generator=generator)
+    emission[:, distinct:] = emission[:, distinct - 1 : distinct]
+    start, transition = torch.randn(3, generator=generator), torch.randn(3, 3, generator=generator)
+    hmm = HMM(*(each.double().log_softmax(-1) for each in (start, transition, emission)))
+    assert (hmm.column_of_word is None) == (distinct == words)
+    following = torch.arange(words) % 3  # the automaton state after a token, from every one
+    following[:5] = torch.tensor([2, 1, 0, 3, 3])
+    automaton = Automaton(following.expand(4, -1), torch.tensor([False, True, True, False]))
+    automaton &= ~containing([7], words)
+    guide = Guide(hmm, automaton, 3)
+    position = guide.begin([8])
+    chances = guide.chances(position)
+    for token in (0, 1, 2, 3, 4, 6, 7, 8, 99, 100, 101, 32_767, 32_768, 39_998, 39_999):
+        assert abs(float(chances[token]) - guide.chance(guide.advance(position, token))) < 1e-9 or token == 7
+    assert chances[7] == -torch.inf
+    joint = hmm.emit(position.log_state) + chances
+    torch.testing.assert_close(guide.joint(position), joint)
+    both = guide.chances_of([guide.begin(), position])
+    torch.testing.assert_close(both[1], chances)

@@ -69,6 +69,30 @@ def test_triton_steps_agree_with_log_space(
 
 @in_interpreter
 @pytest.mark.filterwarnings("ignore:.*before the constraint was satisfied")
+def test_triton_steps_follow_beams_and_drafts() -> None:
+    guide, generator = Guide(random_model(3), lines()[1], LENGTH), torch.Generator().manual_seed(2)
+    kernels, portable = Steering(guide, guide.begin()), Steering(guide, guide.begin())
+    portable._steps = None
+    # Rows are exchanged and copied, end, go back, are repeated and become fewer.
+    calls = [
+        [[7], [7], [7]],
+        [[7, 3], [7, 4], [7, 6]],
+        [[7, 4, 4], [7, 3, 4], [7, 4, 6]],
+        [[7, 3, 4, 4], [7, 3, 4, 8], [7, 4, 4, 3]],
+        [[7, 4, 4, 3, 0], [7, 3, 4, 4, 0], [7, 3, 4, 8, 4]],
+        [[7, 3, 4, 8, 4, 4], [7, 4, 4, 3, 0, 11], [7, 3, 4, 4, 0, 1]],
+        [[7, 3, 4], [7, 4, 6]],
+        [[7, 3, 4], [7, 4, 6]],
+        [[7, 3, 4, 4], [7, 4, 6, 3]],
+    ]
+    for ids in calls:
+        scores = torch.randn(len(ids), WORDS + 3, generator=generator)
+        torch.testing.assert_close(kernels(torch.tensor(ids), scores), portable(torch.tensor(ids), scores))
+    assert kernels._steps is not None and not kernels._doubtful and kernels.report == portable.report
+
+
+@in_interpreter
+@pytest.mark.filterwarnings("ignore:.*before the constraint was satisfied")
 def test_triton_steps_leave_what_underflows_to_log_space() -> None:
     hmm = random_model(0)
     log_emission = hmm.log_emission.clone()

@@ -14,6 +14,7 @@ from torch import Tensor
 from hmmlm import HMM, Guide, InputError, InputWarning, Steering
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.hmm.automaton import containing
+from hmmlm.text import steering
 from hmmlm.text.lm import LanguageModel
 
 END, WORDS, LENGTH = 0, 4, 6
@@ -56,6 +57,38 @@ def test_rows_may_be_copied_and_reordered() -> None:
             alone(rows(before), scores[:1])
         torch.testing.assert_close(alone(rows(text), scores[row : row + 1])[0], after[row])
     assert bool((after[:, WORDS:] == -torch.inf).all())  # tokens outside the HMM's vocabulary
+
+
+@pytest.mark.filterwarnings("ignore:.*before the constraint was satisfied")
+def test_texts_in_turn_and_texts_that_go_far_back_keep_their_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    hmm = HMM(*(p.log() for p in random_hmm(3, WORDS, 3)))
+    guide = Guide(hmm, containing([1, 2], WORDS).until(END), 200)
+    texts = torch.randint(2, WORDS, (2, 150), generator=torch.Generator().manual_seed(0)).tolist()
+    scores, advanced = torch.zeros(1, WORDS, dtype=torch.float64), list[int]()
+    inner = steering.advance_states
+    monkeypatch.setattr(steering, "advance_states", lambda *given: advanced.append(len(given[2])) or inner(*given))
+    kept = Steering(guide, guide.begin())
+    kept(rows([]), scores)
+    for length in range(1, 151):
+        for text in texts:
+            kept(rows(text[:length]), scores)
+    assert len(advanced) <= 300  # one token of each text at a time
+    for length in (150, 149, 20):
+        position = guide.begin()
+        for token in texts[0][:length]:
+            position = guide.advance(position, token)
+        after = kept(rows(texts[0][:length]), scores)
+        torch.testing.assert_close(after[0], guide.chances(position).log_softmax(0))
+
+
+def test_an_error_does_not_spoil_the_next_prompt() -> None:
+    guide = make_guide()
+    kept, scores = Steering(guide, guide.begin()), torch.zeros(2, WORDS)
+    kept(rows([], []), scores)
+    with pytest.raises(InputError, match="token 99 is outside the vocabulary"):
+        kept(rows([1], [99]), scores)
+    after = kept(torch.tensor([[5, 5, 5]] * 2), scores)
+    torch.testing.assert_close(after, Steering(guide, guide.begin())(rows([], []), scores))
 
 
 def test_the_text_of_any_model_is_accepted() -> None:

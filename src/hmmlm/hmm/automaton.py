@@ -97,7 +97,7 @@ class Automaton:
     def step(self, state: int, token: int) -> int:
         """Return the automaton state after one token; arguments are not checked."""
         by_class, class_of = self._arrays
-        return int(by_class[state, class_of[token]])
+        return by_class.item(state, class_of.item(token))
 
     @cached_property
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
@@ -283,6 +283,7 @@ def _first_places(table: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_words(tokens: Sequence[int], vocab_size: int) -> None:
     """Raise an InputError unless all tokens are words of the vocabulary."""
+    words = range(vocab_size)
     for token in tokens:
-        if token not in range(vocab_size):
+        if token not in words:
             raise InputError(f"token {describe(token)} is outside the vocabulary (0 to {vocab_size - 1})")

@@ -11,7 +11,8 @@ from which r tokens cannot be accepted have no row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -24,12 +25,13 @@ from hmmlm.errors import InputError
 from hmmlm.hmm.ahead import CELLS, Ahead, Edges, live_states, tables_ahead
 from hmmlm.hmm.automaton import Automaton, check_words
 from hmmlm.hmm.checks import check_count
-from hmmlm.hmm.guided_step import Plan
+from hmmlm.hmm.guided_step import Plan, make_plan
 from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.ops.common import NEG_INF, logsumexp
 
 LARGEST_GB = 16.0  # memory of the recursion
 KNOWN_MOVES = 1024  # automaton states of which the tokens are kept
+KNOWN_NODES = 2**14
 FEW = 256  # tokens that lead to an automaton state; more are scored with the whole vocabulary
 
 
@@ -48,13 +50,32 @@ class Position(NamedTuple):
         return f"Position(automaton={self.automaton}, remaining={self.remaining}, states={len(self.log_state)})"
 
 
+@dataclass(slots=True, eq=False)
+class Node:
+    """An automaton state and the number of tokens that follow."""
+
+    automaton: int
+    remaining: int
+    settled: bool  # whether every continuation is accepted
+    plan: Plan | None = None  # once it is needed
+
+
 class Moves(NamedTuple):
     """The tokens that may follow an automaton state."""
 
     many: Tensor  # [m] the automaton states that more than FEW tokens lead to
     group_of: Tensor  # [V] the index in `many` of each token; m for the others
+    cells: Tensor | None  # [V] int32: that index · U + the column of each token, of U columns; None: 0 and its own
     few_tokens: Tensor  # [n] the other tokens
     few_states: Tensor  # [n] the automaton states that they lead to
+
+
+class Reached(NamedTuple):
+    """The rows of a table of the recursion that score the tokens which may follow an automaton state."""
+
+    places: list[int]  # [m] of the automaton states that many tokens lead to; −1: not accepted any more
+    tokens: Tensor  # [n] the tokens that are scored alone
+    rows: list[int]  # [n] their rows
 
 
 class Guide:
@@ -75,6 +96,8 @@ class Guide:
         check_count("length", length, 1)
         self.hmm, self.automaton, self.length = hmm.detach(), automaton, length
         self._known_moves: dict[int, Moves] = {}
+        self._nodes: dict[tuple[int, int], Node] = {}
+        self._known_reached: dict[tuple[int, int], Reached] = {}
         self._plans: dict[tuple[int, int], Plan] = {}
         live = live_states(automaton, length)
         rows = sum(int(mask.sum()) for mask in live) + int(live[-1].sum()) * (length - len(live))
@@ -111,7 +134,7 @@ class Guide:
         _check_any(positions)
         if len(tokens) != len(positions):
             raise InputError(f"{len(tokens)} tokens for {len(positions)} positions: give one for each")
-        log_states = advance_states(self.hmm, positions, tokens)
+        log_states = advance_states(self.hmm, torch.stack([position.log_state for position in positions]), tokens)
         automaton = self.automaton
         return [
             Position(log_state, automaton.step(before.automaton, token), before.remaining - 1, before.prompt)
@@ -121,7 +144,7 @@ class Guide:
     @check_arguments
     def joint(self, position: Position) -> Tensor:
         """Compute log p(next token = v, all accepted | tokens so far) [V]."""
-        return score_positions([(self, position)])[0][0]
+        return score_positions([(self, position)])[0]
 
     @check_arguments
     def ahead(self, position: Position) -> Ahead:
@@ -174,25 +197,68 @@ class Guide:
             few = (counts <= FEW)[group_of].nonzero()[:, 0]
             number = torch.full_like(reached, len(many), dtype=torch.int16)
             number[many] = torch.arange(len(many), dtype=torch.int16)
-            device = self.hmm.device
-            known = self._known_moves[state] = Moves(
-                reached[many], number[group_of].to(device), few.to(device), following[few]
-            )
+            device, column_of = self.hmm.device, self.hmm.column_of_word
+            group_of, cells = number[group_of].to(device), None
+            if column_of is not None or len(many) != 1:
+                columns = torch.arange(len(group_of), device=device) if column_of is None else column_of
+                cells = (group_of.long() * (int(columns.max()) + 1) + columns).int()
+            known = self._known_moves[state] = Moves(reached[many], group_of, cells, few.to(device), following[few])
         return known
 
-    def plan(self, state: int, remaining: int) -> tuple[Plan, Tensor]:
-        """Return which rows of a table score the tokens after `state`, `remaining` of which follow, and the table."""
-        ahead = self._table(remaining)
-        key = state, id(ahead.row_of)
-        plan = self._plans.get(key)
-        if plan is None:
-            if len(self._plans) == KNOWN_MOVES:
-                self._plans.clear()
+    def reached(self, state: int, remaining: int) -> Reached:
+        """Return the rows of the table of `ahead` that score the tokens after an automaton state."""
+        row_of = self._table(remaining).row_of
+        known = self._known_reached.get((state, id(row_of)))
+        if known is None:
+            if len(self._known_reached) == KNOWN_MOVES:
+                self._known_reached.clear()
             moves = self.moves(state)
-            places, rows = ahead.row_of[moves.many].tolist(), ahead.row_of[moves.few_states].tolist()
-            alone = [pair for pair in zip(moves.few_tokens.tolist(), rows, strict=True) if pair[1] >= 0]
-            plan = self._plans[key] = Plan(moves.group_of, places, alone)
-        return plan, ahead.log_probs
+            rows = row_of[moves.few_states]
+            alone = (rows >= 0).nonzero()[:, 0]
+            known = Reached(
+                row_of[moves.many].tolist(), moves.few_tokens[alone.to(moves.few_tokens.device)], rows[alone].tolist()
+            )
+            self._known_reached[state, id(row_of)] = known
+        return known
+
+    def node(self, state: int, remaining: int) -> Node:
+        """Return the node of an automaton state; the same object if it is known."""
+        node = self._nodes.get((state, remaining))
+        if node is None:
+            if len(self._nodes) == KNOWN_NODES:
+                self._nodes.clear()
+            node = self._nodes[state, remaining] = Node(state, remaining, self._settled[state])
+        return node
+
+    def node_after(self, node: Node, token: int) -> Node:
+        """Return the node after one more token, which is not checked."""
+        state = self.automaton.step(node.automaton, token)
+        # A text that is longer than its guide, and may be, stays accepted with every further token.
+        return self.node(state, node.remaining - 1 or int(self.automaton.accepting[state]))
+
+    @cached_property
+    def _settled(self) -> list[bool]:
+        settled: list[bool] = self.automaton.settled().tolist()
+        return settled
+
+    def plan(self, node: Node) -> Plan:
+        """Return which rows of a table score the tokens after a node."""
+        if node.plan is None:
+            ahead = self._table(node.remaining)
+            key = node.automaton, id(ahead.row_of)
+            plan = self._plans.get(key)
+            if plan is None:
+                if len(self._plans) == KNOWN_MOVES:
+                    self._plans.clear()
+                    self._nodes.clear()  # which hold the tokens of plans
+                group_of, (places, tokens, rows) = (
+                    self.moves(node.automaton).group_of,
+                    self.reached(node.automaton, node.remaining),
+                )
+                alone = list(zip(tokens.tolist(), rows, strict=True))
+                plan = self._plans[key] = make_plan(ahead.log_probs, group_of, places, alone)
+            node.plan = plan._replace(table=ahead.log_probs)
+        return node.plan
 
     @check_arguments
     def next_token(self, position: Position) -> Tensor:
@@ -203,7 +269,7 @@ class Guide:
     def next_tokens(self, positions: Sequence[Position]) -> Tensor:
         """Compute `next_token` of each position [B, V], in little more time than for one."""
         _check_any(positions)
-        joint, _ = score_positions([(self, position) for position in positions])
+        joint = score_positions([(self, position) for position in positions])
         impossible = (joint.amax(1) == NEG_INF).nonzero().flatten().tolist()
         if impossible:
             raise none_accepted(positions[impossible[0]].remaining)
@@ -262,10 +328,10 @@ def _check_any(positions: Sequence[Position]) -> None:
         raise InputError("there are no positions: give at least one")
 
 
-def advance_states(hmm: HiddenMarkovModel, positions: Sequence[Position], tokens: Sequence[int]) -> Tensor:
-    """Compute log p(z of the next token | tokens so far) [B, Z] after one more token of each position."""
+def advance_states(hmm: HiddenMarkovModel, log_states: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Compute log p(z of the next token | tokens so far) [B, Z] after one more token each, from log_states [B, Z]."""
     check_words(tokens, hmm.vocab_size)
-    log_states = hmm.advance(torch.stack([position.log_state for position in positions]), torch.tensor(tokens))
+    log_states = hmm.advance(log_states, torch.tensor(tokens))
     impossible = (log_states.amax(1) == NEG_INF).nonzero().flatten().tolist()
     if impossible:
         token = tokens[impossible[0]]
@@ -275,52 +341,63 @@ def advance_states(hmm: HiddenMarkovModel, positions: Sequence[Position], tokens
 
 def chances_of(guided: Sequence[tuple[Guide, Position]]) -> Tensor:
     """Compute log p(all accepted | tokens so far, next token = v) [B, V]; −inf for tokens of probability zero."""
-    joint, plain = score_positions(guided, plain=True)
-    # −inf minus −inf is NaN. Clamped to probability one: the two terms are rounded differently.
-    return (joint - plain).nan_to_num_(nan=NEG_INF, neginf=NEG_INF).clamp_(max=0)
+    return score_positions(guided, relative=True)
 
 
 @torch.no_grad()
-def score_positions(guided: Sequence[tuple[Guide, Position]], plain: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute `Guide.joint` of each position [B, V] and, with `plain`, log p(next token = v | tokens so far) [B, V].
+def score_positions(guided: Sequence[tuple[Guide, Position]], relative: bool = False) -> Tensor:
+    """Compute `Guide.joint` of each position [B, V]; if `relative`, less log p(next token = v | tokens so far).
 
-    The guides, which may be different ones, share an HMM. All whole vocabularies are scored in one product.
+    The guides, which may be different ones, share an HMM. All whole vocabularies are scored in one product, with one
+    column for all words of the same emission.
     """
     hmm = guided[0][0].hmm
     log_states = torch.stack([position.log_state for _, position in guided])
     tables = [guide.ahead(position) for guide, position in guided]
     moves = [guide.moves(position.automaton) for guide, position in guided]
-    # One row of the product for each automaton state that many tokens lead to; `lost` for those without a table's row.
-    places = [(row, int(place)) for row, ahead in enumerate(tables) for place in ahead.row_of[moves[row].many]]
-    kept = [(row, place) for row, place in places if place >= 0]
-    first = len(guided) if plain else 0
-    numbers, lost = iter(range(first, first + len(kept))), first + len(kept)
-    used = [next(numbers) if place >= 0 else lost for _, place in places]
-    weights = _weigh(log_states, tables, [row for row, _ in kept], [place for _, place in kept])
-    weights = torch.cat([log_states, weights]) if plain else weights
-    emitted = hmm.emit(weights) if lost else log_states.new_empty(0, hmm.vocab_size)
-    few = [(ahead.row_of[each.few_states] >= 0).nonzero()[:, 0] for ahead, each in zip(tables, moves, strict=True)]
-    if len(kept) == len(guided) and all(len(each.many) == 1 for each in moves):
-        result = emitted[first:]  # one group of tokens each, but for the others
-        for row, each in enumerate(moves):
+    reached = [guide.reached(position.automaton, position.remaining) for guide, position in guided]
+    result = torch.full((len(guided), hmm.vocab_size), NEG_INF, dtype=log_states.dtype, device=hmm.device)
+    # One row of the product for each automaton state that many tokens lead to, unless it has no row of the table.
+    kept = [(row, place) for row, each in enumerate(reached) for place in each.places if place >= 0]
+    rows = [row for row, _ in kept]
+    weights = _weigh(log_states, tables, rows, [place for _, place in kept])
+    emitted = (
+        hmm.emit_columns(torch.cat([log_states, weights]) if relative else weights) if relative or kept else weights
+    )
+    plain, joint = emitted[: len(guided)], emitted[len(guided) if relative else 0 :]
+    joint = _divide(joint, plain[rows]) if relative else joint
+    first = 0
+    for row, (each, (places, _, _)) in enumerate(zip(moves, reached, strict=True)):
+        count = len(places) - places.count(-1)
+        own, first = joint[first : first + count], first + count
+        if not count:
+            continue
+        if each.cells is None:
+            result[row] = own[0]
             result[row, each.few_tokens] = NEG_INF
-    else:
-        sizes = [len(each.many) for each in moves]
-        numbered = pad_sequence([torch.tensor([*part, lost]) for part in _split(used, sizes)], batch_first=True)
-        group_of = torch.stack([each.group_of for each in moves]).long()
-        nothing = torch.full_like(log_states[:1, :1], NEG_INF).expand(1, hmm.vocab_size)
-        result = torch.cat([emitted, nothing]).gather(0, numbered.to(hmm.device).gather(1, group_of))
-    row_of = torch.arange(len(guided)).repeat_interleave(torch.tensor([len(each) for each in few]))
-    if len(row_of):
-        chosen = list(zip(tables, moves, few, strict=True))
-        tokens = torch.cat([each.few_tokens[index.to(hmm.device)] for _, each, index in chosen])
-        at = torch.cat([ahead.row_of[each.few_states[index]] for ahead, each, index in chosen])
-        for piece in torch.arange(len(row_of)).split(max(1, CELLS // hmm.states)):
-            rows, here = row_of[piece], tokens[piece.to(hmm.device)]
-            weights = _weigh(log_states, tables, rows.tolist(), at[piece].tolist())
-            support, scores = hmm.observe(here, missing=False)
-            result[rows.to(hmm.device), here] = logsumexp(hmm.restrict(weights, support) + scores, 1)
-    return result, emitted[:first]
+        else:
+            values = own.new_full((len(places) + 1, own.shape[1]), NEG_INF)  # the last one: for the other tokens
+            values[[number for number, place in enumerate(places) if place >= 0]] = own
+            torch.index_select(values.view(-1), 0, each.cells, out=result[row])
+    row_of = [row for row, each in enumerate(reached) for _ in each.rows]
+    tokens, at = torch.cat([each.tokens for each in reached]), [place for each in reached for place in each.rows]
+    size = max(1, CELLS // hmm.states)
+    for start in range(0, len(row_of), size):
+        piece = slice(start, start + size)
+        rows, here = row_of[piece], tokens[piece]
+        support, scores = hmm.observe(here, missing=False)
+        alone = logsumexp(hmm.restrict(_weigh(log_states, tables, rows, at[piece]), support) + scores, 1)
+        if relative:
+            columns = here if hmm.column_of_word is None else hmm.column_of_word[here]
+            alone = _divide(alone, plain[rows, columns])
+        result[rows, here] = alone
+    return result
+
+
+def _divide(joint: Tensor, plain: Tensor) -> Tensor:
+    """Return log-probabilities less others of the same shape."""
+    # −inf minus −inf is NaN. Clamped to probability one: the two terms are rounded differently.
+    return (joint - plain).nan_to_num_(nan=NEG_INF, neginf=NEG_INF).clamp_(max=0)
 
 
 def _weigh(log_states: Tensor, tables: Sequence[Ahead], rows: list[int], places: list[int]) -> Tensor:
@@ -329,10 +406,3 @@ def _weigh(log_states: Tensor, tables: Sequence[Ahead], rows: list[int], places:
         return log_states[rows] + tables[0].log_probs[places]
     pairs = zip(rows, places, strict=True)
     return torch.stack([log_states[row] + tables[row].log_probs[place] for row, place in pairs])
-
-
-def _split(items: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
-    first = 0
-    for size in sizes:
-        yield items[first : first + size]
-        first += size

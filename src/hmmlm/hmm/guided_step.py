@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,12 +23,8 @@ if TYPE_CHECKING:
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 """Types of scores."""
 MOST_PLACES = 8  # automaton states that many tokens of a row lead to
-_ALONE = (
-    0,
-    64,
-    512,
-    4096,
-)  # tokens of a call that are scored alone, at most: few sizes, so that few graphs are recorded
+_MOST_ALONE = 4096  # tokens of a call that are scored alone
+_PROGRAMS = (0, 8, 64, 512)  # of a row that score these: few sizes, so that few graphs are recorded
 _GRAPHS = 16  # kept, by shape
 _WORDS = 1024  # tokens of a program
 
@@ -35,18 +32,33 @@ _WORDS = 1024  # tokens of a program
 class Plan(NamedTuple):
     """The rows of a table of the recursion that score the tokens which may follow an automaton state."""
 
-    group_of: Tensor  # [V] int16: the index in `places` of each token
-    places: list[int]  # rows; −1: not accepted any more
-    alone: list[tuple[int, int]]  # the tokens that are scored alone, and their rows
+    table: Tensor  # [rows, Z]
+    group_of: Tensor  # [V] int16: the place of each token
+    places: int  # rows for many tokens
+    alone: int  # tokens that are scored alone
+    numbers: Tensor  # for the kernels (see `ops.guided_kernels`)
 
 
-class StepRow(NamedTuple):
-    """A row of a call."""
+def make_plan(table: Tensor, group_of: Tensor, places: Sequence[int], alone: Sequence[tuple[int, int]]) -> Plan:
+    """Return the plan of a table [rows, Z].
 
-    log_state: Tensor  # [Z]
-    token: int  # read first; −1: none
-    plan: Plan | None  # None: no token is constrained any more
-    table: Tensor | None  # [rows, Z] of the plan
+    Args:
+        group_of: [V] int16, the index in `places` of each token.
+        places: rows; −1: not accepted any more.
+        alone: the tokens that are scored alone, and their rows.
+    """
+    filled = [*places, *[-1] * MOST_PLACES][:MOST_PLACES]
+    numbers = [len(alone), *filled, *chain.from_iterable(alone)]
+    return Plan(table, group_of, len(places), len(alone), torch.tensor(numbers, device=table.device))
+
+
+class StepRows(NamedTuple):
+    """The rows of a call."""
+
+    log_states: Tensor  # [n, Z]
+    of_row: Sequence[int]  # [B] the index in log_states of each row
+    tokens: Sequence[int] | None  # [B] read first by the rows with a plan
+    plans: Sequence[Plan | None]  # [B]; None: no token is constrained any more
 
 
 class StepResult(NamedTuple):
@@ -62,7 +74,7 @@ class GuidedSteps:
 
     def __init__(self, hmm: HMM) -> None:
         self.hmm = hmm
-        self._graphs: OrderedDict[tuple[object, ...], _Step] = OrderedDict()
+        self._graphs: OrderedDict[_Shape, _Step] = OrderedDict()
         self._lock = Lock()  # buffers are shared by all threads that steer with this model
 
     def __getstate__(self) -> HMM:
@@ -71,63 +83,77 @@ class GuidedSteps:
     def __setstate__(self, hmm: HMM) -> None:
         self.__init__(hmm)  # type: ignore[misc]
 
-    def run(self, rows: Sequence[StepRow], scores: Tensor, weight: float) -> StepResult | None:
+    def run(self, rows: StepRows, scores: Tensor, weight: float) -> StepResult | None:
         """Return steered scores for scores [B, V]; None if the kernels do not serve.
 
-        They do not where underflow may have changed a sum, or a text is impossible. Either all rows read a token, or
-        none; those without a plan need not.
+        They do not where underflow may have changed a sum, or a text is impossible. Some row must have a plan; the
+        resulting states of those without are not to be used.
         """
-        plans = [row.plan for row in rows if row.plan is not None]
-        places, alone = max(len(plan.places) for plan in plans), sum(len(plan.alone) for plan in plans)
-        if places > MOST_PLACES or alone > _ALONE[-1] or scores.dtype not in KINDS:
+        plans = [plan for plan in rows.plans if plan is not None]
+        places, alone = max([plan.places for plan in plans]), [plan.alone for plan in plans]
+        if places > MOST_PLACES or sum(alone) > _MOST_ALONE or scores.dtype not in KINDS:
             return None
-        first = all(row.token < 0 for row in rows)
-        places, alone = _power_of_2(max(1, places)), next(size for size in _ALONE if size >= alone)
-        key = (len(rows), scores.shape[1], scores.dtype, places, alone, first, weight)
+        places, programs = _power_of_2(max(1, places)), _programs(max(alone))
+        count, width = scores.shape
+        shape = _Shape(count, width, scores.dtype, places, programs, rows.tokens is None, weight)
         with self._lock:
-            step = self._graphs.pop(key, None)
+            step = self._graphs.pop(shape, None)
             if step is None:
-                step = _Step(self.hmm, scores, places, alone, first, weight)
-            self._graphs[key] = step
+                step = _Step(self.hmm, shape)
+            self._graphs[shape] = step
             if len(self._graphs) > _GRAPHS:
                 self._graphs.popitem(last=False)
             return step.run(rows, scores.contiguous())
+
+
+def _programs(alone: int) -> int:
+    return next((size for size in _PROGRAMS if size >= alone), _PROGRAMS[-1])
 
 
 def _power_of_2(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
+class _Shape(NamedTuple):
+    """What a graph is recorded for."""
+
+    rows: int
+    width: int  # of the scores
+    dtype: torch.dtype
+    places: int  # of each row
+    programs: int  # that score the tokens of a row which are scored alone
+    first: bool  # no row reads a token
+    weight: float
+
+
 class _Step:
     """Buffers and graph of one shape."""
 
-    def __init__(self, hmm: HMM, scores: Tensor, places: int, alone: int, first: bool, weight: float) -> None:
+    def __init__(self, hmm: HMM, shape: _Shape) -> None:
         from hmmlm.ops import guided_kernels  # needs Triton
 
-        self.kernels = guided_kernels
-        self.hmm, self.places, self.alone, self.first, self.weight = hmm, places, alone, first, weight
-        (count, self.width), device, states = scores.shape, hmm.device, hmm.states
-        self.count, self.kind = count, guided_kernels.kind_of(scores.dtype)
-        self.begin = guided_kernels.HEADER + count * (guided_kernels.OF_ROW + places)
-        self.host = torch.zeros(self.begin + alone * guided_kernels.OF_TOKEN, dtype=torch.int64)
+        self.kernels, self.hmm, self.shape = guided_kernels, hmm, shape
+        self.kind = guided_kernels.kind_of(shape.dtype)
+        (rows, width), device, states = shape[:2], hmm.device, hmm.states
+        self.host = torch.zeros(guided_kernels.HEADER + rows * guided_kernels.OF_ROW, dtype=torch.int64)
         if device.type == "cuda":
             self.host = self.host.pin_memory()
         self.numbers = self.host.numpy()
         self.packet = torch.empty_like(self.host, device=device)
-        self.probs, self.moved = torch.empty(2, count, states, device=device)
-        self.weights = torch.empty(count * (1 + places), states, device=device)
+        self.probs, self.moved = torch.empty(2, rows, states, device=device)
+        self.weights = torch.empty(rows * (1 + shape.places), states, device=device)
         self.matrix, self.column_of = hmm.emissions.columns
         self.sums = torch.empty(len(self.weights), self.matrix.shape[1], device=device)
         self.tops = torch.empty(len(self.weights), device=device)
-        self.steered = torch.empty(count, self.width, device=device)
+        self.steered = torch.empty(rows, width, device=device)
         self.found = torch.zeros(2, dtype=torch.int32, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs = 0
 
-    def run(self, rows: Sequence[StepRow], scores: Tensor) -> StepResult | None:
+    def run(self, rows: StepRows, scores: Tensor) -> StepResult | None:
         """Run the kernels for rows and scores [B, V]."""
-        out, log_states = torch.empty_like(scores), torch.empty(self.count, self.hmm.states, device=scores.device)
-        self.fill(rows, (scores, out, log_states))
+        out, log_states = torch.empty_like(scores), torch.empty(len(scores), self.hmm.states, device=scores.device)
+        self.numbers[:] = packet_of(rows, (scores, out, log_states))
         self.packet.copy_(self.host, non_blocking=True)
         if self.graph is None and self.runs and scores.is_cuda:  # the first run has compiled the kernels
             self.graph, _ = record(self.launch, "thread_local")  # other threads may go on
@@ -139,43 +165,18 @@ class _Step:
         doubtful, changed = self.found.tolist()
         return None if doubtful else StepResult(out, log_states, changed)
 
-    def fill(self, rows: Sequence[StepRow], tensors: Sequence[Tensor]) -> None:
-        """Write the packet (see `ops.guided_kernels`)."""
-        numbers = [tensor.data_ptr() for tensor in tensors]
-        alone: list[int] = []
-        stride, nothing = self.hmm.states * 4, [0] * (1 + self.places)
-        known: dict[tuple[int, int], tuple[int, list[int]]] = {}  # most rows have the plan and the table of others
-        for number, (log_state, token, plan, table) in enumerate(rows):
-            numbers += (log_state.data_ptr(), token)
-            if plan is None or table is None:
-                numbers += nothing
-                continue
-            found = known.get((id(plan), id(table)))
-            if found is None:
-                begin = table.data_ptr()
-                places = [begin + stride * place if place >= 0 else 0 for place in plan.places]
-                found = begin, [plan.group_of.data_ptr(), *places, *nothing[1 + len(places) :]]
-                known[id(plan), id(table)] = found
-            numbers += found[1]
-            for word, place in plan.alone:
-                alone += (number, word, found[0] + stride * place)
-        numbers += alone
-        self.numbers[: len(numbers)] = numbers
-        self.numbers[len(numbers) :] = -1  # no row: no token
-
     def launch(self) -> None:
         """Launch the kernels."""
         kernels, hmm, packet, found = self.kernels, self.hmm, self.packet, self.found
+        count, width, _, places, programs, first, weight = self.shape
         states, words, columns = hmm.states, hmm.vocab_size, self.matrix.shape[1]
         least, forward = least_sum(states, torch.float32), hmm.forward_product
         block = min(4096, _power_of_2(states))
         found.zero_()
-        if not self.first:
-            kernels.read_kernel[(self.count,)](
-                packet, hmm.log_emission, self.probs, found, states, words, PLACES=self.places, BLOCK=block
-            )
+        if not first:
+            kernels.read_kernel[(count,)](packet, hmm.log_emission, self.probs, found, states, words, BLOCK=block)
             torch.mm(self.probs, forward.scaled, out=self.moved)
-        kernels.weigh_kernel[(self.count, 1 + self.places)](
+        kernels.weigh_kernel[(count, 1 + places)](
             packet,
             self.moved,
             forward.peak,
@@ -184,12 +185,12 @@ class _Step:
             found,
             states,
             least,
-            PLACES=self.places,
-            FIRST=self.first,
+            PLACES=places,
+            FIRST=first,
             BLOCK=block,
         )
         torch.mm(self.weights, self.matrix, out=self.sums)
-        kernels.combine_kernel[(self.count, -(-self.width // _WORDS))](
+        kernels.combine_kernel[(count, -(-width // _WORDS))](
             packet,
             self.sums,
             self.tops,
@@ -198,27 +199,40 @@ class _Step:
             found,
             words,
             columns,
-            self.width,
+            width,
             least,
-            self.weight,
+            weight,
             KIND=self.kind,
             SHARED=self.column_of is not None,
-            PLACES=self.places,
+            PLACES=places,
             BLOCK=_WORDS,
         )
-        if self.alone:
-            kernels.alone_kernel[(self.alone,)](
+        if programs:
+            kernels.alone_kernel[(count, programs)](
                 packet,
-                self.begin,
                 hmm.log_emission,
                 self.steered,
                 states,
                 words,
-                self.width,
-                self.weight,
+                width,
+                weight,
                 KIND=self.kind,
+                MOST_PLACES=MOST_PLACES,
+                PROGRAMS=programs,
                 BLOCK=block,
             )
-        kernels.finish_kernel[(self.count,)](
-            packet, self.steered, found, self.width, KIND=self.kind, PLACES=self.places, BLOCK=4096, num_warps=8
-        )
+        kernels.finish_kernel[(count,)](packet, self.steered, found, width, KIND=self.kind, BLOCK=4096, num_warps=8)
+
+
+def packet_of(rows: StepRows, tensors: Sequence[Tensor]) -> list[int]:
+    """Return the packet (see `ops.guided_kernels`) of rows and the tensors of scores, results and log-states."""
+    numbers = [tensor.data_ptr() for tensor in tensors]
+    log_states, of_row, tokens, plans = rows
+    begin, stride = log_states.data_ptr(), log_states.stride(0) * log_states.element_size()
+    for number, token, plan in zip(of_row, tokens or [-1] * len(plans), plans, strict=True):
+        if plan is None:
+            numbers += (begin + stride * number, -1, 0, 0, 0)
+        else:
+            addresses = plan.group_of.data_ptr(), plan.table.data_ptr(), plan.numbers.data_ptr()
+            numbers += (begin + stride * number, token, *addresses)
+    return numbers

@@ -1,8 +1,10 @@
 """GPU kernels of one token under constraints: from the states before a token to steered scores of the next.
 
 Texts of a call have different guides, whose tables lie anywhere in memory. So the kernels take addresses, as integers
-in `packet`: [scores, out, states] of the call, then [state, token, group_of, places…] of each row, then
-[row, token, place] of each token that is scored alone. One recorded CUDA graph thus serves every guide.
+in `packet`: [scores, out, states] of the call, then [state, token, group_of, table, plan] of each row, the last three 0
+if it is not constrained. A plan is an array of integers too: [number of tokens that are scored alone, MOST_PLACES rows
+of the table or −1, then (token, row of the table) of each of these tokens]. One recorded CUDA graph thus serves every
+guide.
 
 A sum that underflow may have changed sets `found[0]`: the result must then not be used.
 """
@@ -14,11 +16,10 @@ import triton
 import triton.language as tl
 
 HEADER = 3  # numbers of a packet before those of its rows
-OF_ROW = 3  # numbers of a row before its places
-OF_TOKEN = 3
+OF_ROW = 5
 
 _KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_HEADER, _OF_ROW, _OF_TOKEN = tl.constexpr(HEADER), tl.constexpr(OF_ROW), tl.constexpr(OF_TOKEN)
+_HEADER, _OF_ROW = tl.constexpr(HEADER), tl.constexpr(OF_ROW)
 
 
 def kind_of(dtype: torch.dtype) -> tl.dtype:
@@ -32,10 +33,15 @@ def _floats(address):
 
 
 @triton.jit
-def read_kernel(packet, log_emission, probs, found, STATES, WORDS, PLACES: tl.constexpr, BLOCK: tl.constexpr):
+def _integers(address):
+    return address.to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def read_kernel(packet, log_emission, probs, found, STATES, WORDS, BLOCK: tl.constexpr):
     """One program per row: probs[row, z] = p(z | tokens so far, token); without a token, the state as it is."""
     row = tl.program_id(0)
-    at = packet + _HEADER + row * (_OF_ROW + PLACES)
+    at = packet + _HEADER + row * _OF_ROW
     state, token = _floats(tl.load(at)), tl.load(at + 1)
     out = probs + row.to(tl.int64) * STATES
     reading = token + tl.zeros([BLOCK], tl.int64) >= 0
@@ -91,13 +97,14 @@ def weigh_kernel(
     moved [B, Z] · exp(peak) are the probabilities of states, which are stored for later calls.
     """
     row, place = tl.program_id(0), tl.program_id(1)
-    at = packet + _HEADER + row * (_OF_ROW + PLACES)
+    at = packet + _HEADER + row * _OF_ROW
     states = _floats(tl.load(packet + 2)) + row.to(tl.int64) * STATES
     state = _floats(tl.load(at))
     moved += row.to(tl.int64) * STATES
-    address = tl.where(place > 0, tl.load(at + _OF_ROW - 1 + place), 0)
-    table = _floats(address)
-    adding = address + tl.zeros([BLOCK], tl.int64) != 0
+    constrained = tl.load(at + 2) != 0
+    of_table = tl.load(_integers(tl.load(at + 4)) + place, mask=constrained & (place > 0), other=-1)
+    table = _floats(tl.load(at + 3)) + of_table * STATES
+    adding = of_table + tl.zeros([BLOCK], tl.int64) >= 0
     peaks = tl.full([BLOCK], -float("inf"), tl.float32)
     faint = tl.zeros([BLOCK], tl.int32)
     for first in range(0, STATES, BLOCK):
@@ -107,8 +114,8 @@ def weigh_kernel(
         if place == 0:
             tl.store(states + z, value, mask=z < STATES)
         peaks = tl.maximum(peaks, value + tl.load(table + z, mask=adding & (z < STATES), other=0.0))
-    top = tl.where((place > 0) & (address == 0), -float("inf"), tl.max(peaks, 0))
-    if (tl.max(faint, 0) > 0) & (tl.load(at + 2) != 0):
+    top = tl.where((place > 0) & (of_table < 0), -float("inf"), tl.max(peaks, 0))
+    if (tl.max(faint, 0) > 0) & constrained:
         tl.store(found, 1)
     index = row * (PLACES + 1) + place
     tl.store(tops + index, top)
@@ -151,7 +158,7 @@ def combine_kernel(
     """
     row = tl.program_id(0)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = packet + _HEADER + row * (_OF_ROW + PLACES)
+    at = packet + _HEADER + row * _OF_ROW
     scores = tl.load(packet).to(tl.pointer_type(KIND)) + row.to(tl.int64) * WIDTH
     score = tl.load(scores + v, mask=v < WIDTH, other=0.0).to(tl.float32)
     address = tl.load(at + 2)
@@ -179,7 +186,6 @@ def combine_kernel(
 @triton.jit
 def alone_kernel(
     packet,
-    begin,
     log_emission,
     steered,
     STATES,
@@ -187,14 +193,19 @@ def alone_kernel(
     WIDTH,
     WEIGHT,
     KIND: tl.constexpr,
+    MOST_PLACES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per token that is scored alone: its steered score, from sums over states in log space."""
-    at = packet + begin + tl.program_id(0) * _OF_TOKEN
-    row, token = tl.load(at), tl.load(at + 1)
-    if row >= 0:
-        table = _floats(tl.load(at + 2))
-        states = _floats(tl.load(packet + 2)) + row * STATES
+    """PROGRAMS programs per row: steered scores of the tokens that are scored alone, from sums in log space."""
+    row = tl.program_id(0).to(tl.int64)
+    at = packet + _HEADER + row * _OF_ROW
+    table_of_row, plan = _floats(tl.load(at + 3)), _integers(tl.load(at + 4))
+    count = tl.load(plan, mask=tl.load(at + 2) != 0, other=0).to(tl.int32)
+    states = _floats(tl.load(packet + 2)) + row * STATES
+    for number in range(tl.program_id(1), count, PROGRAMS):
+        pair = plan + 1 + MOST_PLACES + 2 * number
+        token, table = tl.load(pair), table_of_row + tl.load(pair + 1) * STATES
         low = tl.full([BLOCK], -float("inf"), tl.float32)
         high = tl.full([BLOCK], -float("inf"), tl.float32)
         for first in range(0, STATES, BLOCK):
@@ -222,7 +233,7 @@ def alone_kernel(
 
 
 @triton.jit
-def finish_kernel(packet, steered, found, WIDTH, KIND: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr):
+def finish_kernel(packet, steered, found, WIDTH, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """One program per row: normalize; found[1] counts the rows whose most likely token became another."""
     row = tl.program_id(0)
     scores = tl.load(packet).to(tl.pointer_type(KIND)) + row.to(tl.int64) * WIDTH
@@ -236,7 +247,7 @@ def finish_kernel(packet, steered, found, WIDTH, KIND: tl.constexpr, PLACES: tl.
         before = tl.load(scores + v, mask=v < WIDTH, other=-float("inf")).to(tl.float32)
         befores = tl.maximum(befores, before)
     top, most = tl.max(tops, 0), tl.max(befores, 0)
-    constrained = tl.load(packet + _HEADER + row * (_OF_ROW + PLACES) + 2) != 0
+    constrained = tl.load(packet + _HEADER + row * _OF_ROW + 2) != 0
     total = tl.zeros([BLOCK], tl.float32)
     same = tl.zeros([BLOCK], tl.int32)
     for first in range(0, WIDTH, BLOCK):

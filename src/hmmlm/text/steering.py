@@ -5,23 +5,24 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hmmlm.arguments import check_arguments, is_sequence
 from hmmlm.errors import InputError, InputWarning
+from hmmlm.hmm.automaton import check_words
 from hmmlm.hmm.checks import check_number
-from hmmlm.hmm.constraints import Guide, Position, advance_states, chances_of
-from hmmlm.hmm.guided_step import StepRow
+from hmmlm.hmm.constraints import Guide, Node, Position, advance_states, chances_of
+from hmmlm.hmm.guided_step import StepRows
 from hmmlm.ops.common import NEG_INF
 
 _DOUBTFUL = 4  # calls whose sums may have underflowed in the kernels of a step, after which these are not tried again
 _KEPT_TOKENS = 64  # positions of texts shorter than the current ones by more are computed again if needed
-
-Text = tuple[int, ...]
 
 
 class SteeringReport(NamedTuple):
@@ -34,21 +35,48 @@ class SteeringReport(NamedTuple):
 
 
 @dataclass
-class _Row:
-    """A text and its position under the constraint."""
+class _Texts:
+    """Texts of one length and their positions under the constraint."""
 
-    root: int  # the number of its prompt's guide
-    position: Position
-    settled: bool
+    ids: np.ndarray  # [B, T] prompts and new tokens
+    roots: Sequence[int]  # [B] the number of each prompt's guide
+    nodes: Sequence[Node]  # [B]
+    log_states: Tensor  # [B, Z] log p(z of the next token | tokens so far); of a settled node, any
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
+
+    @cached_property
+    def number_of(self) -> dict[tuple[int, bytes], int]:
+        """The number of each text, by its guide and tokens."""
+        return {key: number for number, key in enumerate(_keys(self.ids, self.roots))}
+
+    def take(self, numbers: Sequence[int]) -> _Texts:
+        """Return some of the texts."""
+        if numbers == range(len(self.ids)):
+            return self
+        roots, nodes = [self.roots[n] for n in numbers], [self.nodes[n] for n in numbers]
+        return _Texts(self.ids[numbers], roots, nodes, self.log_states[numbers])
+
+    def join(self, other: _Texts) -> _Texts:
+        """Return these and other texts of the same length."""
+        return _Texts(
+            np.concatenate([self.ids, other.ids]),
+            [*self.roots, *other.roots],
+            [*self.nodes, *other.nodes],
+            torch.cat([self.log_states, other.log_states]),
+        )
 
 
 @dataclass
 class _Progress:
-    """The texts of the last call, to find those that stopped too early."""
+    """The texts of the calls since the first one for these prompts."""
 
-    rows: dict[tuple[int, Text], _Row]
     guides: Sequence[Guide]
-    last: Sequence[tuple[int, Text]] = ()  # the rows of the last call
+    start: int = 0  # tokens of the prompts
+    known: dict[int, _Texts] = field(default_factory=dict)  # by number of tokens
+    last: _Texts | None = None  # of the last call
     reordered: bool = False  # by beams, of which complete ones are rows no more, or by drafts: no text may be final
 
 
@@ -91,16 +119,12 @@ class Steering:
         self.guides, self.weight = [guide for guide, _ in guided], float(weight)
         if any(guide.hmm is not self.guides[0].hmm for guide in self.guides):
             raise InputError("the guides of a batch need the same HMM: make them with one LanguageModel")
-        distinct = {id(guide): guide for guide in self.guides}
-        self._settled = {key: guide.automaton.settled().tolist() for key, guide in distinct.items()}
-        self._roots = [self._row(number, position) for number, (_, position) in enumerate(guided)]
-        self._prompts: list[Text] = []  # the rows of the first call
-        self._length = 0  # of the rows of the last call
+        self._positions = [position for _, position in guided]
         self._changed: int | Tensor = 0
-        self._steps = self.guides[0].hmm.guided_steps()
+        self._steps, self._device = self.guides[0].hmm.guided_steps(), self.guides[0].hmm.device
         self._doubtful = 0  # calls for which they did not serve
         self._tokens = 0
-        self._progress = _Progress({}, self.guides)
+        self._progress = _Progress(self.guides)
         weakref.finalize(self, _warn_unmet, self._progress)
 
     def __repr__(self) -> str:
@@ -120,7 +144,7 @@ class Steering:
         """
         words = self.guides[0].automaton.vocab_size
         whole = not (input_ids.dtype.is_floating_point or input_ids.dtype.is_complex or input_ids.dtype == torch.bool)
-        if input_ids.dim() != 2 or not whole or scores.dim() != 2 or not 0 < len(input_ids) == len(scores):
+        if input_ids.dim() != 2 or not whole or scores.dim() != 2 or not 0 < input_ids.shape[0] == scores.shape[0]:
             raise InputError(
                 f"input_ids must be integers [rows, tokens] and scores [rows, words], not {list(input_ids.shape)} of "
                 f"{str(input_ids.dtype).removeprefix('torch.')} and {list(scores.shape)}"
@@ -132,71 +156,164 @@ class Steering:
                 f"the scores are for {scores.shape[1]:,} tokens, but the guide is for {words:,}: both models need "
                 "the same tokenizer"
             )
-        keys, progress = self._keys(input_ids), self._progress
-        pairs = zip(keys, progress.last, strict=False)
-        progress.reordered |= any(now[1] and now[1][:-1] != then[1] for now, then in pairs)
-        progress.last = keys
-        steered = self._replay(keys, scores)
-        if steered is None:
-            self._advance_to(keys)
-            steered = self._score(keys, scores)
-        longest = len(keys[0][1])
-        if not longest % _KEPT_TOKENS:
-            kept = {
-                key: row for key, row in progress.rows.items() if not key[1] or len(key[1]) > longest - _KEPT_TOKENS
-            }
-            progress.rows = kept
+        ids = input_ids.to("cpu", torch.int64, copy=True).numpy()
+        before, numbers = self._find(ids)
+        while before.length < ids.shape[1] - 1:
+            before, numbers = self._keep(self._advance(before, numbers, ids[:, : before.length + 1])), range(len(ids))
+        replayed = self._replay(before, numbers, ids, scores)
+        if replayed is None:
+            texts = self._advance(before, numbers, ids)
+            steered = self._score(texts, scores)
+        else:
+            texts, steered = replayed
+        if before.length < texts.length:
+            self._keep(texts)
+        self._progress.last = texts
         return steered
 
-    def _replay(self, keys: Sequence[tuple[int, Text]], scores: Tensor) -> Tensor | None:
-        """Advance to `keys` and return steered scores [B, V], by the kernels of a step; None if these do not serve."""
-        if self._steps is None or scores.device != self.guides[0].hmm.device:
+    def _find(self, ids: np.ndarray) -> tuple[_Texts, Sequence[int]]:
+        """Return texts with the longest known beginnings of all rows of ids [B, T], and the number of each [B].
+
+        Start afresh at a new prompt.
+        """
+        progress, length, every = self._progress, ids.shape[1], range(len(ids))
+        last = progress.last
+        if last is not None and length not in progress.known and np.array_equal(ids[:, :-1], last.ids):
+            return last, every  # each row has one token more
+        roots = self._find_roots(ids)
+        if last is None or roots is None:
+            return self._begin(ids), every
+        both = min(len(ids), len(last.ids))
+        progress.reordered |= not np.array_equal(ids[:both, :-1], last.ids[:both])
+        for short in range(length, progress.start, -1):
+            texts = progress.known.get(short)
+            if texts is not None:
+                found = [texts.number_of.get(key) for key in _keys(ids[:, :short], roots)]
+                numbers = [number for number in found if number is not None]
+                if len(numbers) == len(ids):
+                    return texts, numbers
+        texts = progress.known[progress.start]
+        return texts, [texts.number_of[key] for key in _keys(ids[:, : progress.start], roots)]
+
+    def _find_roots(self, ids: np.ndarray) -> Sequence[int] | None:
+        """Return the number of the guide of each row of ids [B, T]; None unless they continue the prompts."""
+        progress = self._progress
+        # A call has at most one token more than the one before: also one that checks the tokens of a draft model.
+        if progress.last is None or not progress.start < ids.shape[1] <= progress.last.length + 1:
             return None
-        rows, requests, afters = self._progress.rows, list[StepRow](), list[_Row]()
-        begins, words, constrained = keys[0] in rows, self.guides[0].automaton.vocab_size, 0
-        for key in keys:
-            root, text = key
-            row = rows.get(key if begins else (root, text[:-1]))
-            if row is None:
-                return None
-            token, plan, table = -1, None, None
-            if not begins and not row.settled:
-                token = text[-1]
+        first, prompts = progress.known[progress.start], ids[:, : progress.start]
+        if np.array_equal(prompts, first.ids):
+            return first.roots
+        of_prompt = {row.tobytes(): root for row, root in zip(first.ids, first.roots, strict=True)}
+        if len(of_prompt) < len(first.number_of):
+            return None  # prompts with several guides keep their order
+        found = [of_prompt.get(row.tobytes()) for row in prompts]
+        roots = [root for root in found if root is not None]
+        return roots if len(roots) == len(ids) else None
+
+    def _begin(self, ids: np.ndarray) -> _Texts:
+        """Start from the prompts ids [B, T]: the rows of a first call."""
+        progress, guides = self._progress, self.guides
+        first = progress.known.get(progress.start)
+        if first is None or not np.array_equal(ids, first.ids):
+            _warn_unmet(progress)  # otherwise these may be the first tokens that a draft model proposed
+        if len(ids) % len(guides):
+            raise InputError(
+                f"there are {len(ids)} rows for {len(guides)} guides: give Steering.batch one for each prompt"
+            )
+        roots = [number * len(guides) // len(ids) for number in range(len(ids))]
+        positions = [self._positions[root] for root in roots]
+        for place, (row, position) in enumerate(zip(ids, positions, strict=True)):
+            prompt = position.prompt
+            if prompt and tuple(row[-len(prompt) :].tolist()) != prompt:
+                raise InputError(
+                    f"row {place} does not end with the tokens of the prompt of its guide ({len(prompt)} tokens): "
+                    "encode prompts with lm.tokenizer, and give Steering.batch a guide for each, lm.guide(prompt=…)"
+                )
+        nodes = [guides[root].node(*position[1:3]) for root, position in zip(roots, positions, strict=True)]
+        texts = _Texts(ids, roots, nodes, torch.stack([position.log_state for position in positions]))
+        progress.start, progress.known = texts.length, {texts.length: texts}
+        progress.last, progress.reordered = None, False
+        return texts
+
+    def _keep(self, texts: _Texts) -> _Texts:
+        """Keep texts, so that others can begin with them, and return them."""
+        progress, length = self._progress, texts.length
+        before = progress.known.get(length)
+        progress.known[length] = texts if before is None else before.join(texts)
+        if len(progress.known) > 2 * _KEPT_TOKENS:
+            first = progress.known[progress.start]
+            kept = {n: each for n, each in progress.known.items() if n > length - _KEPT_TOKENS}
+            progress.known = {progress.start: first, **kept}
+        return texts
+
+    def _nodes_after(self, before: _Texts, numbers: Sequence[int], tokens: Sequence[int]) -> list[Node]:
+        """Return the nodes of texts after one more token each."""
+        words, nodes = self.guides[0].automaton.vocab_size, list[Node]()
+        for number, token in zip(numbers, tokens, strict=True):
+            node = before.nodes[number]
+            if not node.settled:  # once every continuation is accepted, further tokens are not read
                 if not 0 <= token < words:
-                    return None
-                row = self._after(row, token, row.position.log_state)
-            position = row.position
-            if not row.settled:
-                plan, table = self.guides[root].plan(position.automaton, position.remaining)
-                constrained += 1
-            requests.append(StepRow(position.log_state, token, plan, table))
-            afters.append(row)
-        result = self._steps.run(requests, scores, self.weight) if constrained else None
-        if constrained and result is None:
+                    check_words([token], words)
+                node = self.guides[before.roots[number]].node_after(node, token)
+            nodes.append(node)
+        return nodes
+
+    def _replay(
+        self, before: _Texts, numbers: Sequence[int], ids: np.ndarray, scores: Tensor
+    ) -> tuple[_Texts, Tensor] | None:
+        """Return texts of ids [B, T] and steered scores [B, V], by the kernels of a step; None if these do not serve.
+
+        Args:
+            before: of `_find`: texts of T or T − 1 tokens.
+            numbers: [B] of the beginnings in `before`.
+        """
+        if self._steps is None or scores.device != self._device:
+            return None
+        roots = [before.roots[number] for number in numbers]
+        tokens: list[int] | None = ids[:, -1].tolist() if before.length < ids.shape[1] else None
+        nodes = [before.nodes[n] for n in numbers] if tokens is None else self._nodes_after(before, numbers, tokens)
+        rows = zip(roots, nodes, strict=True)
+        plans = [None if node.settled else self.guides[root].plan(node) for root, node in rows]
+        constrained = len(plans) - plans.count(None)
+        if not constrained:
+            return _Texts(ids, roots, nodes, before.take(numbers).log_states), scores
+        result = self._steps.run(StepRows(before.log_states, numbers, tokens, plans), scores, self.weight)
+        if result is None:
             self._doubtful += 1
             if self._doubtful == _DOUBTFUL:
                 self._steps = None
             return None
-        if result is not None and not begins:
-            for row, log_state in zip(afters, result.log_states.unbind(), strict=True):
-                if not row.settled:
-                    row.position = Position(log_state, *row.position[1:])
-        rows.update(zip(keys, afters, strict=True))
-        if result is None:
-            return scores
         self._tokens, self._changed = self._tokens + constrained, self._changed + result.changed
-        return result.scores
+        return _Texts(ids, roots, nodes, result.log_states), result.scores
 
-    def _score(self, keys: Sequence[tuple[int, Text]], scores: Tensor) -> Tensor:
-        """Return steered scores [B, V] of texts whose positions are known."""
-        progress = self._progress
-        rows = [progress.rows[key] for key in keys]
-        open_rows = [number for number, row in enumerate(rows) if not row.settled]
+    def _advance(self, before: _Texts, numbers: Sequence[int], ids: np.ndarray) -> _Texts:
+        """Return texts of ids [B, T] from their beginnings; see `_replay`."""
+        begun = before.take(numbers)
+        if before.length == ids.shape[1]:
+            return begun
+        tokens: list[int] = ids[:, -1].tolist()
+        nodes = self._nodes_after(before, numbers, tokens)
+        going = [number for number, node in enumerate(begun.nodes) if not node.settled]
+        hmm, log_states = self.guides[0].hmm, begun.log_states
+        if len(going) == len(ids):
+            log_states = advance_states(hmm, log_states, tokens)
+        elif going:
+            log_states = log_states.clone()
+            log_states[going] = advance_states(hmm, log_states[going], [tokens[number] for number in going])
+        return _Texts(ids, begun.roots, nodes, log_states)
+
+    def _score(self, texts: _Texts, scores: Tensor) -> Tensor:
+        """Return steered scores [B, V] of texts."""
+        open_rows = [number for number, node in enumerate(texts.nodes) if not node.settled]
         if not open_rows:
             return scores
+        keys = _keys(texts.ids, texts.roots)
         distinct = {key: number for number, key in enumerate(dict.fromkeys(keys[number] for number in open_rows))}
-        of_key = [(self.guides[row.root], row.position) for row in (progress.rows[key] for key in distinct)]
-        chances = chances_of(of_key).to(scores)
+        chosen = [texts.number_of[key] for key in distinct]
+        positions = [Position(texts.log_states[n], texts.nodes[n].automaton, texts.nodes[n].remaining) for n in chosen]
+        guides = [self.guides[texts.roots[number]] for number in chosen]
+        chances = chances_of(list(zip(guides, positions, strict=True))).to(scores)
         if len(distinct) < len(open_rows):
             chances = chances[[distinct[keys[number]] for number in open_rows]]
         whole = len(open_rows) == len(scores)
@@ -220,95 +337,23 @@ class Steering:
         # Normalized, so that the scores of beams, which are sums over tokens, are log-probabilities.
         return steered.log_softmax(1)
 
-    def _row(self, root: int, position: Position) -> _Row:
-        guide = self.guides[root]
-        return _Row(root, position, bool(self._settled[id(guide)][position.automaton]))
 
-    def _keys(self, input_ids: Tensor) -> list[tuple[int, Text]]:
-        """Return the prompt's number and the tokens generated since for each row; start afresh at a new prompt."""
-        rows = [tuple(row) for row in input_ids.tolist()]
-        start, length = len(self._prompts[0]) if self._prompts else 0, len(rows[0])
-        numbers = self._numbers(self._prompts)
-        of_prompt = dict(zip(self._prompts, numbers, strict=True))
-        if all(of_prompt[prompt] == number for prompt, number in zip(self._prompts, numbers, strict=True)):
-            found = [of_prompt.get(row[:start]) for row in rows]
-        elif [row[:start] for row in rows] == self._prompts:  # prompts with several guides keep their order
-            found = [*numbers]
-        else:
-            found = [None]
-        # A call has at most one token more than the one before: also one that checks the tokens of a draft model.
-        if None in found or not start < length <= self._length + 1:
-            return self._begin(rows)
-        self._length = length
-        return [(number, row[start:]) for number, row in zip(found, rows, strict=True) if number is not None]
-
-    def _numbers(self, rows: Sequence[Text]) -> list[int]:
-        """Return the number of the guide of each row of the first call."""
-        return [number * len(self.guides) // len(rows) for number in range(len(rows))]
-
-    def _begin(self, rows: list[Text]) -> list[tuple[int, Text]]:
-        """Start from the prompts: the rows of a first call."""
-        if rows != self._prompts:  # otherwise these may be the first tokens that a draft model proposed
-            _warn_unmet(self._progress)
-        if len(rows) % len(self.guides):
-            raise InputError(
-                f"there are {len(rows)} rows for {len(self.guides)} guides: give Steering.batch one for each prompt"
-            )
-        numbers = self._numbers(rows)
-        for place, (row, number) in enumerate(zip(rows, numbers, strict=True)):
-            prompt = self._roots[number].position.prompt
-            if prompt and row[-len(prompt) :] != prompt:
-                raise InputError(
-                    f"row {place} does not end with the tokens of the prompt of its guide ({len(prompt)} tokens): "
-                    "encode prompts with lm.tokenizer, and give Steering.batch a guide for each, lm.guide(prompt=…)"
-                )
-        self._prompts, self._length = rows, len(rows[0])
-        self._progress.rows = {(number, ()): root for number, root in enumerate(self._roots)}
-        self._progress.last, self._progress.reordered = (), False
-        return [(number, ()) for number in numbers]
-
-    def _advance_to(self, keys: Sequence[tuple[int, Text]]) -> None:
-        """Compute the positions of texts from those of their beginnings, one token of all of them at a time."""
-        rows = self._progress.rows
-        missing: dict[tuple[int, Text], None] = {}
-        for root, text in keys:
-            while (root, text) not in rows and (root, text) not in missing:
-                missing[root, text] = None
-                text = text[:-1]
-        for length in sorted({len(text) for _, text in missing}):
-            level = [key for key in missing if len(key[1]) == length]
-            befores = [rows[root, text[:-1]] for root, text in level]
-            going = [number for number, before in enumerate(befores) if not before.settled]
-            advanced = self._advance([befores[n] for n in going], [level[n][1][-1] for n in going]) if going else []
-            for key, before in zip(level, befores, strict=True):
-                rows[key] = before  # once every continuation is accepted, further tokens are not read
-            for number, row in zip(going, advanced, strict=True):
-                rows[level[number]] = row
-
-    def _advance(self, befores: Sequence[_Row], tokens: Sequence[int]) -> list[_Row]:
-        """Return rows after one more token each."""
-        log_states = advance_states(self.guides[0].hmm, [before.position for before in befores], tokens)
-        return [self._after(*each) for each in zip(befores, tokens, log_states, strict=True)]
-
-    def _after(self, before: _Row, token: int, log_state: Tensor) -> _Row:
-        """Return a row after one more token, with the distribution of its state."""
-        automaton, position = self.guides[before.root].automaton, before.position
-        state = automaton.step(position.automaton, token)
-        # A text that is longer than its guide, and may be, stays accepted with every further token.
-        remaining = position.remaining - 1 or int(automaton.accepting[state])
-        return self._row(before.root, Position(log_state, state, remaining, position.prompt))
+def _keys(ids: np.ndarray, roots: Sequence[int]) -> list[tuple[int, bytes]]:
+    """Return the keys of texts: the guide's number and the tokens."""
+    return [(root, row.tobytes()) for root, row in zip(roots, ids, strict=True)]
 
 
 def _warn_unmet(progress: _Progress) -> None:
     """Warn of texts that stopped before they satisfied their constraint; their last token was not seen."""
-    unmet, lengths = 0, [0]
-    for key in progress.last if not progress.reordered else ():
-        row, automaton = progress.rows[key], progress.guides[key[0]].automaton
-        if key[1] and row.position.remaining > 1 and not row.settled:
-            unmet += not bool(automaton.accepting[automaton.by_class[row.position.automaton].long()].any())
-            lengths.append(progress.guides[key[0]].length)
-    longest = max((len(text) for _, text in progress.last), default=0)
-    progress.rows, progress.last, progress.reordered = {}, (), False
+    unmet, lengths, longest = 0, [0], 0
+    if progress.last is not None and not progress.reordered:
+        longest = progress.last.length - progress.start
+        for root, node in zip(progress.last.roots, progress.last.nodes, strict=True):
+            if longest and node.remaining > 1 and not node.settled:
+                automaton = progress.guides[root].automaton
+                unmet += not bool(automaton.accepting[automaton.by_class[node.automaton].long()].any())
+                lengths.append(progress.guides[root].length)
+    progress.known, progress.last, progress.reordered = {}, None, False
     if unmet:
         warnings.warn(
             f"{unmet} text{'s' if unmet > 1 else ''} stopped after {longest + 1} tokens, before the constraint was "
