@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from hmmlm.ops.common import FLOOR, NEG_INF, dot_precision, matmul
+from hmmlm.ops.graph import side_by_side
 from hmmlm.ops.scan import scaled
 from hmmlm.ops.scan.kernels import (
     divide_kernel,
@@ -260,37 +261,45 @@ def _with_kernel(chain: KernelChain, joint: Tensor, predicted: Tensor) -> Tensor
 
 
 def _with_library(chain: KernelChain, joint: Tensor, predicted: Tensor) -> Tensor:
-    """Fill joint and predicted; return the sums by which joint was divided [directions, T, B, 1]."""
-    steps, batch, states = chain.scores.shape
+    """Fill joint and predicted; return the sums by which joint was divided [directions, T, B, 1].
+
+    The recursions run side by side: one multiplies while the other divides.
+    """
+    steps, batch, _ = chain.scores.shape
     partial = chain.start.new_empty(len(joint), steps, batch, 1)
-    width = triton.next_power_of_2(states)
-    for back in range(len(joint)):
-        transition = chain.transition.t() if back else chain.transition
-        guess = torch.empty_like(predicted[:1]) if back else predicted
-        kept = len(guess) > 1
-        for t in reversed(range(steps)) if back else range(steps):
-            begins = t == steps - 1 if back else t == 0 and chain.initial is None
-            if not begins:
-                _product(joint[back, t + back], transition, guess[t if kept else 0])
-            divide_kernel[(batch,)](
-                guess,
-                chain.start,
-                chain.scores,
-                chain.log_peak,
-                chain.flags,
-                joint[back],
-                partial[back],
-                t,
-                batch if kept else 0,
-                batch,
-                BACK=back,
-                BEGINS=begins,
-                RESTARTS=chain.restart is not None,
-                STATES=states,
-                BLOCK_Z=width,
-                num_warps=min(16, max(4, width // 512)),
-            )
+    guesses = (predicted, torch.empty_like(predicted[:1]))[: len(joint)]
+    side_by_side(lambda back: _recursion(chain, joint, guesses[back], partial, back), len(joint), joint.device)
     return partial
+
+
+def _recursion(chain: KernelChain, joint: Tensor, guess: Tensor, partial: Tensor, back: int) -> None:
+    """Fill joint[back] and partial[back], and guess [T, B, Z] or [1, B, Z] with the products before emissions."""
+    steps, batch, states = chain.scores.shape
+    width = triton.next_power_of_2(states)
+    transition = chain.transition.t() if back else chain.transition
+    kept = len(guess) > 1
+    for t in reversed(range(steps)) if back else range(steps):
+        begins = t == steps - 1 if back else t == 0 and chain.initial is None
+        if not begins:
+            _product(joint[back, t + back], transition, guess[t if kept else 0])
+        divide_kernel[(batch,)](
+            guess,
+            chain.start,
+            chain.scores,
+            chain.log_peak,
+            chain.flags,
+            joint[back],
+            partial[back],
+            t,
+            batch if kept else 0,
+            batch,
+            BACK=back,
+            BEGINS=begins,
+            RESTARTS=chain.restart is not None,
+            STATES=states,
+            BLOCK_Z=width,
+            num_warps=min(16, max(4, width // 512)),
+        )
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
