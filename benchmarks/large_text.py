@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,13 +55,13 @@ def write_text(folder: Path, files: list[Path], size: int) -> None:
 
 
 def resident(session: int) -> int:
-    """Return the resident memory of the processes of a session, in bytes; pages they share count in each."""
+    """Return the resident memory of the processes of a session, in bytes; pages that they share count once."""
     total = 0
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            fields = (process / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session:
-                total += int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+            if int((process / "stat").read_text().rpartition(")")[2].split()[3]) == session:
+                shared = re.search(r"^Pss: +(\d+) kB", (process / "smaps_rollup").read_text(), re.MULTILINE)
+                total += 1024 * int(shared[1]) if shared else 0
         except OSError:  # it has ended
             continue
     return total

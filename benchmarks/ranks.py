@@ -21,7 +21,9 @@ from tempfile import TemporaryDirectory
 
 from hmmlm.runs.history import HISTORY, read_history
 
-BATCH, LENGTH, STEPS = 64, 32, 100
+BATCH, LENGTH = 64, 32
+STEPS = {"cpu": 100, "cuda": 10}
+"""Fewer on GPUs: processes that share one sum their gradients on the CPU."""
 SCALAR = ("--model.kind", "scalar", "--model.states", "512")
 BAUM_WELCH = ("--optimizer.kind", "baum-welch")
 SHARD = ("--model.shard",)
@@ -34,21 +36,21 @@ MODELS = {
 }
 
 
-GPU_SCALAR = ("--model.kind", "scalar", "--model.states", "16384")
+GPU_SCALAR = ("--model.kind", "scalar", "--model.states", "4096")
 GPU_MODELS = {
-    "scalar, 16,384 states, AdamW": GPU_SCALAR,
-    "scalar, 16,384 states, AdamW, `model.shard`": (*GPU_SCALAR, *SHARD),
+    "scalar, 4,096 states, AdamW": GPU_SCALAR,
+    "scalar, 4,096 states, AdamW, `model.shard`": (*GPU_SCALAR, *SHARD),
     "neural, 2^15 states in 128 blocks": ("--model.kind", "neural", "--model.states", "32768", "--model.blocks", "128"),
 }
 
 
 def measure(processes: int, settings: tuple[str, ...], device: str, out: Path) -> str:
-    """Train for STEPS steps; return the median speed of its records without the first, and the memory of rank 0."""
+    """Train for some steps; return the median speed of its records without the first, and the memory of rank 0."""
     sizes = {
         "--batches.batch-size": BATCH,
         "--batches.length": LENGTH,
-        "--train.max-tokens": STEPS * BATCH * LENGTH,
-        "--train.log-every": STEPS // 10,
+        "--train.max-tokens": STEPS[device] * BATCH * LENGTH,
+        "--train.log-every": STEPS[device] // 10,
         "--train.device": device,
     }
     options = [str(part) for item in sizes.items() for part in item]

@@ -214,3 +214,32 @@ def test_if_a_part_cannot_be_replaced_the_old_file_stays(tmp_path: Path) -> None
     assert (tmp_path / "train.bin").read_bytes() == saved["train.bin"]
     assert (tmp_path / "train.idx").read_bytes() == saved["train.idx"]
     assert sorted(os.listdir(tmp_path)) == ["train.bin", "train.idx", "train.json"]
+
+
+def test_read_follows_jumps_and_repetitions(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(0, 70_000, 1_000)
+    for vocab_size in (70_000, 50_000):  # of uint32 and of uint16
+        ids = tokens % vocab_size
+        file = write_tokens(tmp_path / str(vocab_size), [ids], vocab_size, "x")
+        places = np.array([[0, 1, 2, 3], [998, 999, 999, 999], [500, 501, 20, 21], [7, 6, 5, 4]])
+        assert np.array_equal(file.read(places), ids[places])
+        assert file.read(places[:0]).shape == (0, 4)
+
+
+def test_read_goes_on_after_the_file_was_replaced(tmp_path: Path) -> None:
+    file = write_tokens(tmp_path / "a", [np.arange(100)], 100, "x")
+    write_tokens(tmp_path / "a", [np.zeros(100, int)], 100, "x")
+    assert file.read(np.array([[10, 11]])).tolist() == [[10, 11]]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_read_maps_no_pages(tmp_path: Path) -> None:
+    file = write_tokens(tmp_path / "a", [np.zeros(2**25, np.uint16)], 10, "x")
+
+    def mapped() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("RssFile:")[2].split()[0])  # kB
+
+    begins, before = np.random.default_rng(0).integers(0, 2**25 - 32, 500), mapped()
+    file.read(begins[:, None] + np.arange(32))
+    assert mapped() - before < 4096

@@ -57,8 +57,7 @@ class NgramModel:
         count = np.bincount(text[1:], minlength=vocab_size)
         self.orders: list[Order] = []
         for k in range(2, order + 1):
-            code_at = self._codes(self._as_context(gram_at, text, k - 1), text)
-            seen, longer_at, longer_count = np.unique(code_at, return_inverse=True, return_counts=True)
+            seen, longer_at, longer_count = _rank(self._codes(self._as_context(gram_at, text, k - 1), text))
             # The first unique code is −1, for positions that end no k-gram, such as position 0.
             seen, longer_at = seen[1:], longer_at - 1
             count = _continuations(count, gram_at, longer_at, len(seen))
@@ -139,7 +138,9 @@ class NgramModel:
     def _codes(self, contexts: IntArray, text: IntArray) -> IntArray:
         """Return the code of (context that ends at the previous position, token) for each position [N+1]; −1: none."""
         codes = np.full_like(text, -1)
-        codes[1:] = np.where(contexts[:-1] >= 0, contexts[:-1] * self.vocab_size + text[1:], -1)
+        known = contexts[:-1] >= 0
+        np.multiply(contexts[:-1], self.vocab_size, out=codes[1:], where=known)
+        np.add(codes[1:], text[1:], out=codes[1:], where=known)
         return codes
 
     def _as_context(self, grams: IntArray, text: IntArray, k: int) -> IntArray:
@@ -159,6 +160,21 @@ class NgramModel:
             where = f"token {array[bad[0]]} at position {bad[0]}"
             raise InputError(f"{where} is outside the vocabulary of {self.vocab_size}")
         return np.concatenate([[self.eos or 0], array.astype(np.int64)])
+
+
+def _rank(codes: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Return the distinct codes, sorted, the index in them of each code, and their counts.
+
+    This is `np.unique`, in half of the memory: it is what the largest text for an n-gram depends on.
+    """
+    order = np.argsort(codes, kind="stable")
+    codes = codes[order]
+    first = np.flatnonzero(np.append(True, codes[1:] != codes[:-1]))
+    counts = np.diff(np.append(first, len(codes)))
+    seen, index = codes[first], np.empty_like(codes)
+    del codes
+    index[order] = np.repeat(np.arange(len(seen)), counts)
+    return seen, index, counts
 
 
 def _find(codes: IntArray, wanted: IntArray) -> IntArray:

@@ -45,9 +45,9 @@ def run(argv: list[str]) -> int:
 
 def _summary(folder: Path) -> dict[str, Any]:
     """Return what a run is and what it has reached, as JSON values; null where it is not known yet."""
-    from hmmlm.data.files import read_json, require_like
+    from hmmlm.data.files import RESULTS, read_json, require_like
     from hmmlm.errors import InputError
-    from hmmlm.runs.folders import CONFIG, RESULTS
+    from hmmlm.runs.folders import CONFIG
     from hmmlm.runs.history import read_history
 
     config = read_json(folder / CONFIG)

@@ -15,6 +15,8 @@ from typing import Any
 from hmmlm.errors import InputError
 
 POLL_SECONDS = 0.05
+RESULTS = "results.json"
+"""In the folder of a finished run: figures of its model and of baselines."""
 
 
 @contextmanager

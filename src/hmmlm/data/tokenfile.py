@@ -3,18 +3,22 @@
 `<name>.bin` holds the ids (uint16 up to a vocabulary of 65,535, else uint32), `<name>.idx` the document offsets
 (int64 [D+1]), `<name>.json` the header, which identifies the other two and the tokenizer.
 
-A file may be larger than memory. What reads all of it does so in pieces, and pages that were read are given back, so
-that a process holds a bounded part of it.
+A file may be larger than memory. What reads all of it does so in pieces, and pages that were read are given back;
+batches are read from the file and not from its mapping, of which the system may map megabytes around each token. So a
+process holds a bounded part of it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import os
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +36,7 @@ _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<
 _EDGE = 1 << 16  # bytes at each end of a file that the digest of earlier versions reads
 _PIECE = 1 << 20
 _GROUP = 1 << 14  # tokens of the documents that are written together
-_PAGES = 1 << 16  # bytes that a page fault maps: pages around the one that is read, if they are cached
-_MAPPED = 1 << 28  # bytes of a file that stay mapped after random reads
+_READS = 64  # batches after which pages of the offsets of documents are given back
 _WHOLE = "crc32:"  # how a digest of the whole file begins
 _HEADER: dict[str, Any] = {
     **dict.fromkeys(("dtype", "fingerprint", "digest", "index_digest", "source"), ""),
@@ -54,7 +57,12 @@ class TokenFile:
     path: Path | None = None
     text_bytes: int | None = None  # of the text in UTF-8, a line break per line included; None: not recorded
     unit: str = "line"  # what an example of the text is: line, paragraph or document
-    _mapped: list[int] = field(default_factory=lambda: [0], repr=False)  # bytes of pages read since the last release
+    _descriptor: int | None = field(default=None, repr=False)  # of the open file of tokens; None: in memory
+    _reads: Iterator[int] = field(default_factory=itertools.count, repr=False)  # of batches
+
+    def __post_init__(self) -> None:
+        if self._descriptor is not None:
+            weakref.finalize(self, os.close, self._descriptor)
 
     def __len__(self) -> int:
         return int(self.tokens.shape[0])
@@ -65,13 +73,16 @@ class TokenFile:
 
     def read(self, places: np.ndarray) -> np.ndarray:
         """Return the tokens [B, T] int64 at places [B, T], whose rows are mostly contiguous."""
-        found: np.ndarray = self.tokens[places].astype(np.int64)
-        self._mapped[0] += len(places) * (_PAGES + found.shape[1] * self.tokens.itemsize)
-        if self._mapped[0] > _MAPPED:
-            self._mapped[0] = 0
-            for array in (self.tokens, self.documents):
-                release_pages(array)
-        return found
+        if self._descriptor is None or not places.size or not hasattr(os, "pread"):  # Windows has none
+            return self.tokens[places].astype(np.int64)
+        if next(self._reads) % _READS == 0:
+            release_pages(self.documents)
+        flat, size = places.reshape(-1), self.tokens.itemsize
+        cuts = [0, *(np.flatnonzero(np.diff(flat) != 1) + 1).tolist(), flat.size]  # between runs of neighbors
+        runs = [
+            os.pread(self._descriptor, (end - first) * size, int(flat[first]) * size) for first, end in pairwise(cuts)
+        ]
+        return np.frombuffer(b"".join(runs), self.tokens.dtype).astype(np.int64).reshape(places.shape)
 
     def pieces(self) -> Iterator[np.ndarray]:
         """Yield the tokens in order, a few million at a time."""
@@ -130,7 +141,8 @@ class TokenFile:
         _check_offsets(documents, len(tokens), f"{index}: ")
         text_bytes = header.get("text_bytes")
         unit = header.get("unit", "line")
-        return cls(tokens, documents, size, header["fingerprint"], header["source"], data, text_bytes, unit)
+        opened = os.open(data, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        return cls(tokens, documents, size, header["fingerprint"], header["source"], data, text_bytes, unit, opened)
 
 
 def write_tokens(

@@ -9,13 +9,13 @@ from typing import Any
 
 from hmmlm import __version__
 from hmmlm.config.run import RunConfig
-from hmmlm.data.files import read_json
+from hmmlm.data.files import RESULTS, read_json
 from hmmlm.errors import InputError
 from hmmlm.explorer.explorer import Explorer
 from hmmlm.explorer.generation import constraint_kinds
 from hmmlm.explorer.query import MAX_CHARACTERS, Query
 from hmmlm.report.facts import split_settings, training_facts
-from hmmlm.runs.folders import RESULTS, flat_settings, saved_config
+from hmmlm.runs.folders import flat_settings, saved_config
 from hmmlm.runs.history import HISTORY, read_history
 
 POINTS = 600  # of a curve

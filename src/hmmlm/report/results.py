@@ -15,12 +15,12 @@ from hmmlm.baselines.mixture import fit_weights_by_class, mix
 from hmmlm.baselines.ngram import FloatArray, NgramModel
 from hmmlm.config.run import RunConfig
 from hmmlm.config.sections import StreamConfig
-from hmmlm.data.files import write_bytes
+from hmmlm.data.files import RESULTS, write_bytes
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.learning.evaluate import Evaluation, evaluate
 from hmmlm.learning.prepare import Prepared, evaluation_batches, reopen, trained_batches
 from hmmlm.ranks import world
-from hmmlm.runs.folders import RESULTS, saved_config
+from hmmlm.runs.folders import saved_config
 from hmmlm.runs.history import read_history
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.scoring import TextScore, score_of
@@ -30,7 +30,7 @@ BASELINES = {"unigram": 1, "bigram": 2, "5-gram": 5}
 MODEL = "model"
 MIXTURE = "HMM + 5-gram"
 """The linear interpolation of the model with the last baseline."""
-BASELINE_TOKENS = 10_000_000  # training tokens of the n-grams at most: their counts take a gigabyte
+BASELINE_TOKENS = 8_000_000  # training tokens of the n-grams at most: their counts take almost a gigabyte
 PART_TOKENS = 1 << 20
 STREAM_LENGTH = 4096  # tokens of a single stream that are read at once
 SENTENCE_TOKENS = range(9, 16)  # tokens of a sentence to explain, <eos> included

@@ -23,8 +23,6 @@ BLOCKS = "blocks.json"
 """File with the block of each word, of a model with blocks."""
 LOCK = ".lock"
 """File that is locked while a process works in the folder."""
-RESULTS = "results.json"
-"""Figures of a finished run and its baselines."""
 LATEST = "latest"
 """The name of the newest run, in every command that takes a run."""
 FOLDERS = {"train": "runs", "teacher": "teachers", "baseline": "baselines"}
