@@ -172,6 +172,10 @@ def test_an_arpa_file_of_another_program(tmp_path: Path) -> None:
         (text.replace("-0.6 b", "-0.6 c"), "the word 'c', which is not in the vocabulary"),
         (text.replace("-0.4 a -0.2", "-0.4 a b c"), "is not a 1-gram"),
         (text.replace("-0.6 b\n", "").replace("1=5", "1=4"), "no unigram 'b'"),
+        (text.replace("-0.6 b\n", "-0.6 b\n-0.6 b\n").replace("1=5", "1=6"), "a 1-gram twice"),
+        (text.replace("-0.3 a b\n", "-0.3 a b\n" * 2).replace("2=2", "2=3"), "a 2-gram twice"),
+        (text.replace("-0.4 a -0.2", "-0.4 a inf"), "is not a 1-gram"),
+        (text.replace("ngram 1=5\nngram 2=2\n", "ngram 2=2\nngram 1=5\n"), "'ngram 2=2' where the number of 1-grams"),
     ):
         path.write_text(wrong)
         with pytest.raises(InputError, match=message):

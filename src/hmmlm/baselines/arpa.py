@@ -86,11 +86,13 @@ def read_arpa(path: Path, words: Sequence[str]) -> NgramModel:
     sections = _read_sections(path, ids)
     grams, log_probs, backoffs = sections[0]
     begins = grams[:, 0] == len(words)  # <s> has an id of its own here: it is a context, and never predicted
+    if len(np.unique(grams)) < len(grams):
+        raise InputError(f"{path} has a 1-gram twice")
     unigrams, left = np.full(len(words), -np.inf), np.ones(len(words))
     unigrams[grams[~begins, 0]], left[grams[~begins, 0]] = log_probs[~begins], backoffs[~begins]
     if not np.isfinite(unigrams).all():
         missing = words[int(np.flatnonzero(~np.isfinite(unigrams))[0])]
-        raise InputError(f"{path} has no unigram {missing!r}: it belongs to another vocabulary")
+        raise InputError(f"{path} has no unigram {missing!r} of positive probability: it belongs to another vocabulary")
     eos = ids.get(END) if begins.any() else None
     if eos is not None:
         left[eos] = backoffs[begins][0]
@@ -124,9 +126,10 @@ def _read_sections(path: Path, ids: dict[str, int]) -> list[Section]:
     lines = read_lines(path)
     counts: list[int] = []
     for line in lines:
-        match = _COUNT.fullmatch(line)
-        if match and int(match[1]) == len(counts) + 1:
+        if match := _COUNT.fullmatch(line):
             counts.append(int(match[2]))
+            if int(match[1]) != len(counts):
+                raise InputError(f"{path} has {line!r} where the number of {len(counts)}-grams should be")
         elif line == "\\1-grams:" and counts:
             break
     else:
@@ -135,7 +138,7 @@ def _read_sections(path: Path, ids: dict[str, int]) -> list[Section]:
     for k, count in enumerate(counts, 1):
         rows = list(_rows(path, lines, ids, k))
         if len(rows) != count:
-            raise InputError(f"{path} has {len(rows):,} {k}-grams, not {count:,} as its head says: it is truncated")
+            raise InputError(f"{path} has {len(rows):,} {k}-grams, not {count:,} as its head says: it is damaged")
         tokens, log_probs, backoffs = zip(*rows, strict=True) if rows else ([], [], [])
         shaped = np.array(tokens, dtype=np.int64).reshape(-1, k)
         factor = math.log(10)
@@ -154,10 +157,13 @@ def _rows(path: Path, lines: Iterator[str], ids: dict[str, int], k: int) -> Iter
         try:
             backoff = float(rest[k]) if len(rest) > k else 0.0
             tokens = [ids[word] for word in rest[:k]]
-            if len(tokens) < k or len(rest) > k + 1 or not float(log_prob) <= 0 or math.isnan(backoff):
+            if len(tokens) < k or len(rest) > k + 1 or not float(log_prob) <= 0 or not backoff < math.inf:
                 raise ValueError
             yield tokens, float(log_prob), backoff
         except KeyError as error:
-            raise InputError(f"{path} has the word {error.args[0]!r}, which is not in the vocabulary") from None
+            raise InputError(
+                f"{path} has the word {error.args[0]!r}, which is not in the vocabulary: it belongs to another one, or "
+                "is truncated"
+            ) from None
         except ValueError:
             raise InputError(f"{path}: {line[:60]!r} is not a {k}-gram with its log-probability") from None
