@@ -13,13 +13,15 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+WIDE = "---\nhide: [toc]\n---\n\n"
+"""Front matter of the start page: its commands have comments beside them, and need the room of the contents."""
 IMAGES = ("results/cpu-benchmark.png",)
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages and images."""
     for source, page in PAGES.items():
-        text = relink((ROOT / source).read_text(encoding="utf-8"))
+        text = (WIDE if page == "index.md" else "") + relink((ROOT / source).read_text(encoding="utf-8"))
         files.append(File.generated(config, page, content=text))
     for image in IMAGES:
         files.append(File.generated(config, image, abs_src_path=str(ROOT / image)))

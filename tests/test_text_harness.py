@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from hmmlm.structure.blocks import Blocks
 from hmmlm.text.lm import LanguageModel
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install lm-eval")
-from hmmlm.text.harness import HarnessModel  # noqa: E402
+from hmmlm.text.harness import HarnessModel, main  # noqa: E402
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "dog", "sat", "ran", "."]
 LINES = ["the cat sat .", "the dog ran .", "a cat and a dog", "yes and no"] * 5
@@ -242,3 +243,15 @@ def test_the_default_device_of_the_harness_needs_no_gpu(tmp_path: Path, monkeypa
 def test_the_module_is_the_command_of_the_harness() -> None:
     command = [sys.executable, "-m", "hmmlm.text.harness", "--help"]
     assert "--model" in subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def test_a_folder_without_a_model_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "local.yaml").write_text(
+        "task: local\ndataset_path: json\noutput_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: x\n"
+    )
+    options = ["--model_args", f"pretrained={tmp_path / 'none'}", "--include_path", str(tmp_path), "--tasks", "local"]
+    monkeypatch.setattr(sys, "argv", ["lm_eval", "--model", "hmmlm", *options])
+    assert main() == 2
+    assert re.search(r"^hmmlm: error: no model .*none", capsys.readouterr().err, re.MULTILINE)

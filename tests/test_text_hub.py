@@ -16,7 +16,12 @@ from hmmlm.hmm import HMM
 from hmmlm.text.lm import LanguageModel
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "dog", "sat"]
-CONFIG = {"data": "/home/someone/my|text.txt", "train": {"epochs": 3, "seed": None}, "model": {"kind": "scalar"}}
+CONFIG = {
+    "data": "/home/someone/my|text.txt",
+    "train": {"epochs": 3, "seed": None},
+    "model": {"kind": "scalar"},
+    "next_words": {"teacher": None, "weight": 0.5},
+}
 
 
 @pytest.fixture
@@ -47,6 +52,7 @@ def test_a_model_is_saved_with_a_card_and_loaded_by_its_folder(
     card = (tmp_path / "out" / "README.md").read_text()
     front = yaml.safe_load(card.split("---\n")[1])
     assert front["library_name"] == "hmmlm" and front["pipeline_tag"] == "text-generation"
+    assert front["license"] == "unknown" and "Not chosen yet: set `license`" in card and "next_words" not in card
     for line in ("| states | 4 |", "| data | my\\|text.txt |", "| train.epochs | 3 |", "| 5-gram | 15.0 | 16.0 |"):
         assert line in card.splitlines()
     assert "12.5% of the test words" in card and "closed" in card and "someone" not in card and "seed |" not in card
@@ -58,6 +64,12 @@ def test_the_python_of_a_card_runs(lm: LanguageModel, tmp_path: Path) -> None:
     assert "## Results" not in card
     (code,) = re.findall(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)
     exec(code.replace("owner/name", str(tmp_path / "out")), {})
+
+
+def test_the_results_of_the_run_of_a_model_are_found(lm: LanguageModel, results: Path, tmp_path: Path) -> None:
+    lm.folder = results.parent
+    lm.save_pretrained(tmp_path / "out")
+    assert "| 5-gram | 15.0 | 16.0 |" in (tmp_path / "out" / "README.md").read_text().splitlines()
 
 
 def test_a_card_that_exists_is_kept(lm: LanguageModel, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Models for lm-evaluation-harness: `lm_eval --model hmmlm --model_args pretrained=runs/mine`.
+"""Models for lm-evaluation-harness: `python -m hmmlm.text.harness --model hmmlm --model_args pretrained=runs/mine`.
 
 Importing this module registers the model "hmmlm"; versions of the harness that read the entry points `lm_eval.models`
-need no import. `python -m hmmlm.text.harness` is the harness's own command with the model registered.
+need no import. The command is the harness's own, with the model registered.
 
 A line break of a request is `<eos>`, as in training, and blank lines are not counted. A text starts from the start
 distribution. There is no longest context, so nothing is truncated.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,12 +250,17 @@ def _parse_options(options: Mapping[str, Any]) -> tuple[list[str], SamplingOptio
     return [stop for stop in stops if stop], SamplingOptions(number, chosen, options.get("top_k") or None)
 
 
-def main() -> None:
-    """Run the harness's command with the model "hmmlm" registered."""
+def main() -> int:
+    """Run the harness's command with the model "hmmlm" registered, and return the exit code."""
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except InputError as error:
+        print(f"hmmlm: error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

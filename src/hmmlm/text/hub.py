@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hmmlm.data.files import read_json
+from hmmlm.data.files import RESULTS, read_json
 from hmmlm.data.modelfolder import CONFIG, MODEL, TOKENIZER_FILES
 from hmmlm.errors import InputError
 
@@ -53,9 +53,17 @@ def model_card(lm: LanguageModel, results: str | Path | None = None) -> str:
     """Return the model card of a model: what it is, how it was trained, how well it does, how to use it.
 
     Args:
-        results: the `results.json` of its training run.
+        results: the `results.json` of its training run; without it, the one in the folder that the model was loaded
+            from, if there is one.
     """
-    front = {"library_name": "hmmlm", "pipeline_tag": "text-generation", "tags": ["hmm", "hidden-markov-model"]}
+    front = {
+        "library_name": "hmmlm",
+        "pipeline_tag": "text-generation",
+        "license": "unknown",
+        "tags": ["hmm", "hidden-markov-model"],
+    }
+    if results is None and lm.folder is not None and (lm.folder / RESULTS).is_file():
+        results = lm.folder / RESULTS
     figures = None if results is None else _read_figures(Path(results))
     sections = [
         "---\n" + "".join(f"{name}: {json.dumps(value)}\n" for name, value in front.items()) + "---",
@@ -71,6 +79,8 @@ def model_card(lm: LanguageModel, results: str | Path | None = None) -> str:
         'lm.perplexity(["a line of text"])\nlm.generate("the", max_new_tokens=20, seed=1)\n```',
         "## Limits",
         *_limits(lm),
+        "## Licence",
+        "Not chosen yet: set `license` at the top of this file. That of the training text may restrict the choice.",
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -86,11 +96,15 @@ def _facts(lm: LanguageModel) -> list[tuple[str, object]]:
 
 
 def _settings(config: Mapping[str, Any]) -> list[tuple[str, object]]:
-    """Return the settings of a training configuration by name; of an absolute path, only its last part."""
+    """Return the settings of a training configuration by name; of an absolute path, only its last part.
+
+    The settings of a distillation without a teacher had no effect, and are left out.
+    """
     rows: list[tuple[str, object]] = []
     for name, value in config.items():
         if isinstance(value, Mapping):
-            rows += [(f"{name}.{inner}", each) for inner, each in _settings(value)]
+            if value.get("teacher", "given") is not None:
+                rows += [(f"{name}.{inner}", each) for inner, each in _settings(value)]
         elif value is not None:
             rows.append((name, Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value))
     return rows

@@ -429,7 +429,8 @@ class LanguageModel(TextModel):
         A README.md that exists there is kept.
 
         Args:
-            results: the `results.json` of the training run, for the figures of the card.
+            results: the `results.json` of the training run, for the figures of the card; that of the run that the
+                model was loaded from is found.
         """
         card = model_card(self, results)
         self.save(path)
