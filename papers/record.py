@@ -26,6 +26,13 @@ PTB_TEACHER = StudyRow(
     seeds=(0,),
 )
 
+WIKITEXT_TEACHER = StudyRow(
+    name="WikiText-2, AWD-LSTM, 25 epochs",
+    recipe="wikitext2-awd-lstm",
+    settings={"train.epochs": 25},
+    seeds=(0,),
+)
+
 
 def _named(settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return settings given as section__name by their dotted names, and their text in the name of a row."""
@@ -82,20 +89,35 @@ OTHERS = (
 """Models with other clusters, which a union gains most from."""
 LARGER: dict[str, Any] = {"batches__batch_size": 64, "optimizer__rate": 0.006}
 """Batches of four times the rows at twice the rate, which take half the time."""
-TAUGHT_16 = _pure(2**17, 0.75, 20, "Very large HMM, 2^17 states, PTB", PTB_TEACHER)
+TAUGHT_16 = _pure(2**17, 0.75, 20, teacher=PTB_TEACHER)
 TAUGHT = (
     _pure(2**17, 0.75, 24, teacher=PTB_TEACHER, **LARGER),
     _pure(2**17, 0.75, 24, teacher=PTB_TEACHER, model__blocks=256, **LARGER),
 )
 """Models that also learn an LSTM's next words."""
+TAUGHT_4 = (
+    *TAUGHT,
+    _pure(2**17, 0.75, 24, teacher=PTB_TEACHER, model__blocks=512, **LARGER),
+    _pure(2**17, 0.75, 24, teacher=PTB_TEACHER, model__blocks=256, model__exchange_passes=0, **LARGER),
+)
+"""The same with other blocks."""
 WIKITEXT = (
     _pure(2**17, 0.75, 12, text="WikiText-2", **LARGER),
     _pure(2**17, 0.75, 14, text="WikiText-2", batches__batch_size=32, optimizer__rate=0.004),
+)
+SMALLER: dict[str, Any] = {"model__blocks": 256, "batches__batch_size": 32, "optimizer__rate": 0.004}
+"""Blocks of half the states, and batches of twice the rows of the recipe."""
+WIKITEXT_256 = tuple(_pure(2**17, dropout, 18, text="WikiText-2", **SMALLER) for dropout in (0.75, 0.625))
+WIKITEXT_TAUGHT = tuple(
+    _pure(2**17, dropout, 26, headline, WIKITEXT_TEACHER, text="WikiText-2", **SMALLER)
+    for dropout, headline in ((0.75, "Very large HMM, 2^17 states, WikiText-2"), (0.625, ""))
 )
 WITH_RECENT: dict[str, Any] = {"mixed": "token", "ngram": NGRAM, "recent": RECENT}
 RECENT_COUNTS = f"Kneser-Ney {NGRAM}-gram and recent words, half-life {RECENT}"
 WITH_COUNTS: dict[str, Any] = {"mixed": "token", "ngram": NGRAM, "cache": CACHE}
 COUNTS = f"Kneser-Ney {NGRAM}-gram and cache of {CACHE} words"
+WIKITEXT_WITH_RECENT: dict[str, Any] = {"mixed": "token", "ngram": NGRAM, "recent": WIKITEXT_RECENT}
+WIKITEXT_RECENT_COUNTS = f"Kneser-Ney {NGRAM}-gram and recent words, half-life {WIKITEXT_RECENT}"
 RECORD = Study(
     name="record",
     title="The lowest perplexities: larger state spaces, refined clusters, unions and mixtures",
@@ -103,7 +125,7 @@ RECORD = Study(
         PTB,
         _pure(2**18, 0.875, 28),
         TAUGHT_16,
-        *TAUGHT,
+        *TAUGHT_4,
         PTB_TEACHER,
         *OTHERS,
         _combined("PTB, pure HMM, union of 2", (PTB, OTHERS[0]), mixed="sequence"),
@@ -113,6 +135,10 @@ RECORD = Study(
             TAUGHT,
             "Union of two HMMs, one HMM, PTB",
             mixed="sequence",
+        ),
+        *(
+            _combined(f"PTB, pure HMM, union of {n}, next words of an LSTM", TAUGHT_4[:n], mixed="sequence")
+            for n in (3, 4)
         ),
         _combined(f"PTB, mixture of one HMM, {COUNTS}", (PTB,), **WITH_COUNTS),
         _combined(f"PTB, mixture of one HMM, next words of an LSTM, {COUNTS}", (TAUGHT_16,), **WITH_COUNTS),
@@ -133,22 +159,37 @@ RECORD = Study(
             "Two HMMs that adapt to recent words, 5-gram, PTB",
             **WITH_RECENT,
         ),
+        *(
+            _combined(f"PTB, mixture of {n} HMMs, next words of an LSTM, {RECENT_COUNTS}", TAUGHT_4[:n], **WITH_RECENT)
+            for n in (3, 4)
+        ),
         _combined(f"PTB, mixture of 4 HMMs, {COUNTS}", (PTB, *OTHERS), **WITH_COUNTS),
         *WIKITEXT,
         _combined(
             f"WikiText-2, mixture of one HMM, Kneser-Ney {NGRAM}-gram and cache of {WIKITEXT_CACHE:,} words",
             WIKITEXT[:1],
-            "HMM, 5-gram and cache, WikiText-2",
             mixed="token",
             ngram=NGRAM,
             cache=WIKITEXT_CACHE,
         ),
-        _combined(
-            f"WikiText-2, mixture of one HMM, Kneser-Ney {NGRAM}-gram and recent words, half-life {WIKITEXT_RECENT}",
-            WIKITEXT[1:],
-            mixed="token",
-            ngram=NGRAM,
-            recent=WIKITEXT_RECENT,
+        _combined(f"WikiText-2, mixture of one HMM, {WIKITEXT_RECENT_COUNTS}", WIKITEXT[1:], **WIKITEXT_WITH_RECENT),
+        # A union would choose one model for the whole text, which is one sequence here: only mixtures gain from two.
+        WIKITEXT_TEACHER,
+        *WIKITEXT_256,
+        *WIKITEXT_TAUGHT,
+        *(
+            _combined(
+                f"WikiText-2, mixture of {count}{learned}, {WIKITEXT_RECENT_COUNTS}",
+                parts,
+                "HMM that adapts to recent words, 5-gram, WikiText-2" if parts == WIKITEXT_TAUGHT[:1] else "",
+                **WIKITEXT_WITH_RECENT,
+            )
+            for learned, models in (("", WIKITEXT_256), (", next words of an LSTM", WIKITEXT_TAUGHT))
+            for count, parts in (
+                ("one HMM, blocks 256, dropout 0.75", models[:1]),
+                ("one HMM, blocks 256, dropout 0.625", models[1:]),
+                ("2 HMMs, blocks 256", models),
+            )
         ),
         StudyRow(
             name="PTB, 2^20 states, one epoch",

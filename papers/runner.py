@@ -182,6 +182,8 @@ def train_teacher_of(run: StudyRun, work: Path) -> Path:
     teacher = _teacher_run(run)
     folder, config = work / _folder_name(f"teacher-{teacher.row.name}-{teacher.seed}"), configuration(teacher)
     assert isinstance(config, BaselineConfig)
+    if not folder.exists() and (trained := _find_finished(teacher, config, work)) is not None:
+        return trained  # as a row of its own
     if not (folder / PERPLEXITY).exists():
         result = train_baseline(config, folder, resume=folder.exists(), progress=LineProgress())
         _refuse_interrupted(result.finished)
@@ -214,6 +216,7 @@ def _combine(run: StudyRun, combination: Combination, work: Path, on_gpu: bool) 
     from hmmlm.cli.mix import build as mix
     from hmmlm.learning.prepare import reopen
     from hmmlm.report.results import score_tokens
+    from hmmlm.text.scoring import perplexity
 
     began, tokens, folders = time.perf_counter(), 0, list[Path]()
     for part in parts_of(run):
@@ -227,14 +230,16 @@ def _combine(run: StudyRun, combination: Combination, work: Path, on_gpu: bool) 
     common: dict[str, Any] = {"models": tuple(folders), "out": work / "combined", "device": device}
     model: TextModel
     if combination.mixed == "sequence":
-        model, weights, _ = join(CombineArguments(**common))
+        model, weights, perplexities = join(CombineArguments(**common))
+        assert perplexities is not None
+        valid = perplexities[-1]
     else:
-        model, _, _ = mix(MixArguments(**common, **_counts(combination)))
-        weights = model.weights.mean(0).tolist()
-    data = reopen(folders[0]).tokens
-    scores = {split: score_tokens(model, data[split]).perplexity for split in ("valid", "test")}
+        model, scored, valid_tokens = mix(MixArguments(**common, **_counts(combination)))
+        weights, valid = model.weights.mean(0).tolist(), perplexity(scored[-1], valid_tokens)
+    test = score_tokens(model, reopen(folders[0]).tokens["test"]).perplexity
     return {
-        **{f"{split}_perplexity": round(value, 3) for split, value in scores.items()},
+        "valid_perplexity": round(valid, 3),
+        "test_perplexity": round(test, 3),
         **{f"weight_{i}": round(weight, 4) for i, weight in enumerate(weights, 1)},
         "seconds": round(time.perf_counter() - began, 1),
         "tokens": tokens,

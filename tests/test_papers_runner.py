@@ -79,6 +79,8 @@ def test_the_teacher_of_a_row_is_trained_once(tmp_path: Path, monkeypatch: pytes
     assert json.loads((student / "config.json").read_text())["next_words"]["teacher"] == str(folder)
     monkeypatch.setattr("hmmlm.learning.train.train_baseline", None)  # it would fail
     assert runner.train_teacher_of(run, tmp_path) == folder
+    as_row = folder.rename(tmp_path / "a-teacher-3-1-1")  # the run of a row of its own
+    assert runner.train_teacher_of(run, tmp_path) == as_row
 
 
 def test_a_baseline_is_performed_like_any_run(tmp_path: Path) -> None:
