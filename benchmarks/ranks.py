@@ -16,14 +16,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 
 from hmmlm.runs.history import HISTORY, read_history
 
-BATCH, LENGTH = 64, 32
-STEPS = {"cpu": 100, "cuda": 10}
-"""Fewer on GPUs: processes that share one sum their gradients on the CPU."""
+LENGTH = 32
+BATCH = {"cpu": 256, "cuda": 64}
+STEPS = {"cpu": 30, "cuda": 10}
+"""Few on GPUs: processes that share one sum their gradients on the CPU."""
 SCALAR = ("--model.kind", "scalar", "--model.states", "512")
 BAUM_WELCH = ("--optimizer.kind", "baum-welch")
 SHARD = ("--model.shard",)
@@ -45,11 +45,11 @@ GPU_MODELS = {
 
 
 def measure(processes: int, settings: tuple[str, ...], device: str, out: Path) -> str:
-    """Train for some steps; return the median speed of its records without the first, and the memory of rank 0."""
+    """Train for some steps; return the speed of its fastest record, and the memory of rank 0."""
     sizes = {
-        "--batches.batch-size": BATCH,
+        "--batches.batch-size": BATCH[device],
         "--batches.length": LENGTH,
-        "--train.max-tokens": STEPS[device] * BATCH * LENGTH,
+        "--train.max-tokens": STEPS[device] * BATCH[device] * LENGTH,
         "--train.log-every": STEPS[device] // 10,
         "--train.device": device,
     }
@@ -62,7 +62,7 @@ def measure(processes: int, settings: tuple[str, ...], device: str, out: Path) -
     speeds = [record["tokens_per_second"] for record in read_history(out / HISTORY) if record["event"] == "train"]
     memory = re.search(r"([\d.]+) GB of memory", done.stdout.decode())
     assert memory is not None
-    return f"{median(speeds[1:]):,.0f}, {memory[1]} GB"
+    return f"{max(speeds):,.0f}, {memory[1]} GB"  # other programs only ever slow a record down
 
 
 def main() -> None:
