@@ -69,6 +69,7 @@ class Recorder:
 
     def add(self, row: str, metrics: dict[str, float], **settings: Any) -> None:
         metrics = {name: float(f"{value:.4g}") for name, value in metrics.items()}
+        row += ", CPU" if self._options.device == "cpu" else ""
         print(f"{row:40}", settings, metrics, flush=True)
         if self._options.out is None:
             return

@@ -320,9 +320,8 @@ class Steering:
         before = scores if whole else scores[open_rows]
         after = self._combine(before, chances)
         self._tokens += len(open_rows)
-        # Faster on a CPU than argmax.
-        both = (after == after.amax(1, keepdim=True)) & (before == before.amax(1, keepdim=True))
-        self._changed = self._changed + (len(both) - both.any(1).sum())
+        kept = after.gather(1, _choices(before)[:, None])[:, 0] == after.amax(1)
+        self._changed = self._changed + (len(kept) - kept.sum())
         return after if whole else scores.index_copy(0, torch.tensor(open_rows, device=scores.device), after)
 
     def _combine(self, scores: Tensor, chances: Tensor) -> Tensor:
@@ -336,6 +335,15 @@ class Steering:
             steered = torch.nn.functional.pad(steered, (0, scores.shape[1] - words), value=NEG_INF)
         # Normalized, so that the scores of beams, which are sums over tokens, are log-probabilities.
         return steered.log_softmax(1)
+
+
+def _choices(scores: Tensor) -> Tensor:
+    """Return the first of the likeliest tokens [n] of scores [n, V]."""
+    if scores.device.type != "cpu":
+        return scores.argmax(1)
+    # NumPy's argmax takes a fifteenth of the time of torch's, and does not know bfloat16.
+    known = torch.promote_types(scores.dtype, torch.float32)
+    return torch.from_numpy(scores.detach().to(known).numpy().argmax(1))
 
 
 def _keys(ids: np.ndarray, roots: Sequence[int]) -> list[tuple[int, bytes]]:
