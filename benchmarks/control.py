@@ -101,9 +101,9 @@ class CtrlG:
 
     def __init__(self, folder: Path, compiled: bool) -> None:
         if not compiled:
-            import torch._dynamo
+            from torch import _dynamo
 
-            torch._dynamo.config.disable = True
+            _dynamo.config.disable = True
         sys.path.insert(0, str(folder))
         precision = torch.get_float32_matmul_precision()
         import ctrlg  # type: ignore[import-not-found]
