@@ -136,6 +136,27 @@ def test_products_of_log_matrices_are_exact_at_any_scale(sharpness: float) -> No
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 20.0, 60.0])
+@pytest.mark.parametrize("states", [6, 130])  # few, and enough for the transposed product
+@pytest.mark.parametrize("rows", [[0, 1], [1, 0, 1, 1]])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_ratios_are_exact_at_any_scale(sharpness: float, states: int, rows: list[int], zeros: bool) -> None:
+    matrix = sharp(states, 5 * states, seed=0, sharpness=sharpness)
+    base, weights = (sharp(n, states, seed=n, sharpness=sharpness) for n in (2, len(rows)))
+    if zeros:
+        matrix[:, 3], weights[0, 1:] = -math.inf, -math.inf
+        matrix[0, 4] = -math.inf
+
+    def product(log_weights: Tensor) -> Tensor:
+        return torch.logsumexp(log_weights.double()[:, :, None] + matrix.double(), 1)
+
+    want = product(weights) - product(base)[rows]
+    want = torch.where(product(weights) == -math.inf, -math.inf, want)
+    assert not want.isnan().any() and (want == -math.inf).any() == zeros
+    got = LogMatrix(matrix).ratio(weights, base, rows).double()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 20.0, 60.0])
 def test_products_with_tiles_are_exact_at_any_scale(sharpness: float) -> None:
     tiles, weights = sharp(3, 4, 5, 6, seed=0, sharpness=sharpness), sharp(30, 5, seed=1, sharpness=sharpness)
     weights[2] = -math.inf

@@ -26,6 +26,7 @@ from hmmlm.hmm.ahead import CELLS, Ahead, Edges, live_states, tables_ahead
 from hmmlm.hmm.automaton import Automaton, check_words
 from hmmlm.hmm.checks import check_count
 from hmmlm.hmm.guided_step import Plan, make_plan
+from hmmlm.hmm.logmatrix import log_ratio
 from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.ops.common import NEG_INF, logsumexp
 
@@ -361,12 +362,10 @@ def score_positions(guided: Sequence[tuple[Guide, Position]], relative: bool = F
     kept = [(row, place) for row, each in enumerate(reached) for place in each.places if place >= 0]
     rows = [row for row, _ in kept]
     weights = _weigh(log_states, tables, rows, [place for _, place in kept])
-    emitted = (
-        hmm.emit_columns(torch.cat([log_states, weights]) if relative else weights) if relative or kept else weights
-    )
-    plain, joint = emitted[: len(guided)], emitted[len(guided) if relative else 0 :]
-    joint = _divide(joint, plain[rows]) if relative else joint
-    first = 0
+    joint, first = weights, 0
+    if kept:
+        # At most 0: the terms of a ratio are rounded differently.
+        joint = hmm.emit_ratio(weights, log_states, rows).clamp_(max=0) if relative else hmm.emit_columns(weights)
     for row, (each, (places, _, _)) in enumerate(zip(moves, reached, strict=True)):
         count = len(places) - places.count(-1)
         own, first = joint[first : first + count], first + count
@@ -388,16 +387,10 @@ def score_positions(guided: Sequence[tuple[Guide, Position]], relative: bool = F
         support, scores = hmm.observe(here, missing=False)
         alone = logsumexp(hmm.restrict(_weigh(log_states, tables, rows, at[piece]), support) + scores, 1)
         if relative:
-            columns = here if hmm.column_of_word is None else hmm.column_of_word[here]
-            alone = _divide(alone, plain[rows, columns])
+            plain = logsumexp(hmm.restrict(log_states[rows], support) + scores, 1)
+            alone = log_ratio(alone, plain).clamp_(max=0)
         result[rows, here] = alone
     return result
-
-
-def _divide(joint: Tensor, plain: Tensor) -> Tensor:
-    """Return log-probabilities less others of the same shape."""
-    # −inf minus −inf is NaN. Clamped to probability one: the two terms are rounded differently.
-    return (joint - plain).nan_to_num_(nan=NEG_INF, neginf=NEG_INF).clamp_(max=0)
 
 
 def _weigh(log_states: Tensor, tables: Sequence[Ahead], rows: list[int], places: list[int]) -> Tensor:

@@ -427,6 +427,10 @@ class HMM(HiddenMarkovModel):
         return self.detach().emissions.column_product(log_states)
 
     @torch.no_grad()
+    def emit_ratio(self, log_states: Tensor, log_base: Tensor, rows: list[int]) -> Tensor:
+        return self.detach().emissions.column_ratio(log_states, log_base, rows)
+
+    @torch.no_grad()
     def group_emission(self, group_of_word: Tensor, groups: int) -> Tensor:
         """Compute log p(a word of the group | z) [groups, Z] for a partition of the vocabulary, group_of_word [V]."""
         return self.detach().emissions.group_sums(group_of_word, groups)

@@ -42,6 +42,10 @@ class EmissionMatrix:
         """Compute `product` for each distinct column [..., U]."""
         return self._matrix.product(log_states)
 
+    def column_ratio(self, log_states: Tensor, log_base: Tensor, rows: list[int]) -> Tensor:
+        """Compute column_product(log_states) [n, U] less column_product(log_base)[rows], for log_base [b, Z]."""
+        return self._matrix.ratio(log_states, log_base, rows)
+
     def group_sums(self, group_of_word: Tensor, groups: int) -> Tensor:
         """Compute log p(a word of the group | z) [groups, Z] for a partition of the vocabulary, group_of_word [V]."""
         matrix, columns = self._matrix, len(self._matrix.peak)

@@ -8,7 +8,8 @@ from torch import Tensor
 from hmmlm.ops.common import FLOOR, NEG_INF, exp
 
 _TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}  # relative mass that a sum may lose to underflow
-_WIDE, _FEW_ROWS = 4, 3  # columns per row of a wide matrix; rows for which a product with its columns is slower
+_WIDE = 4  # columns per row of a wide matrix
+_FEW_ROWS, _FEW_STATES = 3, 100  # sizes up to which a transposed product with a wide matrix is slower
 _CELLS = 2**22  # largest intermediate when sums are recomputed in log space
 _DOUBLE_CELLS = 2**26  # largest matrix of which a float64 copy is kept
 
@@ -16,6 +17,16 @@ _DOUBLE_CELLS = 2**26  # largest matrix of which a float64 copy is kept
 def least_sum(n: int, dtype: torch.dtype) -> float:
     """Return the least sum of n products of scaled values that underflow cannot have changed beyond the tolerance."""
     return FLOOR[dtype] * n / _TOLERANCE[dtype]
+
+
+def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Return the difference of logarithms, −inf where both are −inf."""
+    return (numerator - denominator).nan_to_num_(nan=NEG_INF, neginf=NEG_INF)
+
+
+def _top(log_weights: Tensor) -> Tensor:
+    """Return the largest entry of each row [..., 1], finite."""
+    return log_weights.amax(-1, keepdim=True).clamp_min(torch.finfo(log_weights.dtype).min)
 
 
 class LogMatrix:
@@ -48,23 +59,44 @@ class LogMatrix:
         Sums so small that underflow may have changed them are recomputed in log space. `normalized`: every row of
         weights is a distribution (or impossible), so that its largest entry is not small.
         """
-        n, dtype = len(self.log_values), self.log_values.dtype
-        offset = self.peak
-        shifted = log_weights
-        if not normalized:
-            top = log_weights.amax(-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
-            shifted, offset = log_weights - top, self.peak + top
+        top = None if normalized else _top(log_weights)
+        sums = self._sums(log_weights, top)
+        return self._logs(sums, log_weights, top)
+
+    def ratio(self, log_weights: Tensor, log_base: Tensor, rows: list[int]) -> Tensor:
+        """Compute product(log_weights) − product(log_base)[rows] [n, m] for log_weights [n, ·] and log_base [b, ·].
+
+        It is −inf where the first is, also where both are.
+        """
+        both = torch.cat([log_base, log_weights])
+        top, b = _top(both), len(log_base)
+        sums, whole = self._sums(both, top), rows == list(range(b))
+        if not bool(sums.amin() >= self._least):
+            logs = self._logs(sums, both, top)
+            return log_ratio(logs[b:], logs[:b] if whole else logs[:b][rows])
+        # The largest entries of the columns cancel, and one logarithm is enough.
+        return sums[b:].div_(sums[:b] if whole else sums[:b][rows]).log_().add_(top[b:] - top[:b][rows])
+
+    @property
+    def _least(self) -> float:
+        return least_sum(len(self.log_values), self.log_values.dtype)
+
+    def _sums(self, log_weights: Tensor, top: Tensor | None) -> Tensor:
+        """Compute Σ_i exp(log_weights[..., i] − top) · scaled[i, j] [..., m]."""
+        shifted = log_weights if top is None else log_weights - top
         # Denormal numbers would slow the product down.
-        weights = torch.nn.functional.threshold(shifted.exp(), FLOOR[dtype], 0.0)
-        if self._wide and weights.dim() == 2 and len(weights) > _FEW_ROWS:
-            relative = (self.scaled.t() @ weights.t()).t().contiguous()
-        else:
-            relative = weights @ self.scaled
-        result = relative.log().add_(offset)
-        least = least_sum(n, dtype)
-        if not bool(relative.amin() >= least):
-            rows = (result.view(-1, result.shape[-1]), log_weights.reshape(-1, n), relative.view(-1, result.shape[-1]))
-            self._recompute(*rows, least)
+        weights = torch.nn.functional.threshold(shifted.exp(), FLOOR[self.log_values.dtype], 0.0)
+        if self._wide and weights.dim() == 2 and len(weights) > _FEW_ROWS and len(self.log_values) > _FEW_STATES:
+            return (self.scaled.t() @ weights.t()).t().contiguous()
+        return weights @ self.scaled
+
+    def _logs(self, sums: Tensor, log_weights: Tensor, top: Tensor | None) -> Tensor:
+        """Return the logarithms [..., m] that belong to `_sums`, recomputed where underflow may have changed a sum."""
+        result = sums.log().add_(self.peak if top is None else self.peak + top)
+        if not bool(sums.amin() >= self._least):
+            m = result.shape[-1]
+            rows = (result.view(-1, m), log_weights.reshape(-1, len(self.log_values)), sums.view(-1, m))
+            self._recompute(*rows, self._least)
         return result
 
     def _recompute(self, result: Tensor, log_weights: Tensor, relative: Tensor, least: float) -> None:

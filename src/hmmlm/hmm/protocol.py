@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from hmmlm.hmm.logmatrix import log_ratio
 from hmmlm.ops.common import Carry, Scan
 
 __all__ = ["Carry", "Counts", "Filtered", "Primitives", "Scan", "Support"]
@@ -193,6 +194,17 @@ class Primitives(ABC):
     def emit_columns(self, log_states: Tensor) -> Tensor:
         """Compute `emit` for each column [..., U] that `column_of_word` numbers."""
         return self.emit(log_states)
+
+    def emit_ratio(self, log_states: Tensor, log_base: Tensor, rows: list[int]) -> Tensor:
+        """Compute emit_columns(log_states) − emit_columns(log_base)[rows] [n, U]; −inf where the first is.
+
+        Args:
+            log_states: [n, Z]
+            log_base: [b, Z]
+            rows: [n]
+        """
+        emitted = self.emit_columns(torch.cat([log_base, log_states]))
+        return log_ratio(emitted[len(log_base) :], emitted[: len(log_base)][rows])
 
     @abstractmethod
     def group_emission(self, group_of_word: Tensor, groups: int) -> Tensor:
