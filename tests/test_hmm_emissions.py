@@ -22,7 +22,7 @@ def test_equal_columns_are_stored_once() -> None:
     first, number = equal_columns(log_emission)  # type: ignore[misc]
     assert len(first) == 201
     assert torch.equal(log_emission[:, first][:, number], log_emission)
-    assert EmissionMatrix(log_emission)._matrix.scaled.shape == (24, 201)
+    assert EmissionMatrix(log_emission).matrix.scaled.shape == (24, 201)
 
 
 def test_columns_that_differ_beyond_the_probed_rows_are_kept_apart() -> None:

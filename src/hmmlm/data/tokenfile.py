@@ -18,7 +18,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,8 @@ class TokenFile:
         flat, size = places.reshape(-1), self.tokens.itemsize
         cuts = [0, *(np.flatnonzero(np.diff(flat) != 1) + 1).tolist(), flat.size]  # between runs of neighbors
         runs = [
-            os.pread(self._descriptor, (end - first) * size, int(flat[first]) * size) for first, end in pairwise(cuts)
+            os.pread(self._descriptor, (end - first) * size, int(flat[first]) * size)
+            for first, end in itertools.pairwise(cuts)
         ]
         return np.frombuffer(b"".join(runs), self.tokens.dtype).astype(np.int64).reshape(places.shape)
 
@@ -245,7 +245,7 @@ def _groups(documents: Iterable[Sequence[int] | np.ndarray], vocab_size: int) ->
     """
     group: list[np.ndarray] = []
     size = before = first = 0  # ids of the group; ids and documents before it
-    for document in chain(documents, [None]):
+    for document in itertools.chain(documents, [None]):
         if document is not None:
             group.append(_as_ids(document, first + len(group)))
             size += group[-1].size

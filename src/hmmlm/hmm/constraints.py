@@ -252,11 +252,8 @@ class Guide:
                 if len(self._plans) == KNOWN_MOVES:
                     self._plans.clear()
                     self._nodes.clear()  # which hold the tokens of plans
-                group_of, (places, tokens, rows) = (
-                    self.moves(node.automaton).group_of,
-                    self.reached(node.automaton, node.remaining),
-                )
-                alone = list(zip(tokens.tolist(), rows, strict=True))
+                places, tokens, rows = self.reached(node.automaton, node.remaining)
+                alone, group_of = list(zip(tokens.tolist(), rows, strict=True)), self.moves(node.automaton).group_of
                 plan = self._plans[key] = make_plan(ahead.log_probs, group_of, places, alone)
             node.plan = plan._replace(table=ahead.log_probs)
         return node.plan

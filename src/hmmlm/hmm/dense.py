@@ -420,15 +420,15 @@ class HMM(HiddenMarkovModel):
 
     @property
     def column_of_word(self) -> Tensor | None:
-        return self.detach().emissions.columns[1]
+        return self.detach().emissions.column_of
 
     @torch.no_grad()
     def emit_columns(self, log_states: Tensor) -> Tensor:
-        return self.detach().emissions.column_product(log_states)
+        return self.detach().emissions.matrix.product(log_states)
 
     @torch.no_grad()
     def emit_ratio(self, log_states: Tensor, log_base: Tensor, rows: list[int]) -> Tensor:
-        return self.detach().emissions.column_ratio(log_states, log_base, rows)
+        return self.detach().emissions.matrix.ratio(log_states, log_base, rows)
 
     @torch.no_grad()
     def group_emission(self, group_of_word: Tensor, groups: int) -> Tensor:

@@ -25,31 +25,18 @@ class EmissionMatrix:
     def __init__(self, log_emission: Tensor) -> None:
         self._log_emission = log_emission
         found = equal_columns(log_emission)
-        self._column_of = None if found is None else found[1]  # [V]
-        self._matrix = LogMatrix(log_emission if found is None else log_emission.index_select(1, found[0]))
-
-    @property
-    def columns(self) -> tuple[Tensor, Tensor | None]:
-        """The distinct columns [Z, U], each relative to its largest entry, and that of each word [V] if not its own."""
-        return self._matrix.scaled, self._column_of
+        self.column_of = None if found is None else found[1]  # [V] of each word, if not its own
+        self.matrix = LogMatrix(log_emission if found is None else log_emission.index_select(1, found[0]))  # [Z, U]
 
     def product(self, log_states: Tensor) -> Tensor:
         """Compute log Σ_z p(z) p(word | z) [..., V] for log_states [..., Z]."""
-        product = self.column_product(log_states)
-        return product if self._column_of is None else product.index_select(-1, self._column_of)
-
-    def column_product(self, log_states: Tensor) -> Tensor:
-        """Compute `product` for each distinct column [..., U]."""
-        return self._matrix.product(log_states)
-
-    def column_ratio(self, log_states: Tensor, log_base: Tensor, rows: list[int]) -> Tensor:
-        """Compute column_product(log_states) [n, U] less column_product(log_base)[rows], for log_base [b, Z]."""
-        return self._matrix.ratio(log_states, log_base, rows)
+        product = self.matrix.product(log_states)
+        return product if self.column_of is None else product.index_select(-1, self.column_of)
 
     def group_sums(self, group_of_word: Tensor, groups: int) -> Tensor:
         """Compute log p(a word of the group | z) [groups, Z] for a partition of the vocabulary, group_of_word [V]."""
-        matrix, columns = self._matrix, len(self._matrix.peak)
-        column_of = torch.arange(columns, device=group_of_word.device) if self._column_of is None else self._column_of
+        matrix, columns = self.matrix, len(self.matrix.peak)
+        column_of = torch.arange(columns, device=group_of_word.device) if self.column_of is None else self.column_of
         pairs, counts = (group_of_word * columns + column_of).unique(return_counts=True)  # sorted by group
         group, column = pairs // columns, pairs % columns
         sizes = group.bincount(minlength=groups)

@@ -142,7 +142,7 @@ class _Step:
         self.packet = torch.empty_like(self.host, device=device)
         self.probs, self.moved = torch.empty(2, rows, states, device=device)
         self.weights = torch.empty(rows * (1 + shape.places), states, device=device)
-        self.matrix, self.column_of = hmm.emissions.columns
+        self.matrix, self.column_of = hmm.emissions.matrix.scaled, hmm.emissions.column_of
         self.sums = torch.empty(len(self.weights), self.matrix.shape[1], device=device)
         self.tops = torch.empty(len(self.weights), device=device)
         self.steered = torch.empty(rows, width, device=device)

@@ -70,12 +70,15 @@ class LogMatrix:
         """
         both = torch.cat([log_base, log_weights])
         top, b = _top(both), len(log_base)
-        sums, whole = self._sums(both, top), rows == list(range(b))
-        if not bool(sums.amin() >= self._least):
-            logs = self._logs(sums, both, top)
-            return log_ratio(logs[b:], logs[:b] if whole else logs[:b][rows])
+        values = self._sums(both, top)
+        sure = bool(values.amin() >= self._least)
+        if not sure:
+            values = self._logs(values, both, top)
+        base = values[:b] if rows == list(range(b)) else values[:b][rows]
+        if not sure:
+            return log_ratio(values[b:], base)
         # The largest entries of the columns cancel, and one logarithm is enough.
-        return sums[b:].div_(sums[:b] if whole else sums[:b][rows]).log_().add_(top[b:] - top[:b][rows])
+        return values[b:].div_(base).log_().add_(top[b:] - top[:b][rows])
 
     @property
     def _least(self) -> float:
