@@ -172,38 +172,22 @@ BROWN = Study(
 )
 
 
-def _awd(
-    recipe: str, decay: float, dropout: tuple[float, float, float], epochs: int, what: str = "", **settings: Any
-) -> StudyRow:
-    """Return the LSTM with weight dropout, in batches of 40 rows; settings are given as section__name.
-
-    `dropout` is that of the words, between the layers and of the last layer.
-    """
-    common: dict[str, Any] = dict(
-        zip(("model__input_dropout", "model__layer_dropout", "model__dropout"), dropout, strict=True),
-        batches__batch_size=40,
-        optimizer__rate=0.002,
-        optimizer__weight_decay=decay,
-        train__epochs=epochs,
-        **settings,
-    )
+def _awd(recipe: str, what: str, **settings: Any) -> StudyRow:
+    """Return the LSTM with weight dropout and further settings, given as section__name."""
     text = {"ptb-awd-lstm": "PTB", "wikitext2-awd-lstm": "WikiText-2"}[recipe]
-    name = f"{text}, AWD-LSTM, decay {decay}, dropout {' '.join(map(str, dropout))}, {epochs} epochs{what}"
-    named = {key.replace("__", "."): value for key, value in common.items()}
-    return StudyRow(name=name, recipe=recipe, settings=named, seeds=(0,))
+    named = {key.replace("__", "."): value for key, value in settings.items()}
+    return StudyRow(name=f"{text}, AWD-LSTM, {what}", recipe=recipe, settings=named, seeds=(0,))
 
 
+PENALTIES: dict[str, Any] = {"model__size_penalty": 2.0, "model__change_penalty": 1.0}
 AWD_TRIALS = Study(
     name="chiu2020-awd",
-    title="Decay, dropout and size of the LSTM with weight dropout",
+    title="Penalties, dropout and size of the LSTM with weight dropout",
     paper=CHIU,
     trials=True,
     rows=(
-        _awd("ptb-awd-lstm", 0.15, (0.5, 0.3, 0.5), 100),
-        _awd("ptb-awd-lstm", 0.3, (0.4, 0.25, 0.4), 100),
-        _awd("ptb-awd-lstm", 0.05, (0.6, 0.4, 0.6), 100),
-        _awd("ptb-awd-lstm", 0.15, (0.5, 0.3, 0.5), 100, ", 3 layers of 1150", model__hidden=1150, model__layers=3),
-        _awd("wikitext2-awd-lstm", 0.15, (0.5, 0.3, 0.5), 50),
-        _awd("wikitext2-awd-lstm", 0.3, (0.5, 0.2, 0.4), 50),
+        _awd("ptb-awd-lstm", "penalties 2 and 1", **PENALTIES),
+        _awd("ptb-awd-lstm", "penalties 2 and 1, 3 layers", model__layers=3, **PENALTIES),
+        _awd("wikitext2-awd-lstm", "penalties 2 and 1", **PENALTIES),
     ),
 )

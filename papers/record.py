@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from papers.chiu2020 import AWD_PTB
 from papers.study import Combination, Study, StudyRow
 
 NGRAM, CACHE = 5, 500
@@ -95,18 +96,18 @@ TAUGHT = (
     _pure(2**17, 0.75, 24, teacher=PTB_TEACHER, model__blocks=256, **LARGER),
 )
 """Models that also learn an LSTM's next words."""
-TAUGHT_4 = (
-    *TAUGHT,
-    _pure(2**17, 0.75, 24, teacher=PTB_TEACHER, model__blocks=512, **LARGER),
-    _pure(2**17, 0.75, 24, teacher=PTB_TEACHER, model__blocks=256, model__exchange_passes=0, **LARGER),
-)
-"""The same with other blocks."""
 WIKITEXT = (
     _pure(2**17, 0.75, 12, text="WikiText-2", **LARGER),
     _pure(2**17, 0.75, 14, text="WikiText-2", batches__batch_size=32, optimizer__rate=0.004),
 )
 SMALLER: dict[str, Any] = {"model__blocks": 256, "batches__batch_size": 32, "optimizer__rate": 0.004}
 """Blocks of half the states, and batches of twice the rows of the recipe."""
+TAUGHT_SMALLER = (
+    _pure(2**17, 0.75, 24, teacher=AWD_PTB, **SMALLER),
+    _pure(2**17, 0.75, 24, teacher=AWD_PTB, **{**SMALLER, "model__blocks": 512}),
+    _pure(2**17, 0.75, 24, teacher=AWD_PTB, model__exchange_passes=0, **SMALLER),
+)
+"""Models of different clusters that learn the next words of a better LSTM."""
 WIKITEXT_256 = tuple(_pure(2**17, dropout, 18, text="WikiText-2", **SMALLER) for dropout in (0.75, 0.625))
 WIKITEXT_TAUGHT = tuple(
     _pure(2**17, dropout, 26, headline, WIKITEXT_TEACHER, text="WikiText-2", **SMALLER)
@@ -125,8 +126,9 @@ RECORD = Study(
         PTB,
         _pure(2**18, 0.875, 28),
         TAUGHT_16,
-        *TAUGHT_4,
+        *TAUGHT,
         PTB_TEACHER,
+        *TAUGHT_SMALLER,
         *OTHERS,
         _combined("PTB, pure HMM, union of 2", (PTB, OTHERS[0]), mixed="sequence"),
         _combined("PTB, pure HMM, union of 4", (PTB, *OTHERS), mixed="sequence"),
@@ -137,8 +139,12 @@ RECORD = Study(
             mixed="sequence",
         ),
         *(
-            _combined(f"PTB, pure HMM, union of {n}, next words of an LSTM", TAUGHT_4[:n], mixed="sequence")
-            for n in (3, 4)
+            _combined(
+                f"PTB, pure HMM, union of {n}, next words of an LSTM, batch size 32",
+                TAUGHT_SMALLER[:n],
+                mixed="sequence",
+            )
+            for n in (2, 3)
         ),
         _combined(f"PTB, mixture of one HMM, {COUNTS}", (PTB,), **WITH_COUNTS),
         _combined(f"PTB, mixture of one HMM, next words of an LSTM, {COUNTS}", (TAUGHT_16,), **WITH_COUNTS),
@@ -160,8 +166,12 @@ RECORD = Study(
             **WITH_RECENT,
         ),
         *(
-            _combined(f"PTB, mixture of {n} HMMs, next words of an LSTM, {RECENT_COUNTS}", TAUGHT_4[:n], **WITH_RECENT)
-            for n in (3, 4)
+            _combined(
+                f"PTB, mixture of {n} HMMs, next words of an LSTM, batch size 32, {RECENT_COUNTS}",
+                TAUGHT_SMALLER[:n],
+                **WITH_RECENT,
+            )
+            for n in (2, 3)
         ),
         _combined(f"PTB, mixture of 4 HMMs, {COUNTS}", (PTB, *OTHERS), **WITH_COUNTS),
         *WIKITEXT,

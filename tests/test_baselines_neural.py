@@ -1,4 +1,4 @@
-"""The feed-forward model and the LSTM: their contexts, that they are distributions, and that they learn."""
+"""Neural baselines: their contexts, that they are distributions, and that they learn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ from helpers import commands
 from helpers.network_runs import interrupt_after, write_pairs
 from helpers.runs import assert_same_run
 
-from hmmlm.baselines.neural import AwdLstm, AwdLstmConfig, FeedForwardConfig, LstmConfig, NeuralBaseline, load_baseline
+from hmmlm.baselines.neural import (
+    AwdLstm,
+    AwdLstmConfig,
+    FeedForwardConfig,
+    LstmConfig,
+    NeuralBaseline,
+    RelaxedHmm,
+    RelaxedHmmConfig,
+    load_baseline,
+)
 from hmmlm.cli.main import main
 from hmmlm.config.networks import BaselineConfig, TeacherConfig
 from hmmlm.config.training import read_config
@@ -26,11 +35,12 @@ from hmmlm.learning.train import score_baseline, train_baseline
 from hmmlm.runs.folders import saved_config
 from hmmlm.teachers.teacher import open_teacher
 
-KINDS = ("feedforward", "lstm", "awd-lstm")
+KINDS = ("feedforward", "lstm", "awd-lstm", "relaxed-hmm")
 CONFIGS = {
     "feedforward": FeedForwardConfig(hidden=8, order=4, dropout=0),
     "lstm": LstmConfig(hidden=8, dropout=0),
     "awd-lstm": AwdLstmConfig(hidden=8, embedding=6),
+    "relaxed-hmm": RelaxedHmmConfig(hidden=8),
 }
 
 
@@ -71,12 +81,12 @@ def test_a_window_continues_the_previous_one(kind: str, cuts: tuple[int, ...]) -
     torch.testing.assert_close(fewer, whole[:2, -1:])
 
 
-@pytest.mark.parametrize(("kind", "words"), [("feedforward", 3), ("lstm", 1), ("awd-lstm", 1)])
+@pytest.mark.parametrize(("kind", "words"), [("feedforward", 3), ("lstm", 1), ("awd-lstm", 1), ("relaxed-hmm", 1)])
 def test_a_text_is_read_after_eos(kind: str, words: int) -> None:
     assert small(kind).start(2)[0].tolist() == [[vocabulary(7).eos_id] * words] * 2
 
 
-@pytest.mark.parametrize(("kind", "reads"), [("feedforward", 3), ("lstm", 8), ("awd-lstm", 8)])
+@pytest.mark.parametrize(("kind", "reads"), [("feedforward", 3), ("lstm", 8), ("awd-lstm", 8), ("relaxed-hmm", 8)])
 def test_length_of_the_context(kind: str, reads: int) -> None:
     model, tokens = small(kind), text(1, 9)
     last = model.score(tokens)[0][0, -1]
@@ -127,6 +137,34 @@ def test_dropout_of_an_awd_lstm_is_for_training_only(field: str) -> None:
     torch.manual_seed(0)
     assert not torch.equal(model.score(tokens)[0], model.score(tokens)[0])
     assert torch.equal(model.eval().score(tokens)[0], model.score(tokens)[0])
+
+
+def test_penalties_of_an_awd_lstm_are_in_the_gradient_alone() -> None:
+    none = dict.fromkeys(["word_dropout", "weight_dropout", "layer_dropout", "dropout", "input_dropout"], 0.0)
+    tokens, gradients = text(2, 6), []
+    for penalties in ({}, {"size_penalty": 2.0, "change_penalty": 3.0}):
+        config = AwdLstmConfig(hidden=8, embedding=6, **none, **penalties)
+        model = config.build(vocabulary(7), 0, torch.Generator().manual_seed(1)).double().train()
+        scores, _ = model.score(tokens)
+        torch.testing.assert_close(scores, model.eval().score(tokens)[0])
+        gradients.append(torch.autograd.grad(-scores.sum(), tuple(model.parameters())))
+    features, _ = model.read(tokens, None)
+    change = features[:, 1:] - features[:, :-1]
+    penalty = (2 * features.square().sum() + 3 * change.square().sum()) / 6
+    added = torch.autograd.grad(penalty, tuple(model.parameters()), materialize_grads=True)
+    for without, whole, more in zip(*gradients, added, strict=True):
+        torch.testing.assert_close(whole, without + more)
+
+
+def test_a_relaxed_hmm_filters_as_its_formula_says() -> None:
+    model, tokens = small("relaxed-hmm"), text(1, 6)
+    assert isinstance(model, RelaxedHmm)
+    embedding, expected, p = model.embedding.weight, [], torch.full((8,), 1 / 8).double()
+    for given, word in pairwise([vocabulary(7).eos_id, *tokens[0].tolist()]):
+        q = (p.log() + 8**0.25 * embedding[given]).softmax(0)
+        p = (8**0.5 * model.transition.weight @ q + model.word(embedding[given])).softmax(0)
+        expected.append((8**0.5 * embedding @ p).log_softmax(0)[word])
+    torch.testing.assert_close(model.score(tokens)[0][0], torch.stack(expected))
 
 
 def test_an_awd_lstm_without_dropout_is_an_lstm() -> None:

@@ -12,7 +12,7 @@ from helpers.commands import failure, write_corpus
 from helpers.oracle import random_blocked_hmm, random_hmm
 from test_cli_main import SMALL
 
-from hmmlm.baselines.neural import AwdLstmConfig, FeedForwardConfig, LstmConfig
+from hmmlm.baselines.neural import AwdLstmConfig, FeedForwardConfig, LstmConfig, RelaxedHmmConfig
 from hmmlm.cli.main import main
 from hmmlm.data.modelfolder import CONFIG
 from hmmlm.data.tokenizers import WordTokenizer
@@ -48,6 +48,7 @@ def predictors() -> dict[str, Predictor]:
         "adapted": AdaptedHmmPredictor(LanguageModel(union, TOKENIZER, RESTARTS), 1, torch.arange(1, WORDS + 1)),
         "lstm": NetworkPredictor(LstmConfig(hidden=4).build(TOKENIZER, 0, None)),
         "awd-lstm": NetworkPredictor(AwdLstmConfig(hidden=4, embedding=3).build(TOKENIZER, 0, None)),
+        "relaxed-hmm": NetworkPredictor(RelaxedHmmConfig(hidden=4).build(TOKENIZER, 0, None)),
         "feedforward": NetworkPredictor(FeedForwardConfig(hidden=4).build(TOKENIZER, 0, None)),
     }
 
@@ -154,19 +155,19 @@ def test_a_saved_mixture_is_the_same(tmp_path: Path) -> None:
         ("no list of components", {"components": []}),
         ("no list of weights", {"weights": "a"}),
         ("weights for", {"weights": [1.0]}),
-        ("must be probabilities", {"weights": [0.5] * 14}),
-        ("must be probabilities", {"weights": [[1.0] + [0.0] * 13, [0.5] * 14]}),
-        ("weights for 3 classes of contexts", {"weights": [[1.0] + [0.0] * 13] * 3}),
+        ("must be probabilities", {"weights": [0.5] * 15}),
+        ("must be probabilities", {"weights": [[1.0] + [0.0] * 14, [0.5] * 15]}),
+        ("weights for 3 classes of contexts", {"weights": [[1.0] + [0.0] * 14] * 3}),
         ("different numbers of components", {"weights": [[1.0], [0.5, 0.5]]}),
         ("no list of weights", {"weights": [[1.0], "a"]}),
-        ("weights must be a list of numbers", {"weights": [10**400, *[0] * 13]}),
+        ("weights must be a list of numbers", {"weights": [10**400, *[0] * 14]}),
         ("training", {"training": {"text": 5}}),
-        ("component 0 is damaged", {"components": [{"kind": "odd"}] * 14}),
-        ("component 0 is damaged", {"components": [{"kind": "ngram", "order": 3}] * 14}),
-        ("component 0 is damaged", {"components": [{"kind": "recent", "half_life": 10**9}] * 14}),
-        ("component 0 is damaged", {"components": [{"kind": "adapted hmm", "half_life": 2}] * 14}),
-        ("component 0 is damaged", {"components": [{"kind": "cache", "size": -1}] * 14}),
-        ("files of two models are mixed", {"components": [{"kind": "network"}] * 14}),
+        ("component 0 is damaged", {"components": [{"kind": "odd"}] * 15}),
+        ("component 0 is damaged", {"components": [{"kind": "ngram", "order": 3}] * 15}),
+        ("component 0 is damaged", {"components": [{"kind": "recent", "half_life": 10**9}] * 15}),
+        ("component 0 is damaged", {"components": [{"kind": "adapted hmm", "half_life": 2}] * 15}),
+        ("component 0 is damaged", {"components": [{"kind": "cache", "size": -1}] * 15}),
+        ("files of two models are mixed", {"components": [{"kind": "network"}] * 15}),
     ],
 )
 def test_damaged_files_are_refused(error: str, change: dict[str, object], tmp_path: Path) -> None:

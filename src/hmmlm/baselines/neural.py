@@ -1,4 +1,4 @@
-"""The neural language models that Chiu & Rush 2020 compare with: a feed-forward n-gram and LSTMs.
+"""The neural language models that Chiu & Rush 2020 compare with: a feed-forward n-gram, LSTMs and a relaxed HMM.
 
 Input and output embeddings are tied (E [W, h]). A text is read in consecutive windows; `Hidden`, a tuple of tensors
 with a row per sequence, is passed from one window to the next.
@@ -6,6 +6,7 @@ with a row per sequence, is passed from one window to the next.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +24,7 @@ from hmmlm.ops.target_log_probs import target_log_probs
 from hmmlm.section import Fraction, Layers, ModelSize, Negatives, Section, Width
 
 Hidden = tuple[Tensor, ...]
+Penalty = Annotated[float, Field(ge=0, le=1_000)]
 FORMAT = "hmmlm baseline"
 
 
@@ -86,12 +88,31 @@ class AwdLstmConfig(BaselineModelConfig):
     """Fraction of the vocabulary whose embeddings are zero as inputs, drawn for every batch."""
     weight_dropout: Fraction = 0.5
     """Dropout of the recurrent weights."""
+    size_penalty: Penalty = 0.0
+    """Weight of the mean square of the outputs in the loss, per token (Merity et al. 2018: 2)."""
+    change_penalty: Penalty = 0.0
+    """Weight of the mean squared change of the outputs from one token to the next (Merity et al. 2018: 1)."""
 
     def size(self, words: int) -> ModelSize:
         return ModelSize(words * self.embedding + (8 * self.layers - 4) * self.hidden**2, 0)
 
     def build(self, vocabulary: Tokenizer, length: int, generator: torch.Generator | None) -> NeuralBaseline:
         return AwdLstm(self, vocabulary, generator)
+
+
+class RelaxedHmmConfig(BaselineModelConfig):
+    """An HMM without its independence assumptions, which is a recurrent network (after Buys et al. 2018)."""
+
+    kind: Literal["relaxed-hmm"] = "relaxed-hmm"
+    hidden: Width = 900
+    """Number of states."""
+    layers: Literal[1] = 1
+    """The filter is the only layer."""
+    dropout: Fraction = 0.3
+    """Dropout of the scores of a word as an input, and of the predicted distribution over states."""
+
+    def build(self, vocabulary: Tokenizer, length: int, generator: torch.Generator | None) -> NeuralBaseline:
+        return RelaxedHmm(self, vocabulary, generator)
 
 
 class NeuralBaseline(nn.Module, ABC):
@@ -112,7 +133,11 @@ class NeuralBaseline(nn.Module, ABC):
         features, after = self.read(tokens, hidden)
         negatives = self.config.negatives if self.training else 0
         flat = self.outputs(features).flatten(0, 1)
-        return target_log_probs(flat, self.embedding.weight, tokens.flatten(), negatives).view_as(tokens), after
+        scores = target_log_probs(flat, self.embedding.weight, tokens.flatten(), negatives).view_as(tokens)
+        penalty = self.penalty(features) if self.training else None
+        if penalty is not None:
+            scores = scores - (penalty - penalty.detach())  # in the gradient alone: the value remains log p
+        return scores, after
 
     def draw(
         self, tokens: Tensor, hidden: Hidden | None, count: int, generator: torch.Generator
@@ -132,6 +157,10 @@ class NeuralBaseline(nn.Module, ABC):
     def outputs(self, features: Tensor) -> Tensor:
         """Return what is multiplied with the words [..., h] by features [..., h]."""
         return self.drop(features)
+
+    def penalty(self, features: Tensor) -> Tensor | None:
+        """Return what training adds to the loss of each token [B, T] by features [B, T, h]."""
+        return None
 
     def logits(self, features: Tensor) -> Tensor:
         """Return the logits of every word [..., V] by features [..., h]."""
@@ -253,12 +282,57 @@ class AwdLstm(NeuralBaseline):
     def outputs(self, features: Tensor) -> Tensor:
         return features  # dropped already
 
+    def penalty(self, features: Tensor) -> Tensor | None:
+        of_size, of_change = self.config.size_penalty, self.config.change_penalty
+        if not of_size and not of_change:
+            return None
+        change = F.pad(features.diff(dim=1), (0, 0, 1, 0))  # the first token of a window has none before it
+        return of_size * features.square().mean(2) + of_change * change.square().mean(2)
+
     def _drop_locked(self, x: Tensor, fraction: float) -> Tensor:
         """Apply dropout to x [B, T, h] with one mask for all T."""
         return x * F.dropout(torch.ones_like(x[:, :1]), fraction, self.training)
 
 
-AnyBaselineConfig = Annotated[FeedForwardConfig | LstmConfig | AwdLstmConfig, Field(discriminator="kind")]
+class RelaxedHmm(NeuralBaseline):
+    """The filter of an HMM with E as scores of emissions, whose transitions see the last word.
+
+    Each softmax follows a sum over states, where that of an HMM precedes it; p_t and q_t are distributions over states:
+
+        p(w_t | w_<t) = softmax(√Z E p_t)               prediction of a word
+        q_t = softmax(log p_t + √√Z E[w_t])             Bayes' rule, with scores that are not normalized
+        p_t+1 = softmax(√Z A q_t + C E[w_t] + b)        transition
+
+    √Z is the inverse length of a uniform distribution: without it, training hardly begins.
+    """
+
+    def __init__(
+        self, config: RelaxedHmmConfig, vocabulary: Tokenizer, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__(config, vocabulary)
+        self.scale = math.sqrt(config.hidden)
+        self.transition = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.word = nn.Linear(config.hidden, config.hidden)
+        self.initialize_(generator)
+
+    def start(self, rows: int) -> Hidden:
+        uniform = self.embedding.weight.new_zeros(rows, self.config.hidden).log_softmax(1)
+        return self._first_words(rows, 1), uniform
+
+    def features(self, tokens: Tensor, hidden: Hidden) -> tuple[Tensor, Hidden]:
+        last, predicted = hidden  # log p_t [B, Z]
+        scores = self.drop(self.embedding(torch.cat([last, tokens[:, :-1]], 1)))
+        words, evidence, steps = self.word(scores), math.sqrt(self.scale) * scores, list[Tensor]()
+        for score, word in zip(evidence.unbind(1), words.unbind(1), strict=True):
+            filtered = (predicted + score).softmax(1)
+            predicted = (self.transition(self.scale * filtered) + word).log_softmax(1)
+            steps.append(predicted)
+        return self.scale * torch.stack(steps, 1).exp(), (tokens[:, -1:], predicted)
+
+
+AnyBaselineConfig = Annotated[
+    FeedForwardConfig | LstmConfig | AwdLstmConfig | RelaxedHmmConfig, Field(discriminator="kind")
+]
 """The registry of baselines."""
 _CONFIG: TypeAdapter[Any] = TypeAdapter(AnyBaselineConfig)
 _HEADER = ("format", "version", "tokenizer", "fingerprint")

@@ -8,7 +8,7 @@ from hmmlm.config.recipe import recipe_names
 
 OVERVIEW = f"""usage: hmmlm baseline [OPTIONS]
 
-Train an LSTM or a feed-forward language model on the text of a hidden Markov model, to
+Train an LSTM or another neural language model on the text of a hidden Markov model, to
 compare the two. It is scored like the HMM, on every token, <eos> and <unk> included.
 (n-grams need no training: every report of `hmmlm train` has them.) 1 MB of text takes about
 five minutes on two CPU cores; progress shows the time left.
@@ -21,7 +21,7 @@ most used options:
   --resume FOLDER           resume a run (Ctrl-C saves and stops)
   --recipe NAME             one of {", ".join(recipe_names("baseline"))}
   --config FILE.toml        start from a recipe of your own (with command = "baseline")
-  --model.kind KIND         lstm (default), awd-lstm, feedforward
+  --model.kind KIND         lstm (default), awd-lstm, feedforward, relaxed-hmm
   --model.hidden N          size of word embeddings and layers
   --model.layers N          layers
   --train.epochs N          passes over the text
