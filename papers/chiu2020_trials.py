@@ -187,7 +187,7 @@ AWD_TRIALS = Study(
     trials=True,
     rows=(
         _awd("ptb-awd-lstm", "penalties 2 and 1", **PENALTIES),
-        _awd("ptb-awd-lstm", "penalties 2 and 1, 3 layers", model__layers=3, **PENALTIES),
+        _awd("ptb-awd-lstm", "3 layers, penalties 2 and 1", model__layers=3, **PENALTIES),
         _awd("wikitext2-awd-lstm", "penalties 2 and 1", **PENALTIES),
     ),
 )
