@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from papers.chiu2020 import BASELINES, SCALAR_RECIPE
+from papers.chiu2020 import BASELINES, NO_PENALTIES, PENALTIES, SCALAR_RECIPE
 from papers.study import BASELINE, CHIU, Study, StudyRow
 
 BROWN_HEADERS = {
@@ -179,15 +179,22 @@ def _awd(recipe: str, what: str, **settings: Any) -> StudyRow:
     return StudyRow(name=f"{text}, AWD-LSTM, {what}", recipe=recipe, settings=named, seeds=(0,))
 
 
-PENALTIES: dict[str, Any] = {"model__size_penalty": 2.0, "model__change_penalty": 1.0}
 AWD_TRIALS = Study(
     name="chiu2020-awd",
     title="Penalties, dropout and size of the LSTM with weight dropout",
     paper=CHIU,
     trials=True,
     rows=(
-        _awd("ptb-awd-lstm", "penalties 2 and 1", **PENALTIES),
-        _awd("ptb-awd-lstm", "3 layers, penalties 2 and 1", model__layers=3, **PENALTIES),
-        _awd("wikitext2-awd-lstm", "penalties 2 and 1", **PENALTIES),
+        _awd("ptb-awd-lstm", "no penalties", **NO_PENALTIES),
+        _awd("ptb-awd-lstm", "3 layers", model__layers=3, **PENALTIES),
+        _awd(
+            "wikitext2-awd-lstm",
+            "dropout 0.6 0.4 0.6, 90 epochs",
+            model__input_dropout=0.6,
+            model__layer_dropout=0.4,
+            model__dropout=0.6,
+            train__epochs=90,
+            **PENALTIES,
+        ),
     ),
 )

@@ -31,6 +31,8 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {
     "model.weights": {"pretrained": "all"},
 }
 """Old value to new, by the new name of the setting."""
+NO_PENALTIES = {"model.size_penalty": 0.0, "model.change_penalty": 0.0}
+"""Settings of LSTMs with weight dropout whose recipes had no penalties; later rows state theirs."""
 
 
 def translate_settings(recipe: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,6 +40,8 @@ def translate_settings(recipe: str, settings: Mapping[str, Any]) -> dict[str, An
     given = dict(settings)
     if recipe == BASELINE:
         return {RENAMED_BASELINE_SETTINGS.get(name, name): value for name, value in given.items()}
+    if recipe.endswith("-awd-lstm"):
+        return {**NO_PENALTIES, **given}
     structure = given.pop("model.structure", "brown")
     if structure == "uniform":
         given.pop("model.blocks", None)
