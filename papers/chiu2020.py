@@ -88,7 +88,7 @@ SMALL_LSTM: dict[str, Any] = {
 }
 PENALTIES: dict[str, Any] = {"model__size_penalty": 2.0, "model__change_penalty": 1.0}
 """Stated by every row, because the recipes had none at first (see `papers.renames`)."""
-NO_PENALTIES = dict.fromkeys(PENALTIES, 0.0)
+NO_PENALTIES: dict[str, Any] = dict.fromkeys(PENALTIES, 0.0)
 AWD_PTB = _lstm("ptb", 60.0, 57.3, **PENALTIES)
 LSTMS = (
     AWD_PTB,
