@@ -106,7 +106,7 @@ def doubtful(parameters: Parameters, chain: CompiledChain, result: CompiledForwa
     if result.least > 0 and math.log(result.least) >= margin:
         return torch.zeros(chain.words.shape[1], dtype=torch.bool)
     scale = torch.from_numpy(result.scale)
-    found = ScaledForward(None, None, scale, result.log_likelihood, result.final, floor)
+    found = ScaledForward(None, scale, result.log_likelihood, result.final, floor)
     return scaled.doubtful(parameters, scaled.make_chain(parameters, chain.evidence, dtype), found)
 
 

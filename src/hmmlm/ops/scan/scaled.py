@@ -53,7 +53,6 @@ class ScaledForward(NamedTuple):
     """Result of the filter; [T, B, …] is zero (scale: one) where a sequence has ended."""
 
     alpha: Tensor | None  # [T, B, Z] p(z_t | x_1..t), if kept
-    predicted: Tensor | None  # [T, B, Z] p(z_t | x_1..t−1), if kept
     scale: Tensor  # [T, B] p(x_t | x_1..t−1) / peak of x_t
     log_likelihood: Tensor  # [B]
     final: Tensor  # [B, Z]
@@ -155,17 +154,16 @@ def _filter(chain: ScaledChain, keep: bool, group: int) -> tuple[ScaledForward, 
     span = steps if keep else max(1, min(steps, SPAN_CELLS // (batch * states)))
     scale, final = like.new_ones(steps, batch), like.new_empty(batch, states)
     inside = _inside(chain)
-    alpha, predicted, mass = like.new_empty(0), like.new_empty(0), like.new_ones(1, batch)
-    least = like.new_ones(())
+    alpha, mass, least = like.new_empty(0), like.new_ones(1, batch), like.new_ones(())
+    predicted = like.new_empty(batch, states)  # p(z_t | x_1..t−1) times the mass since the last normalization
     previous = chain.initial
     for first in range(0, steps, span):
         end = min(first + span, steps)
         before = mass[-1:]
         # The emissions become the joint in place: fresh memory of this size costs more than the products of few states.
         alpha = chain.emission.index_select(0, chain.words[first:end].reshape(-1)).view(-1, batch, states)
-        predicted = torch.empty_like(alpha) if inside is None else torch.zeros_like(alpha)
-        rows_of = zip(chain.active[first:end], alpha.unbind(), predicted.unbind(), strict=True)
-        for t, (rows, here, guess) in enumerate(rows_of, first):
+        for t, (rows, here) in enumerate(zip(chain.active[first:end], alpha.unbind(), strict=True), first):
+            guess = predicted
             if rows < batch:
                 here[rows:] = 0.0
                 here, guess = here[:rows], guess[:rows]
@@ -195,13 +193,10 @@ def _filter(chain: ScaledChain, keep: bool, group: int) -> tuple[ScaledForward, 
         if inside is not None:
             scale[first:end].masked_fill_(~inside[first:end], 1.0)
         alpha.div_(mass.clamp_min(tiny)[..., None])
-        if keep:
-            predicted.div_(base[..., None])
         _finish(chain, alpha, first, final)
         previous, mass = (alpha[-1, : chain.active[end - 1]], torch.ones_like(mass))
     floor = FLOOR[like.dtype] / (LEAST[like.dtype] if group > 1 else 1.0)
-    kept = (alpha, predicted) if keep else (None, None)
-    return ScaledForward(kept[0], kept[1], scale, log_likelihood(chain, scale), final, floor), least
+    return ScaledForward(alpha if keep else None, scale, log_likelihood(chain, scale), final, floor), least
 
 
 def log_likelihood(chain: ScaledChain, scale: Tensor) -> Tensor:
@@ -230,63 +225,55 @@ def _finish(chain: ScaledChain, alpha: Tensor, first: int, final: Tensor) -> Non
             final[ahead : chain.active[t]] = alpha[t - first, ahead : chain.active[t]]
 
 
-def backward(chain: ScaledChain, result: ScaledForward, seed: Tensor) -> Tensor:
-    """Compute the backward weights w [T, B, Z] times seed [B] (rows in the chain's order).
+def backward(chain: ScaledChain, result: ScaledForward, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the backward weights w and the posteriors p(z_t | x), both [T, B, Z], times seed [B] (sorted rows).
 
-    w_t(z) = p(x_t.. | z_t = z) / p(x_t.. | x_1..t−1), so the posterior is p(z_t | x) = predicted_t(z) w_t(z), the
-    expected count of a transition i → j into step t is α_t−1(i) A(i, j) w_t(j), and that of a start in z π(z) w_t(z).
+    w_t(z) = p(x_t.. | z_t = z) / p(x_t.. | x_1..t−1), so the expected count of a transition i → j into step t is
+    α_t−1(i) A(i, j) w_t(j), that of a start in z π(z) w_t(z), and the posterior α_t(z) Σ_j A(z, j) w_t+1(j).
     States with a filtered probability below FLOOR are removed: their messages could overflow and do not matter.
     """
     assert result.alpha is not None
     (steps, batch), states = chain.words.shape, chain.start.shape[0]
     tiny = torch.finfo(seed.dtype).tiny
-    factor = chain.emission.index_select(0, chain.words.reshape(-1)).view(steps, batch, states)
-    factor.div_(result.scale.clamp_min(tiny)[..., None])
-    floor = FLOOR[seed.dtype]
+    weights = chain.emission.index_select(0, chain.words.reshape(-1)).view(steps, batch, states)
+    weights.div_(result.scale.clamp_min(tiny)[..., None])
+    messages, reverse = torch.empty_like(weights), chain.transition.t()
+    same = reverse.dtype == weights.dtype
+    floor, lost = FLOOR[seed.dtype], None
     if capturing(seed) or not bool(result.alpha.amin() >= floor):
-        factor.masked_fill_(result.alpha < floor, 0.0)
-    reverse = chain.transition.t()
-    message = torch.empty_like(factor[0])
-    same = reverse.dtype == factor.dtype
-    for t, here in reversed(list(enumerate(factor.unbind()))):
+        lost = result.alpha < floor
+        weights.masked_fill_(lost, 0.0)
+    following = weights[-1]
+    for t, (here, message) in reversed(list(enumerate(zip(weights.unbind(), messages.unbind(), strict=True)))):
         rows, ahead = chain.active[t], chain.active[t + 1] if t + 1 < steps else 0
-        if ahead < rows:
-            here[ahead:rows].mul_(seed[ahead:rows, None])
+        if ahead < batch:
+            message[ahead:rows] = seed[ahead:rows, None]
+            message[rows:] = 0.0
         if ahead:
-            following = factor[t + 1] if ahead == batch else factor[t + 1, :ahead]
             arrived = message if ahead == batch else message[:ahead]
             if same:
-                torch.mm(following, reverse, out=arrived)
+                torch.mm(following if ahead == batch else following[:ahead], reverse, out=arrived)
             else:
-                arrived = move(following, reverse)
+                arrived.copy_(move(following[:ahead], reverse))
             if chain.restart is not None:
-                arrived = torch.where(chain.restart[t + 1, :ahead, None], seed[:ahead, None], arrived)
-            (here if ahead == batch else here[:ahead]).mul_(arrived)
-        if rows < batch:
-            here[rows:] = 0.0
-    return factor
+                arrived.copy_(torch.where(chain.restart[t + 1, :ahead, None], seed[:ahead, None], arrived))
+        following = here.mul_(message)
+    if lost is not None:
+        messages.masked_fill_(lost, 0.0)
+    return weights, messages.mul_(result.alpha)
 
 
 def accumulate(chain: ScaledChain, result: ScaledForward, seed: Tensor, shape: torch.Size) -> tuple[Parameters, Tensor]:
     """Compute the expected counts of all sequences, weighted by seed [B]; `shape` is that of the emission matrix.
 
-    Also return the result of `backward` at position 0 [B, Z], zero where the chain starts there.
+    Also return the weights of `backward` at position 0 [B, Z], zero where the chain starts there.
     """
-    assert result.alpha is not None and result.predicted is not None
-    weights = backward(chain, result, seed)
-    if chain.restart is not None:
-        posterior = result.predicted * weights
-        start, transition = transition_counts(chain, result.alpha, weights)
-        first = weights[0]
-    else:  # in place, as in `_filter`: `transition_counts` changes the first weights only
-        of_first = result.predicted[0] * weights[0]
-        start, transition = transition_counts(chain, result.alpha, weights)
-        first = weights[0].clone()
-        posterior = weights.mul_(result.predicted)
-        posterior[0] = of_first
+    assert result.alpha is not None
+    weights, posterior = backward(chain, result, seed)
+    start, transition = transition_counts(chain, result.alpha, weights)
     by_word = torch.zeros_like(chain.emission)
     by_word.index_add_(0, chain.words.reshape(-1), posterior.view(-1, posterior.shape[2]))
-    return Parameters(start, transition, emission_counts(chain, by_word, shape)), first
+    return Parameters(start, transition, emission_counts(chain, by_word, shape)), weights[0]
 
 
 def emission_counts(chain: ScaledChain, by_word: Tensor, shape: torch.Size) -> Tensor:
