@@ -80,13 +80,13 @@ def make_chain(
         missing = bool(vocabulary[0] < 0)
     else:
         vocabulary, missing = torch.arange(-1, log_emission.shape[1], device=tokens.device), True
-    columns = log_emission.index_select(1, vocabulary.clamp(min=0) if missing else vocabulary)  # [Z, U]
+    rows = log_emission.t().index_select(0, vocabulary.clamp(min=0) if missing else vocabulary)  # [U, Z]
     if missing:
-        columns[:, 0] = 0.0
-    log_peak = columns.amax(0)
+        rows[0] = 0.0
+    log_peak = rows.amax(1)
     join_peaks(log_peak)
     log_peak = torch.where(log_peak == NEG_INF, 0.0, log_peak)
-    emission = exp(columns.sub_(log_peak)).t().contiguous()
+    emission = exp(rows.sub_(log_peak[:, None]))
     return ScaledChain(
         exp(log_start),
         exp(log_transition).to(products),
@@ -280,11 +280,8 @@ def emission_counts(chain: ScaledChain, by_word: Tensor, shape: torch.Size) -> T
     """Return expected emission counts of the words that occur, by_word [U, Z], as a matrix of `shape` [Z, V]."""
     if chain.vocabulary.shape[0] == shape[1] + 1:  # every word has a row; row 0 is "missing"
         return by_word[1:].t().contiguous()
-    # Gathered, with a row of zeros for other words: several times faster than to write columns into zeros.
-    words, zeros = chain.vocabulary, by_word.new_zeros(1, shape[0])
-    row = torch.full((shape[1] + 1,), len(words), device=words.device)
-    row[words] = torch.arange(len(words), device=words.device)  # that of a missing word, −1, is the last
-    return torch.cat([by_word, zeros]).t().contiguous().index_select(1, row[:-1])
+    missing = int(chain.vocabulary[0] < 0)
+    return by_word.new_zeros(shape).index_copy_(1, chain.vocabulary[missing:], by_word[missing:].t())
 
 
 def transition_counts(chain: ScaledChain, alpha: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
