@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import time
 from functools import partial
 from itertools import pairwise
@@ -19,6 +20,8 @@ from hmmlm.cli.main import main
 from hmmlm.data import corpora, shards
 from hmmlm.data.text import line_ranges, read_documents, read_range
 from hmmlm.data.tokenfile import TokenFile
+from hmmlm.errors import InputError
+from hmmlm.runs.folders import lock_run
 
 
 @pytest.fixture(autouse=True)
@@ -107,11 +110,47 @@ def test_words_that_were_counted_are_not_counted_again(tmp_path: Path, monkeypat
         assert main(command) == 130
     parts = out / ".tokenizer.parts"
     assert len(list(parts.iterdir())) >= 3
-    first = parts / "000000.json"
-    first.write_text(json.dumps(json.loads(first.read_text()) | {"marker": 1_000}))
+    first, second, third = sorted(parts.iterdir())[:3]
+    counts = json.dumps(json.loads(first.read_bytes().partition(b"\n")[2]) | {"marker": 1_000}).encode()
+    first.write_bytes(shards._checksum(counts) + b"\n" + counts)
+    # Damaged ones are counted again.
+    second.write_bytes(second.read_bytes()[:40])
+    third.write_bytes(third.read_bytes().replace(b": 1", b": 7"))
     assert main(command) == 0
-    assert "marker" in json.loads((out / "tokenizer" / "tokenizer.json").read_text())["words"]
+    assert main(["data", str(text), "--out", str(tmp_path / "one"), "--quiet"]) == 0
+    ours, theirs = (
+        json.loads((folder / "tokenizer" / "tokenizer.json").read_text())["words"] for folder in (out, tmp_path / "one")
+    )
+    assert set(ours) - set(theirs) == {"marker"}
     assert sorted(path.name for path in out.iterdir()) == ["data", "tokenizer"]
+
+
+def test_two_commands_cannot_write_into_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, out = write_corpus(tmp_path / "text.txt", 40), tmp_path / "out"
+    with lock_run(out):
+        for workers in ([], ["--workers", "2"]):
+            error = failure(capsys, "data", str(text), "--out", str(out), *workers)
+            assert f"{out} is in use by another process" in error
+    assert not out.exists()
+
+
+def test_a_corrected_text_is_not_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_bytes(b"a line\n" * 400 + b"\xff\xfe\n")
+    command = ["data", str(text), "--out", str(out), "--workers", "1"]
+    assert "text.txt" in failure(capsys, *command, "--text.unit", "document")
+    assert not out.exists()
+    write_corpus(text, 40)
+    assert main([*command, "--quiet"]) == 0
+
+
+def end_in_part() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_worker_is_one_sentence() -> None:
+    with pytest.raises(InputError, match=r"ended from outside, .* the same command again to continue"):
+        list(shards._results([end_in_part] * 2, 2))
 
 
 def wait_for_kill(path: Path) -> None:

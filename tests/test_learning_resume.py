@@ -431,7 +431,7 @@ def test_a_run_in_use_is_locked(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert train(config, run, progress=Beside()).finished
     assert len(refused) == 2
     for error in refused:
-        assert error.startswith(f"hmmlm: error: the run in {run} is in use by another process: wait until it ends, ")
+        assert error.startswith(f"hmmlm: error: {run} is in use by another process: wait until it ends, ")
         assert error.count("\n") == 1
     assert_same_run(run, tmp_path / "alone")
     assert train(config, run, resume=True).finished

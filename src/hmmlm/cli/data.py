@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import nullcontext
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,6 +70,14 @@ def _settings(config: TrainingConfig, source: Mapping[str, Documents] | Path) ->
     return json.dumps({"config": config.dump(), "texts": texts}, indent=1).encode()
 
 
+def _refuse_used(out: Path, workers: int | None) -> None:
+    """Raise an InputError unless `out` is new, or has unfinished token files that workers can continue."""
+    from hmmlm.runs.folders import refuse_used
+
+    if workers is None or not (out / UNFINISHED).exists():
+        refuse_used(out)
+
+
 def _refuse_other(out: Path, settings: bytes) -> None:
     """Raise an InputError if a folder has unfinished token files of other settings."""
     from hmmlm.data.files import read_bytes
@@ -78,8 +87,30 @@ def _refuse_other(out: Path, settings: bytes) -> None:
     if path.exists() and read_bytes(path) != settings:
         raise InputError(
             f"{out} has unfinished token files of another text, tokenizer or unit ({path}): give the same settings and "
-            "the same text to continue, or another folder"
+            "the same text to continue, delete the folder to start anew, or give another folder"
         )
+
+
+@contextmanager
+def _unfinished(out: Path, settings: bytes) -> Iterator[None]:
+    """Mark the token files in `out` as unfinished until the block ends; if it fails before any was made, leave nothing.
+
+    Otherwise a corrected text would be refused as another one.
+    """
+    from hmmlm.data.files import write_bytes
+    from hmmlm.runs.folders import LOCK
+
+    write_bytes(out / UNFINISHED, settings)
+    try:
+        yield
+    except BaseException:
+        made = (path for path in out.rglob("*") if path.is_file() and path.name not in (UNFINISHED, LOCK))
+        if next(made, None) is None:
+            (out / UNFINISHED).unlink()
+            for folder in filter(Path.is_dir, list(out.iterdir())):
+                shutil.rmtree(folder)
+        raise
+    (out / UNFINISHED).unlink()
 
 
 def run(argv: list[str]) -> int:
@@ -88,10 +119,9 @@ def run(argv: list[str]) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from hmmlm.data.files import write_bytes
     from hmmlm.data.tokenfile import unknown_fraction
     from hmmlm.learning.prepare import check_data, cluster_words, find_data, prepare
-    from hmmlm.runs.folders import refuse_used, removed_on_failure
+    from hmmlm.runs.folders import lock_run, removed_on_failure
     from hmmlm.runs.progress import Progress, terminal_progress
     from hmmlm.structure.paths import write_paths
 
@@ -102,26 +132,25 @@ def run(argv: list[str]) -> int:
         text=arguments.text,
         tokenizer=arguments.tokenizer,
     )
-    if arguments.workers is None or not (out / UNFINISHED).exists():
-        refuse_used(out)
+    _refuse_used(out, arguments.workers)
     check_data(config)
     progress = Progress() if arguments.quiet else terminal_progress()
     source = find_data(config)
     settings = _settings(config, source)
-    if arguments.workers is not None:
-        _refuse_other(out, settings)
-    with removed_on_failure(out, MADE, made=not out.exists()) if arguments.workers is None else nullcontext():
+    with lock_run(out):
+        _refuse_used(out, arguments.workers)  # again: another process may have used it
         if arguments.workers is not None:
-            write_bytes(out / UNFINISHED, settings)
-        prepared = prepare(config, source, out, progress, workers=arguments.workers)
-        (out / UNFINISHED).unlink(missing_ok=True)
-        if arguments.clusters:
-            words = [prepared.tokenizer.token(i) for i in range(prepared.tokenizer.vocab_size)]
-            clustering = cluster_words(
-                prepared.tokens["train"], arguments.clusters, arguments.exchange_passes, progress
-            )
-            write_paths(out / "clusters.paths", clustering, words)
-            print(printable(f"{len(clustering.paths)} clusters: {out / 'clusters.paths'}"))
+            _refuse_other(out, settings)
+        cleared = _unfinished(out, settings) if arguments.workers is not None else removed_on_failure(out, MADE, False)
+        with cleared:
+            prepared = prepare(config, source, out, progress, workers=arguments.workers)
+            if arguments.clusters:
+                words = [prepared.tokenizer.token(i) for i in range(prepared.tokenizer.vocab_size)]
+                clustering = cluster_words(
+                    prepared.tokens["train"], arguments.clusters, arguments.exchange_passes, progress
+                )
+                write_paths(out / "clusters.paths", clustering, words)
+                print(printable(f"{len(clustering.paths)} clusters: {out / 'clusters.paths'}"))
     table = Table("split", "tokens", "documents", "unknown words", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
+import time
 import uuid
 from typing import Protocol
+
+LAUNCHER_S = 1.0
+"""Seconds between two looks at the process that started this one."""
 
 
 class Devices(Protocol):
@@ -38,6 +44,8 @@ def launch(
     from hmmlm.ranks import started_by_torchrun
 
     if config.devices == 1 or started_by_torchrun():
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # else the parent may be a shell that ends
+            _end_with_launcher()
         return None
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -74,6 +82,18 @@ def launch(
         )
         return 2
     return 0
+
+
+def _end_with_launcher() -> None:
+    """Interrupt this process, as Ctrl-C does, when the one that started it is killed: nothing else would end it."""
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(LAUNCHER_S)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _check_gpus(config: Devices, setting: str) -> None:

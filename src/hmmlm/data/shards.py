@@ -12,16 +12,18 @@ import multiprocessing
 import os
 import shutil
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from hmmlm.data.corpora import Documents, encode_documents
-from hmmlm.data.files import read_json, write_bytes
+from hmmlm.data.files import write_bytes
 from hmmlm.data.tokenfile import TokenFile, join_tokens
 from hmmlm.data.tokenizers import load_tokenizer
 from hmmlm.data.words import Split, count_words, drop_rare
@@ -38,7 +40,7 @@ def count_parts(
     """Count the words of a text in `workers` processes; the counts of each part are in a folder, which is kept."""
     counts: Counter[str] = Counter()
     parts = enumerate(documents.divide())
-    jobs = [partial(_count_part, part, split, lowercase, folder / f"{number:06}.json") for number, part in parts]
+    jobs = [partial(_count_part, part, split, lowercase, folder / f"{number:06}") for number, part in parts]
     for found in _results(jobs, workers):
         counts.update(found)
         drop_rare(counts)
@@ -88,6 +90,11 @@ def _results(jobs: Sequence[Callable[[], Result]], workers: int) -> Iterator[Res
                 break
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
             yield from (future.result() for future in done)
+    except BrokenProcessPool:
+        raise InputError(
+            "a process that reads the text was ended from outside, perhaps because memory ran out: give the same "
+            "command again to continue, with fewer --workers if there was too little memory"
+        ) from None
     finally:  # after an error or Ctrl-C, what has not begun is not done
         pool.shutdown(cancel_futures=True)
 
@@ -105,12 +112,19 @@ def _end_with_parent() -> None:
 
 
 def _count_part(documents: Documents, split: Split, lowercase: bool, path: Path) -> Counter[str]:
-    """Return the counts of a part, and write them, unless they are there."""
+    """Return the counts of a part, and write them after their checksum, unless they are there and undamaged."""
     if path.exists():
-        return Counter(read_json(path))
+        checksum, _, kept = path.read_bytes().partition(b"\n")
+        if checksum == _checksum(kept):
+            return Counter(json.loads(kept))
     counts = count_words((line for document in documents for line in document), split, lowercase)
-    write_bytes(path, json.dumps(counts, ensure_ascii=False).encode())
+    text = json.dumps(counts, ensure_ascii=False).encode()
+    write_bytes(path, _checksum(text) + b"\n" + text)
     return counts
+
+
+def _checksum(text: bytes) -> bytes:
+    return f"{zlib.crc32(text):08x}".encode()
 
 
 _open_tokenizer = cache(load_tokenizer)

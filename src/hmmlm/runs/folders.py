@@ -100,10 +100,10 @@ def flat_settings(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextmanager
 def lock_run(out: Path) -> Iterator[None]:
-    """Let no other process write to the run in `out` until the block, or the process, ends."""
+    """Let no other process write to `out` until the block, or the process, ends."""
 
     def refuse() -> None:
-        raise InputError(f"the run in {out} is in use by another process: wait until it ends, or stop it first")
+        raise InputError(f"{out} is in use by another process: wait until it ends, or stop it first")
 
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
