@@ -106,7 +106,7 @@ class RelaxedHmmConfig(BaselineModelConfig):
     kind: Literal["relaxed-hmm"] = "relaxed-hmm"
     hidden: Width = 900
     """Number of states."""
-    layers: Literal[1] = 1
+    layers: Annotated[int, Field(ge=1, le=1)] = 1
     """The filter is the only layer."""
     dropout: Fraction = 0.3
     """Dropout of the scores of a word as an input, and of the predicted distribution over states."""
