@@ -115,14 +115,11 @@ WIKITEXT_900 = replace(
 )
 
 
-def _relaxed(data: str, paper: Mapping[str, float], **settings: Any) -> StudyRow:
-    """Return the HMM that is relaxed to a recurrent network, with 900 states; settings are given as section__name."""
+def _relaxed(data: str, paper: Mapping[str, float]) -> StudyRow:
+    """Return the HMM that is relaxed to a recurrent network, with 900 states."""
     row = _baseline(data, "relaxed-hmm", 0, 0)
-    common = {"batches.batch_size": 64, "optimizer.rate": 0.003}
-    named = {key.replace("__", "."): value for key, value in settings.items()}
-    return replace(
-        row, name=f"{row.group}, HMM+RNN, 900 states", settings={**row.settings, **common, **named}, paper=paper
-    )
+    settings = {**row.settings, "batches.batch_size": 64, "optimizer.rate": 0.003}
+    return replace(row, name=f"{row.group}, HMM+RNN, 900 states", settings=settings, paper=paper)
 
 
 RELAXED = (_relaxed("ptb", {VALID: 142.3}), _relaxed("wikitext-2", {}))

@@ -134,11 +134,7 @@ RECORD = Study(
         *OTHERS,
         _combined("PTB, pure HMM, union of 2", (PTB, OTHERS[0]), mixed="sequence"),
         _combined("PTB, pure HMM, union of 4", (PTB, *OTHERS), mixed="sequence"),
-        _combined(
-            "PTB, pure HMM, union of 2, next words of an LSTM",
-            TAUGHT,
-            mixed="sequence",
-        ),
+        _combined("PTB, pure HMM, union of 2, next words of an LSTM", TAUGHT, mixed="sequence"),
         *(
             _combined(
                 f"PTB, pure HMM, union of {n}, next words of an LSTM, batch size 32",
@@ -161,11 +157,7 @@ RECORD = Study(
         _combined(
             f"PTB, mixture of one HMM, next words of an LSTM, batch size 64, {RECENT_COUNTS}", TAUGHT[:1], **WITH_RECENT
         ),
-        _combined(
-            f"PTB, mixture of 2 HMMs, next words of an LSTM, {RECENT_COUNTS}",
-            TAUGHT,
-            **WITH_RECENT,
-        ),
+        _combined(f"PTB, mixture of 2 HMMs, next words of an LSTM, {RECENT_COUNTS}", TAUGHT, **WITH_RECENT),
         *(
             _combined(
                 f"PTB, mixture of {n} HMMs, next words of an LSTM, batch size 32, {RECENT_COUNTS}",
