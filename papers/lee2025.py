@@ -204,7 +204,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 """Perceptrons and transformers with one network per role (ψ) or one for all (ι)."""
 LARGEST_RATES = {"MLP-ψ": 0.01, "MLP-ι": 0.01, "TRF-ψ": 0.003, "TRF-ι": 0.003}
 """Peak rates up to 2^22 parameters."""
-LOWER_RATES = {("MLP-ι", 26): 0.001, ("TRF-ψ", 24): 0.0005, ("TRF-ψ", 26): 0.00025}
+LOWER_RATES = {("MLP-ι", 26): 0.001, ("MLP-ι", 28): 0.0005, ("TRF-ψ", 24): 0.0005, ("TRF-ψ", 26): 0.00025}
 """Peak rates of points that fail to train at half the rate for each fourfold size."""
 
 
