@@ -169,7 +169,8 @@ def test_in_low_precision_only_the_factors_are_rounded() -> None:
     model, tokens = small(dropout=0.0).float(), draw(3, 9)
     with torch.autocast("cpu", torch.bfloat16):
         result, hmm = model.scan(tokens), model().detach()
-        _, u, w, *_ = model.network.transition_factors(torch.arange(STATES), None)
+        embedding = model.network.embed(torch.arange(STATES))
+        (u, _), (w, _) = model.network.leaving(embedding, None), model.network.entering(embedding)
     u, w = (factor.detach().bfloat16().float() for factor in (u, w))
     torch.testing.assert_close(hmm.log_transition, (u @ w.T).log_softmax(1))
     hmm.validate()

@@ -54,7 +54,7 @@ def test_triton_steps_that_have_nothing_to_learn_from() -> None:
     logits, evidence = make_logits((5, 7, 2, 3), "cpu")
     evidence = evidence._replace(tokens=torch.full_like(evidence.tokens, -1))
     start, transition = (p.log_softmax(-1).requires_grad_() for p in logits[:2])
-    found = softmax_scan(start, transition, logits.log_emission, evidence, "triton")
+    found = softmax_scan(Parameters(start, transition, logits.log_emission), evidence, "triton")
     assert found is not None
     found[0].log_likelihood.sum().backward()
     assert found[1].value is not None
@@ -68,7 +68,7 @@ def test_triton_multiplies_in_the_type_of_autocast() -> None:
     likelihoods = []
     for enabled in (True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled):
-            found = softmax_scan(start, transition, logits.log_emission, evidence, "triton")
+            found = softmax_scan(Parameters(start, transition, logits.log_emission), evidence, "triton")
             expected = scan(Parameters(start, transition, logits.log_emission.log_softmax(1)), evidence, "triton")
         assert found is not None
         torch.testing.assert_close(found[0].log_likelihood, expected.log_likelihood, rtol=1e-6, atol=0.0)
@@ -126,13 +126,13 @@ def test_triton_leaves_sequences_that_underflow_to_log_space() -> None:
     emission = torch.tensor([[0.0, -120.0], [-120.0, 0.0]])
     transition = torch.tensor([[0.0, -120.0], [-120.0, 0.0]])
     evidence = evidence._replace(tokens=torch.tensor([[0] * 3 + [1] * 5, [0, 1] * 4]))
-    assert softmax_scan(logits.log_start.log_softmax(0), transition, emission, evidence, "triton") is None
+    assert softmax_scan(Parameters(logits.log_start, transition, emission), evidence, "triton") is None
 
 
 @outside_interpreter
 def test_on_a_cpu_a_step_is_the_present_one() -> None:
     logits, evidence = make_logits((3, 4, 2, 3), "cpu")
-    assert softmax_scan(*logits, evidence) is None
+    assert softmax_scan(logits, evidence) is None
     learner = make_learner()
     learner.step(make_batches(1)[0], None, 0.05)
     assert not learner.compiled
@@ -163,13 +163,14 @@ def test_the_kernels_compile(vocab: int, monkeypatch: pytest.MonkeyPatch) -> Non
     seed, done = torch.zeros(batch), torch.zeros(batch, dtype=torch.bool)
     result = KernelForward(chain.scores, joint, row, row, seed, chain.scores[0], seed, done)
     _, _, gradient = accumulate_words(chain, result, seed)
-    names = ["normalizer_kernel", "gather_kernel", "weigh_kernel", "sum_words_kernel", "join_words_kernel"]
+    names = ["normalizer_kernel", "gather_kernel", "sum_words_kernel", "join_words_kernel", "weigh_kernel"]
     assert [kernel.__name__ for kernel, _, _ in launches] == names
     compiled.check(launches, "sum_words_kernel")
     updating = compiled.record(monkeypatch, updates)
     moments = Moments(torch.zeros(()), torch.zeros(states, vocab), torch.zeros(states, vocab))
     settings = UPDATES["weight decay"]
-    _, plan = updates.plan_step(gradient, moments, settings, torch.zeros(()), torch.zeros(()))
+    squares = updates.square_norm(gradient)
+    _, plan = updates.plan_step(gradient, moments, settings, torch.zeros(()), squares, torch.zeros(()))
     updates.update(logits.log_emission, gradient, moments, settings, plan)
     assert [kernel.__name__ for kernel, _, _ in updating] == ["norm_kernel", "plan_kernel", "update_kernel"]
     for launch in [*launches, *updating]:

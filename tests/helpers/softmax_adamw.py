@@ -57,7 +57,7 @@ def scan_logits(
 ) -> tuple[Tensor, tuple[Tensor, Tensor, LogitGradient]]:
     """Return log-likelihoods and the gradients of the logits as the kernels compute them."""
     leaves = [p.detach().clone().requires_grad_() for p in (logits.log_start, logits.log_transition)]
-    found = softmax_scan(*(p.log_softmax(-1) for p in leaves), logits.log_emission, evidence, "triton")
+    found = softmax_scan(Parameters(*leaves, logits.log_emission), evidence, "triton")
     assert found is not None
     start, transition = torch.autograd.grad(found[0].log_likelihood, leaves, weight)
     assert found[1].value is not None
@@ -78,7 +78,8 @@ def check_scan(size: tuple[int, int, int, int], device: torch.device | str, **op
     moments = Moments(*(torch.zeros((), device=device) for _ in range(3)))
     settings = Settings((0.9, 0.9), 1e-8, 0.0, clip=1.0)
     other = torch.tensor(2.0, device=device)
-    norm, _ = kernels.plan_step(pending, moments, settings, torch.ones((), device=device), other)
+    rate, squares = torch.ones((), device=device), kernels.square_norm(pending)
+    norm, _ = kernels.plan_step(pending, moments, settings, rate, squares, other)
     exact = (gradients[2].square().sum() + 4).sqrt()
     torch.testing.assert_close(norm.cpu().double(), exact, rtol=1e-4, atol=1e-5)
 
@@ -109,9 +110,9 @@ def check_updates(settings: Settings, device: torch.device | str, size: tuple[in
         if settings.clip:
             torch.nn.utils.clip_grad_norm_([theirs, other], settings.clip)
         optimizer.step()
-        norm, plan = kernels.plan_step(
-            gradient, moments, settings, rate.fill_(0.01 * (number + 1)), torch.tensor(0.05, device=device)
-        )
+        squares, norm_of_other = kernels.square_norm(gradient), torch.tensor(0.05, device=device)
+        rate.fill_(0.01 * (number + 1))
+        norm, plan = kernels.plan_step(gradient, moments, settings, rate, squares, norm_of_other)
         kernels.update(ours, gradient, moments, settings, plan)
         if settings.clip:
             torch.testing.assert_close(norm.cpu().double(), want, rtol=1e-5, atol=1e-7)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hmmlm.config.sections import AdamWConfig
 from hmmlm.data.batches import Batch
+from hmmlm.ops.graph import side_by_side
 from hmmlm.ops.scan import PendingGradient
 from hmmlm.ops.softmax_adamw import LogitGradient
 from hmmlm.ops.softmax_adamw.naive import Moments, Settings
@@ -80,23 +81,31 @@ class AdamW:
         if batch.whole is not None:
             tokens = batch.whole.tokens
         # The gradient of the loss, −Σ log p / tokens, without the kernels that would compute the loss itself.
-        log_likelihood.backward(torch.ones_like(log_likelihood) / -tokens)
+        if isinstance(tokens, int):
+            weight = torch.full_like(log_likelihood, -1 / tokens)
+        else:
+            weight = torch.ones_like(log_likelihood) / -tokens
+        log_likelihood.backward(weight)
         gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
         world().sum_(gradient for name, gradient in gradients.items() if name not in self.divided)
         # Not checking for finite norms, which would wait for the device: the training loop checks the loss.
-        norm = self._norm(gradients) if self.clip else self.rate
-        for name, gradient in pending.items():
+        if pending:
+            ((name, gradient),) = pending.items()
             assert gradient.value is not None  # the backward pass has run
-            factor = self._update_logits(self.module.get_parameter(name), gradient.value, norm)
+            self._update_with_logits(self.module.get_parameter(name), gradient.value, gradients)
+        else:
             if self.clip:
-                torch._foreach_mul_(list(gradients.values()), factor)
-        if self.clip and not pending:
-            torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.clip, norm)
-        self.optimizer.step()
+                torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.clip, self._norm(gradients))
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def _update_logits(self, logits: nn.Parameter, gradient: LogitGradient, other_norm: Tensor) -> Tensor:
-        """Take the step of one parameter; return the factor [] that clips the gradient of all."""
+    def _update_with_logits(
+        self, logits: nn.Parameter, gradient: LogitGradient, gradients: Mapping[str, Tensor]
+    ) -> None:
+        """Take the step of all parameters, of which `logits` are not among the `gradients`.
+
+        Logits are most of a model. The rest is small, and its kernels fill little of a GPU: they run beside.
+        """
         from hmmlm.ops.softmax_adamw import triton as kernels  # only where Triton is
 
         state = self.optimizer.state[logits]
@@ -106,9 +115,26 @@ class AdamW:
         group = next(group for group in self.optimizer.param_groups if any(p is logits for p in group["params"]))
         settings = Settings(group["betas"], group["eps"], group["weight_decay"], self.clip)
         moments = Moments(state["step"], state["exp_avg"], state["exp_avg_sq"])
-        _, plan = kernels.plan_step(gradient, moments, settings, self.rate, other_norm)
-        kernels.update(logits.detach(), gradient, moments, settings, plan)
-        return plan[0]
+        squares = other_norm = self.rate  # not read without clipping
+        if self.clip:
+            # One kernel per matrix: torch's foreach functions divide the work into parts of 64K numbers, too few here.
+            squares, other_norm = side_by_side(
+                logits.device,
+                lambda: kernels.square_norm(gradient),
+                lambda: torch.stack([torch.linalg.vector_norm(other) for other in gradients.values()]).norm(),
+            )
+        _, plan = kernels.plan_step(gradient, moments, settings, self.rate, squares, other_norm)
+
+        def update_others() -> None:
+            if self.clip:
+                torch._foreach_mul_(list(gradients.values()), plan[0])
+            self.optimizer.step()
+
+        side_by_side(
+            logits.device,
+            lambda: kernels.update(logits.detach(), gradient, moments, settings, plan),
+            update_others,
+        )
 
     def _norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """Return the norm [] of the whole gradient."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hmmlm.data.batches import Batch
 from hmmlm.hmm import Carry
@@ -82,15 +83,23 @@ class GraphedStep:
 
     def fill(self, batch: Batch, carry: Carry | None) -> None:
         """Copy a batch to where the graph reads. The first of an epoch has no carry: it restarts at position 0."""
-        self.batch.tokens.copy_(batch.tokens, non_blocking=True)
+        _send(batch.tokens, self.batch.tokens)
         if self.batch.next_words is not None and batch.next_words is not None:
-            self.batch.next_words.copy_(batch.next_words, non_blocking=True)
+            _send(batch.next_words, self.batch.next_words)
         if self.batch.restart is not None:
             if batch.restart is None:
                 self.batch.restart.zero_()
             else:
-                self.batch.restart.copy_(batch.restart, non_blocking=True)
+                _send(batch.restart, self.batch.restart)
             if carry is None:
                 self.batch.restart[:, 0] = True
         if carry is not None and self.carry is not None:
             self.carry.copy_(carry)
+
+
+def _send(value: Tensor, to: Tensor) -> None:
+    """Copy a tensor of the CPU to the device without waiting for the work that the device still has to do.
+
+    A copy of more than 64 KB from ordinary memory waits for it, and a GPU is then idle until the next step is launched.
+    """
+    to.copy_(value.pin_memory() if to.is_cuda else value, non_blocking=True)

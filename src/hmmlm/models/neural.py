@@ -13,6 +13,7 @@ from hmmlm.models.base import BlockCount, BlockedConfig, FactoredBlockedModel, M
 from hmmlm.models.networks import Residual, initialize_linears_
 from hmmlm.ops.blocked_emission import blocked_emission
 from hmmlm.ops.blocked_scan import Features
+from hmmlm.ops.graph import side_by_side
 from hmmlm.section import Fraction, ModelSize, States, Width
 from hmmlm.structure.blocks import Blocks
 
@@ -127,23 +128,32 @@ class Neural(FactoredBlockedModel):
         of_block = self.block_embedding.index_select(0, states // self.blocks.states_per_block)
         return torch.cat([of_block, own], 1)
 
-    def transition_factors(
-        self, states: Tensor | None, carried: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Compute embedding, u, w [n, h] and log_start [n] of states [n], and u of the `carried` states, if any."""
-        embedding = self.embed(states)
-        leaving, sizes = embedding, [len(embedding)]
-        if carried is not None:
-            leaving, sizes = torch.cat([embedding, self.embed(carried)]), [*sizes, len(carried)]
-        u, *u_carried = self.networks["out"](leaving).split(sizes)
+    def leaving(self, embedding: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Compute u [n, h] of states with the given embeddings [n, h], and that of the `carried` states, if any."""
+        if carried is None:
+            return self.networks["out"](embedding), None
+        every = torch.cat([embedding, self.embed(carried)])
+        u, u_carried = self.networks["out"](every).split([len(embedding), len(carried)])
+        return u, u_carried
+
+    def entering(self, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute w [n, h] and log_start [n] of states with the given embeddings [n, h]."""
         w = self.networks["in"](embedding) if self.form == "printed" else embedding
         starting = w if self.form == "printed" else self.networks["start"](embedding)
-        log_start = self.start(starting).squeeze(1).to(self.embedding.dtype).log_softmax(0)
-        return embedding, u, w, log_start, u_carried[0] if u_carried else None
+        return w, self.start(starting).squeeze(1).to(self.embedding.dtype).log_softmax(0)
+
+    def emitting(self, embedding: Tensor) -> Tensor:
+        """Compute log p(word | state i of its block) [V, kept] of states with the given embeddings [n, h]."""
+        features = self.networks["emit"](embedding).unflatten(0, (self.blocks.num_blocks, -1))
+        return blocked_emission(features, self.words.weight, self.words.bias, self.tiles)
 
     def features_of(self, states: Tensor | None, carried: Tensor | None = None) -> tuple[Features, Tensor | None]:
-        embedding, u, w, log_start, u_carried = self.transition_factors(states, carried)
-        kept = embedding.shape[0] // self.blocks.num_blocks
-        emitting = self.networks["emit"](embedding).view(self.blocks.num_blocks, kept, -1)
-        log_emission = blocked_emission(emitting, self.words.weight, self.words.bias, self.tiles)
+        embedding = self.embed(states)
+        (u, u_carried), (w, log_start), log_emission = side_by_side(
+            embedding.device,
+            lambda: self.leaving(embedding, carried),
+            lambda: self.entering(embedding),
+            lambda: self.emitting(embedding),
+            shared=embedding,
+        )
         return Features(self.blocks.block_of_word, u, w, log_start, log_emission), u_carried

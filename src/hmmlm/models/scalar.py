@@ -149,8 +149,12 @@ class Scalar(Model):
         evidence = Evidence(
             tokens, lengths, None if carry is None else carry.probs, restart_lost(restart, carry, tokens)
         )
-        found = softmax_scan(self.start.log_softmax(-1), self.transition.log_softmax(-1), self.emission, evidence)
-        return None if found is None else (self.drop_underflowed(found[0]), {"emission": found[1]})
+        found = softmax_scan(self.logits, evidence)
+        if found is None:
+            return None
+        scan, gradient = found
+        self.count_skipped(scan)
+        return scan, {"emission": gradient}
 
     @torch.no_grad()
     def assign(self, hmm: HMM) -> None:

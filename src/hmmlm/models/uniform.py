@@ -163,7 +163,8 @@ class UniformNeural(Model):
         never makes it. Under autocast the factors are rounded as they are in training.
         """
         every = torch.arange(self.states, device=self.network.embedding.device)
-        _, u, w, log_start, _ = self.network.transition_factors(every, None)
+        embedding = self.network.embed(every)
+        (u, _), (w, log_start) = self.network.leaving(embedding, None), self.network.entering(embedding)
         own = self.subsets.states_of_word * self.lists.words.shape[1] + self.lists.slot
         by_word = self.log_emission(every).flatten().index_select(0, own.flatten()).view_as(own)
         impossible = by_word.new_full((self.vocab_size, self.states), float("-inf"))
@@ -186,7 +187,8 @@ class UniformNeural(Model):
         place = (columns.cumsum(0) - 1).clamp(min=0)  # of a kept state among the kept
         carried_states = None if carry is None or carry.states is None else carry.states
         left = None if carried_states is None else carried_states.flatten()
-        _, u, w, log_start, u_carried = self.network.transition_factors(kept, left)
+        embedding = self.network.embed(kept)
+        (u, u_carried), (w, log_start) = self.network.leaving(embedding, left), self.network.entering(embedding)
         carried = None
         if carry is not None and carried_states is not None and u_carried is not None:
             size = carried_states.shape

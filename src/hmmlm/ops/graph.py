@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from functools import cache
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
 Result = TypeVar("Result")
 
@@ -32,22 +34,36 @@ def record(
     return graph, result
 
 
-def side_by_side(launch: Callable[[int], None], count: int, device: torch.device) -> None:
-    """Call launch(0) … launch(count − 1), which launch independent work: on a GPU each in a stream of its own.
+@cache
+def _side_stream(device: torch.device, index: int) -> torch.cuda.Stream:
+    """Return one of the streams of `side_by_side`, always the same: freed memory is reused in its own stream only."""
+    return torch.cuda.Stream(device)
 
-    Tensors that parts after the first use must be allocated before, by the caller. Work that is launched after this
-    waits for all parts. Works while a graph is captured.
+
+def side_by_side(
+    device: torch.device, main: Callable[[], Any], *sides: Callable[[], Any], shared: Tensor | None = None
+) -> tuple[Any, ...]:
+    """Call functions that launch independent work, on a GPU each in a stream of its own; return their results.
+
+    The caller keeps whatever tensors they use until this returns: memory that is freed earlier could be allocated, and
+    written, by another of them. Work that is launched after this waits for all. Works while a graph is captured.
+
+    The backward pass of a function runs in its stream too.
+
+    Args:
+        shared: a tensor that the backward passes of the sides read, and that was allocated before.
     """
     if device.type != "cuda":
-        for part in range(count):
-            launch(part)
-        return
-    main = torch.cuda.current_stream(device)
-    sides = [torch.cuda.Stream(device) for _ in range(1, count)]
-    for part, stream in enumerate(sides, 1):
-        stream.wait_stream(main)
-        with torch.cuda.stream(stream):
-            launch(part)
-    launch(0)
-    for stream in sides:
-        main.wait_stream(stream)
+        return main(), *(side() for side in sides)
+    stream, found = torch.cuda.current_stream(device), list[Any]()
+    streams = [_side_stream(device, i) for i in range(len(sides))]
+    for side, own in zip(sides, streams, strict=True):
+        if shared is not None:
+            shared.record_stream(own)
+        own.wait_stream(stream)
+        with torch.cuda.stream(own):
+            found.append(side())
+    first = main()
+    for own in streams:
+        stream.wait_stream(own)
+    return first, *found

@@ -1,4 +1,4 @@
-"""Log-likelihood of a dense HMM with softmax emissions, whose log-probabilities and gradient are never stored.
+"""Log-likelihood of a dense HMM from logits; log-probabilities of emissions and their gradient are never stored.
 
 Emissions are the largest matrices of a model, and a batch has few of their columns.
 """
@@ -24,32 +24,31 @@ class PendingGradient:
     value: LogitGradient | None = None
 
 
-def softmax_scan(
-    log_start: Tensor, log_transition: Tensor, logits: Tensor, evidence: Evidence, impl: Impl = "auto"
-) -> tuple[Scan, PendingGradient] | None:
-    """Compute log p(x) [B] as `scan` does, for emissions softmax(logits [Z, V]).
+def softmax_scan(logits: Parameters, evidence: Evidence, impl: Impl = "auto") -> tuple[Scan, PendingGradient] | None:
+    """Compute log p(x) [B] as `scan` does, for log-probabilities that are the log-softmax of the rows of `logits`.
 
-    The result is differentiable in log_start and log_transition; the backward pass fills the gradient of the logits.
-    None if the kernels do not support the problem, or if a sequence has to be recomputed in log space: use `scan`.
+    The result is differentiable in the logits of start and transition; the backward pass fills the gradient of those of
+    emissions. Suspect sequences (inside a CUDA graph) have a log-likelihood of 0 and no gradient. None if the kernels
+    do not support the problem, or if a sequence has to be recomputed in log space: use `scan`.
     """
-    logits = logits.detach()
-    parameters = Parameters(log_start.detach(), log_transition.detach(), logits)
-    reason = unsupported(parameters, evidence) or ("" if logits.is_contiguous() else "strided logits")
-    kernels = choose_kernels("scan", impl, log_start, "scaled", reason)
+    given = Parameters(*(part.detach() for part in logits))
+    strided = "" if given.log_emission.is_contiguous() else "strided logits"
+    kernels = choose_kernels("scan", impl, given.log_start, "scaled", unsupported(given, evidence) or strided)
     if not hasattr(kernels, "accumulate_words"):
         return None
-    products = product_dtype(log_start)  # autocast's
-    with torch.no_grad(), without_autocast(log_start):
-        chain = kernels.make_chain(parameters, evidence, products, normalized=False)
+    products = product_dtype(given.log_start)  # autocast's
+    with torch.no_grad(), without_autocast(given.log_start):
+        chain = kernels.make_chain(given, evidence, products, normalized=False)
         result = kernels.forward(chain, keep=True)
-        final, suspect = result.final, torch.zeros_like(result.suspect)
-        if capturing(log_start):
-            suspect = result.suspect
-        elif bool(kernels.doubtful(parameters._replace(log_emission=logits.log_softmax(1)), chain, result).any()):
-            return None
-        final = torch.where(suspect[:, None], chain.start, final)
+        suspect = result.suspect
+        if not capturing(suspect):
+            exact = Parameters(*(part.log_softmax(-1) for part in given))
+            if bool(kernels.doubtful(exact, chain, result).any()):
+                return None
+            suspect = torch.zeros_like(suspect)
+        final = torch.where(suspect[:, None], chain.start, result.final)
     pending = PendingGradient()
-    log_likelihood: Tensor = _SoftmaxScan.apply(log_start, log_transition, kernels, chain, result, suspect, pending)
+    log_likelihood: Tensor = _SoftmaxScan.apply(*logits[:2], kernels, chain, result, suspect, pending)
     return Scan(log_likelihood, Carry(final), suspect), pending
 
 
@@ -59,22 +58,23 @@ class _SoftmaxScan(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        log_start: Tensor,
-        log_transition: Tensor,
+        start: Tensor,
+        transition: Tensor,
         kernels: ModuleType,
         chain: Any,
         result: Any,
         suspect: Tensor,
         pending: PendingGradient,
     ) -> Tensor:
-        ctx.kernels, ctx.chain, ctx.result, ctx.suspect, ctx.pending = kernels, chain, result, suspect, pending
-        likelihood: Tensor = result.log_likelihood
-        return likelihood.clone()  # ctx must not hold a returned tensor
+        # An impossible sequence has no mass, and is suspect inside a graph.
+        ctx.ignored = suspect if capturing(suspect) else result.log_likelihood == NEG_INF
+        ctx.kernels, ctx.chain, ctx.result, ctx.pending = kernels, chain, result, pending
+        return torch.where(suspect, 0.0, result.log_likelihood)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        seed = torch.where(ctx.suspect | (ctx.result.log_likelihood == NEG_INF), 0.0, grad)
+        seed = grad.masked_fill(ctx.ignored, 0.0)
         with without_autocast(grad):
             start, transition, ctx.pending.value = ctx.kernels.accumulate_words(ctx.chain, ctx.result, seed)
         return start, transition, None, None, None, None, None

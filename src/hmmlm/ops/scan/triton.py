@@ -52,11 +52,13 @@ _JOINED = 16  # chunks whose sums are added at once
 
 
 class Normalizers(NamedTuple):
-    """Of softmax emissions, whose log-probabilities are not stored."""
+    """What is kept of logits; log-probabilities of emissions are not."""
 
     edges: Tensor  # [V+1] the places of a word among the sorted tokens are edges[word] up to edges[word + 1]
     log_normalizer: Tensor  # [Z]
     spread: Tensor  # [Z] Σ p² over the words that are not in the batch
+    log_transition: Tensor  # [Z, Z]
+    both: Tensor | None  # [2, Z, Z] the transition probabilities and their transpose, if `step_kernel` reads them
 
 
 class KernelChain(NamedTuple):
@@ -110,15 +112,28 @@ def make_chain(
 
     Args:
         transition: of `transition_probs`, if computed before.
-        normalized: False if `parameters.log_emission` are logits, whose softmax are the emissions.
+        normalized: False if `parameters` are logits, whose rows become probabilities by a softmax.
     """
     log_start, log_transition, log_emission = (p.contiguous() for p in parameters)
     (batch, steps), (states, n_words) = evidence.tokens.shape, log_emission.shape
     narrow = torch.int16 if n_words + 1 < 2**15 else torch.int32  # half the radix sort passes
-    tokens = evidence.tokens.t().to(narrow, memory_format=torch.contiguous_format)
-    words, order = tokens.flatten().sort(stable=True)
+    tokens = evidence.tokens.t().to(narrow, memory_format=torch.contiguous_format).flatten()
     scores, log_peak = log_start.new_empty(steps, batch, states), log_start.new_empty(steps, batch)
-    normalizers = None if normalized else _normalize(log_emission, words)
+
+    normalizers = None
+    if normalized:
+        words, order = tokens.sort(stable=True)
+        start = log_start.exp()
+        if transition is None:
+            transition = transition_probs(log_transition, products)
+    else:
+        (words, order, edges), (log_normalizer, spread), (start, log_transition, transition, both) = side_by_side(
+            log_start.device,
+            lambda: _sort(tokens, n_words),
+            lambda: _normalize(log_emission, tokens),
+            lambda: _softmax(log_start, log_transition, products),
+        )
+        normalizers = Normalizers(edges, log_normalizer, spread, log_transition, both)
     gather_kernel[(triton.cdiv(len(words), _GATHER["BLOCK_N"]),)](
         log_emission,
         log_start if normalizers is None else normalizers.log_normalizer,
@@ -136,29 +151,40 @@ def make_chain(
     restart = None if evidence.restart is None else evidence.restart.t().contiguous().view(torch.uint8)
     if restart is None and initial is not None:  # as in a graph: all of its kernels must be compiled before
         restart = torch.zeros(steps, batch, dtype=torch.uint8, device=words.device)
-    if transition is None:
-        transition = transition_probs(log_transition, products)
-    start = log_start.exp()
     return KernelChain(start, transition, scores, log_peak, words, order, initial, restart, evidence, normalizers)
 
 
-def _normalize(logits: Tensor, words: Tensor) -> Normalizers:
-    """Compute the normalizers of logits [Z, V] for a batch of sorted words."""
+def _sort(tokens: Tensor, n_words: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens [N] in the order of words, the place of each before, and the edges of the words."""
+    words, order = tokens.sort(stable=True)
+    return words, order, _edges(words, n_words)
+
+
+def _softmax(start: Tensor, transition: Tensor, products: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return start, log-transition and transition probabilities of logits, and `both` of `Normalizers`."""
+    log_transition = transition.log_softmax(1)
+    probs = transition_probs(log_transition, products)
+    both = torch.stack((probs, probs.t())) if len(probs) < _LIBRARY_STATES else None
+    return start.softmax(0), log_transition, probs, both
+
+
+def _normalize(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute log_normalizer and spread of `Normalizers` from logits [Z, V] and a batch of tokens [N]."""
     states, n_words = logits.shape
-    edges = _edges(words, n_words)
-    absent = edges[1:] == edges[:-1]
     log_normalizer, spread = logits.new_empty(states), logits.new_empty(states)
+    absent = torch.ones(n_words + 1, dtype=torch.uint8, device=logits.device)
+    absent.index_fill_(0, tokens.long(), 0)  # the last one is of missing tokens, −1
     block = min(_NORMALIZE, triton.next_power_of_2(n_words))
     normalizer_kernel[(states,)](
         logits,
-        absent.view(torch.uint8),
+        absent,
         log_normalizer,
         spread,
         n_words,
         BLOCK=block,
         num_warps=8 if block >= 2048 else 4,
     )
-    return Normalizers(edges, log_normalizer, spread)
+    return log_normalizer, spread
 
 
 def transition_probs(log_transition: Tensor, products: torch.dtype) -> Tensor:
@@ -172,13 +198,13 @@ def _tile(batch: int, states: int, directions: int, products: torch.dtype) -> di
     for rows, columns in _TILES:
         if triton.cdiv(batch, rows) * triton.cdiv(states, columns) * directions >= _PROGRAMS:
             break
-    inner = (128 if rows < 64 else 64) // (2 if products == torch.float32 else 1)
+    inner = (256 if rows < 64 else 64) // (2 if products == torch.float32 else 1)
     return {
         "BLOCK_B": rows,
         "BLOCK_Z": columns,
         "BLOCK_K": max(16, min(inner, triton.next_power_of_2(states))),
         "num_warps": 8 if rows == 128 else 4 if rows * columns >= 1024 else 2,
-        "num_stages": 4,
+        "num_stages": 3 if rows < 64 else 4,
     }
 
 
@@ -233,7 +259,10 @@ def _with_kernel(chain: KernelChain, joint: Tensor, predicted: Tensor) -> Tensor
     tile = _tile(batch, states, directions, products)
     tiles = triton.cdiv(states, tile["BLOCK_Z"])
     partial = chain.start.new_empty(directions, steps, batch, tiles)
-    transition = torch.stack((chain.transition, chain.transition.t())) if directions > 1 else chain.transition
+    transition = chain.transition
+    if directions > 1:
+        both = None if chain.normalizers is None else chain.normalizers.both
+        transition = torch.stack((transition, transition.t())) if both is None else both
     for t in range(steps):
         step_kernel[(tiles, triton.cdiv(batch, tile["BLOCK_B"]), directions)](
             joint,
@@ -267,8 +296,15 @@ def _with_library(chain: KernelChain, joint: Tensor, predicted: Tensor) -> Tenso
     """
     steps, batch, _ = chain.scores.shape
     partial = chain.start.new_empty(len(joint), steps, batch, 1)
-    guesses = (predicted, torch.empty_like(predicted[:1]))[: len(joint)]
-    side_by_side(lambda back: _recursion(chain, joint, guesses[back], partial, back), len(joint), joint.device)
+    if len(joint) == 1:
+        _recursion(chain, joint, predicted, partial, 0)
+        return partial
+    guess = torch.empty_like(predicted[:1])
+    side_by_side(
+        joint.device,
+        lambda: _recursion(chain, joint, predicted, partial, 0),
+        lambda: _recursion(chain, joint, guess, partial, 1),
+    )
     return partial
 
 
@@ -326,11 +362,18 @@ def accumulate(chain: KernelChain, result: KernelForward, seed: Tensor, shape: t
 
 
 def accumulate_words(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor, LogitGradient]:
-    """Compute the expected counts of start and transition, and the gradient of the logits of softmax emissions."""
+    """Compute the gradient of the logits of start [Z], transition [Z, Z] and emissions."""
     assert chain.normalizers is not None
-    start, transition, _ = _state_counts(chain, result, seed)
-    edges, log_normalizer, spread = chain.normalizers
-    sums, total = _word_sums(chain, result, seed, edges)
+    edges, log_normalizer, spread, log_transition, _ = chain.normalizers
+
+    def of_states() -> tuple[Tensor, Tensor]:
+        start, transition, _ = _state_counts(chain, result, seed)
+        start -= chain.start * start.sum()
+        return start, torch._log_softmax_backward_data(transition, log_transition, 1, transition.dtype)
+
+    (sums, total), (start, transition) = side_by_side(
+        seed.device, lambda: _word_sums(chain, result, seed, edges), of_states
+    )
     scores = chain.scores.view(sums.shape)
     gradient = LogitGradient(log_normalizer, spread, chain.words, chain.order, edges, scores, sums, total)
     return start, transition, gradient

@@ -137,32 +137,36 @@ def update_kernel(
     tl.store(exp_avg_sq + at, square, mask=mask)
 
 
+def square_norm(gradient: LogitGradient) -> Tensor:
+    """Return the squared norm [] of the gradient in the columns of the words of the batch."""
+    count, states = gradient.sums.shape
+    grid = triton.cdiv(count, _NORM["BLOCK_N"]), triton.cdiv(states, _NORM["BLOCK_Z"])
+    parts = gradient.total.new_empty(grid)
+    norm_kernel[grid](
+        gradient.words,
+        gradient.order,
+        gradient.scores,
+        gradient.sums,
+        gradient.total,
+        parts,
+        count,
+        STATES=states,
+        **_NORM,
+    )
+    return parts.sum()
+
+
 def plan_step(
-    gradient: LogitGradient, moments: Moments, settings: Settings, rate: Tensor, other_norm: Tensor
+    gradient: LogitGradient, moments: Moments, settings: Settings, rate: Tensor, squares: Tensor, other_norm: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the norm [] of the whole gradient (undefined without clipping) and the factors of the step; count it.
 
     Args:
         rate: [] the learning rate.
+        squares: [] of `square_norm`; not read without clipping, nor is other_norm.
         other_norm: [] norm of the gradients of all other parameters.
     """
-    count, states = gradient.sums.shape
-    squares = other_norm
-    if settings.clip:
-        grid = triton.cdiv(count, _NORM["BLOCK_N"]), triton.cdiv(states, _NORM["BLOCK_Z"])
-        parts = gradient.total.new_empty(grid)
-        norm_kernel[grid](
-            gradient.words,
-            gradient.order,
-            gradient.scores,
-            gradient.sums,
-            gradient.total,
-            parts,
-            count,
-            STATES=states,
-            **_NORM,
-        )
-        squares = parts.sum()
+    states = gradient.sums.shape[1]
     norm, plan = torch.empty_like(other_norm), gradient.total.new_empty(4)
     log_betas = [math.log(beta) if beta else _NEVER for beta in settings.betas]
     plan_kernel[(1,)](
