@@ -13,7 +13,6 @@ from hmmlm.models.base import BlockCount, BlockedConfig, FactoredBlockedModel, M
 from hmmlm.models.networks import Residual, initialize_linears_
 from hmmlm.ops.blocked_emission import blocked_emission
 from hmmlm.ops.blocked_scan import Features
-from hmmlm.ops.graph import side_by_side
 from hmmlm.section import Fraction, ModelSize, States, Width
 from hmmlm.structure.blocks import Blocks
 
@@ -149,11 +148,6 @@ class Neural(FactoredBlockedModel):
 
     def features_of(self, states: Tensor | None, carried: Tensor | None = None) -> tuple[Features, Tensor | None]:
         embedding = self.embed(states)
-        (u, u_carried), (w, log_start), log_emission = side_by_side(
-            embedding.device,
-            lambda: self.leaving(embedding, carried),
-            lambda: self.entering(embedding),
-            lambda: self.emitting(embedding),
-            shared=embedding,
-        )
-        return Features(self.blocks.block_of_word, u, w, log_start, log_emission), u_carried
+        u, u_carried = self.leaving(embedding, carried)
+        w, log_start = self.entering(embedding)
+        return Features(self.blocks.block_of_word, u, w, log_start, self.emitting(embedding)), u_carried

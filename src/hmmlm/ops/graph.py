@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor
 
 Result = TypeVar("Result")
 
@@ -40,26 +39,20 @@ def _side_stream(device: torch.device, index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def side_by_side(
-    device: torch.device, main: Callable[[], Any], *sides: Callable[[], Any], shared: Tensor | None = None
-) -> tuple[Any, ...]:
+def side_by_side(device: torch.device, main: Callable[[], Any], *sides: Callable[[], Any]) -> tuple[Any, ...]:
     """Call functions that launch independent work, on a GPU each in a stream of its own; return their results.
 
     The caller keeps whatever tensors they use until this returns: memory that is freed earlier could be allocated, and
     written, by another of them. Work that is launched after this waits for all. Works while a graph is captured.
 
-    The backward pass of a function runs in its stream too.
-
-    Args:
-        shared: a tensor that the backward passes of the sides read, and that was allocated before.
+    Not for functions that autograd records: their backward passes would run in the same streams, and free memory that
+    another stream still reads.
     """
     if device.type != "cuda":
         return main(), *(side() for side in sides)
     stream, found = torch.cuda.current_stream(device), list[Any]()
     streams = [_side_stream(device, i) for i in range(len(sides))]
     for side, own in zip(sides, streams, strict=True):
-        if shared is not None:
-            shared.record_stream(own)
         own.wait_stream(stream)
         with torch.cuda.stream(own):
             found.append(side())
