@@ -93,8 +93,26 @@ AWD_PTB = _lstm("ptb", 60.0, 57.3, **PENALTIES)
 LSTMS = (
     AWD_PTB,
     _lstm("ptb", 93.6, 88.8, TUNED, "LSTM, 2 × 256, PTB", **SMALL_LSTM, **NO_PENALTIES, train__epochs=80),
-    _lstm("wikitext-2", 68.6, 65.8, **PENALTIES),
-    _lstm("wikitext-2", 124.5, 117.5, TUNED, **SMALL_LSTM, **NO_PENALTIES, train__epochs=40),
+    _lstm(
+        "wikitext-2",
+        68.6,
+        65.8,
+        model__input_dropout=0.65,
+        model__layer_dropout=0.2,
+        model__dropout=0.4,
+        optimizer__weight_decay=0.1,
+        **PENALTIES,
+    ),
+    _lstm(
+        "wikitext-2",
+        124.5,
+        117.5,
+        TUNED,
+        **SMALL_LSTM,
+        **NO_PENALTIES,
+        optimizer__weight_decay=0.01,
+        train__epochs=40,
+    ),
 )
 SCALAR_900 = StudyRow(
     name="PTB, HMM 900",

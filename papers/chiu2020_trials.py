@@ -179,6 +179,14 @@ def _awd(recipe: str, what: str, **settings: Any) -> StudyRow:
     return StudyRow(name=f"{text}, AWD-LSTM, {what}", recipe=recipe, settings=named, seeds=(0,))
 
 
+def _wikitext(what: str, inputs: float, layers: float, outputs: float, **settings: Any) -> StudyRow:
+    """Return the LSTM on WikiText-2 with other dropout and the decay of PTB."""
+    dropout = {"model__input_dropout": inputs, "model__layer_dropout": layers, "model__dropout": outputs}
+    return _awd(
+        "wikitext2-awd-lstm", f"{what}, decay 0.01", **dropout, optimizer__weight_decay=0.01, **PENALTIES, **settings
+    )
+
+
 AWD_TRIALS = Study(
     name="chiu2020-awd",
     title="Penalties, dropout and size of the LSTM with weight dropout",
@@ -187,25 +195,7 @@ AWD_TRIALS = Study(
     rows=(
         _awd("ptb-awd-lstm", "no penalties", **NO_PENALTIES),
         _awd("ptb-awd-lstm", "3 layers", model__layers=3, **PENALTIES),
-        _awd(
-            "wikitext2-awd-lstm",
-            "dropout 0.6 0.4 0.6, 90 epochs",
-            model__input_dropout=0.6,
-            model__layer_dropout=0.4,
-            model__dropout=0.6,
-            train__epochs=90,
-            **PENALTIES,
-        ),
-        _awd("wikitext2-awd-lstm", "decay 0.1", **PENALTIES, optimizer__weight_decay=0.1),
-        _awd("wikitext2-awd-lstm", "decay 0.3", **PENALTIES, optimizer__weight_decay=0.3),
-        _awd(
-            "wikitext2-awd-lstm",
-            "dropout 0.65 0.2 0.4, decay 0.1",  # the dropout of Merity et al. 2018
-            model__input_dropout=0.65,
-            model__layer_dropout=0.2,
-            model__dropout=0.4,
-            optimizer__weight_decay=0.1,
-            **PENALTIES,
-        ),
+        _wikitext("dropout 0.5 0.3 0.5", 0.5, 0.3, 0.5),
+        _wikitext("dropout 0.6 0.4 0.6, 90 epochs", 0.6, 0.4, 0.6, train__epochs=90),
     ),
 )

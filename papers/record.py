@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from papers.chiu2020 import AWD_PTB
-from papers.renames import NO_PENALTIES
+from papers.renames import FIRST_WIKITEXT_LSTM, NO_PENALTIES
 from papers.study import Combination, Study, StudyRow
 
 NGRAM, CACHE = 5, 500
@@ -32,7 +32,7 @@ PTB_TEACHER = StudyRow(
 WIKITEXT_TEACHER = StudyRow(
     name="WikiText-2, AWD-LSTM, 25 epochs",
     recipe="wikitext2-awd-lstm",
-    settings={"train.epochs": 25, **NO_PENALTIES},
+    settings={"train.epochs": 25, **NO_PENALTIES, **FIRST_WIKITEXT_LSTM},
     seeds=(0,),
 )
 

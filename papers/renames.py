@@ -33,6 +33,13 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {
 """Old value to new, by the new name of the setting."""
 NO_PENALTIES = {"model.size_penalty": 0.0, "model.change_penalty": 0.0}
 """Settings of LSTMs with weight dropout whose recipes had no penalties; later rows state theirs."""
+FIRST_WIKITEXT_LSTM = {
+    "model.input_dropout": 0.5,
+    "model.layer_dropout": 0.3,
+    "model.dropout": 0.5,
+    "optimizer.weight_decay": 0.01,
+}
+"""The same of the first recipe for WikiText-2."""
 
 
 def translate_settings(recipe: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +48,8 @@ def translate_settings(recipe: str, settings: Mapping[str, Any]) -> dict[str, An
     if recipe == BASELINE:
         return {RENAMED_BASELINE_SETTINGS.get(name, name): value for name, value in given.items()}
     if recipe.endswith("-awd-lstm"):
-        return {**NO_PENALTIES, **given}
+        first = FIRST_WIKITEXT_LSTM if recipe.startswith("wikitext2") else {}
+        return {**NO_PENALTIES, **first, **given}
     structure = given.pop("model.structure", "brown")
     if structure == "uniform":
         given.pop("model.blocks", None)
