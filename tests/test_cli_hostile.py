@@ -184,6 +184,8 @@ FILES = [
     ("sample {place}/model --json-schema {place}/torn.json", "torn.json is truncated or not JSON"),
     ("sample {place}/model --json-schema /dev/zero", "it is not a regular file"),
     ("sample {place}/model --words 12-5", "words: 12 to 5 is empty"),
+    ("sample {place}/model --words -", "--words: give a range of numbers such as 5-12, 5- or -12, not '-'"),
+    (f"sample {{place}}/model --words {'9' * 5000}", "--words: give a range of numbers such as 5-12, 5- or -12"),
     ("sample {place}/model --tokens 3-99999", "tokens: give (min, max), integers from 0 to 10,000"),
     ("score {place}/model /dev/zero", "/dev/zero is a device, not a text file"),
     ("score {place}/model {place}", "is a folder: give a text file"),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from helpers.oracle import random_hmm
 
@@ -204,6 +205,7 @@ def test_json_texts_follow_their_schema(subwords: LanguageModel) -> None:
         ({"json": "[" * 100_000}, "json: give a schema as a dictionary or its text: maximum recursion depth"),
         ({"json": optional_properties(3000, {"type": "string"})}, "json: the schema is too large: list optional"),
         ({"json": optional_properties(50, {"$ref": "#"})}, "json: the schema is too large: list optional"),
+        ({"must": ["\ud800"]}, "a phrase has a lone surrogate"),
         ({"automaton": "x"}, "automaton: give an Automaton, not a str"),
         ({"automaton": at_least(1, 9)}, "automata over 6 and 9 words cannot be combined"),
         ({"suffix": "sat", "never": ["sat"]}, "no line of at most 100 tokens"),
@@ -225,3 +227,34 @@ def test_lengths_need_an_end(lm: LanguageModel) -> None:
         lm.guide(tokens=(1, 2), ended=False)
     every = Automaton(torch.zeros(1, 6, dtype=torch.long), torch.ones(1))
     assert lm.generate(automaton=every, tokens=(0, 0), seed=0) == ""
+
+
+def test_tokens_without_text_are_not_generated() -> None:
+    """Between the parts of a phrase they would be part of the text, and some models end texts with them."""
+    inner = tokenizers.Tokenizer.from_str(HuggingFaceTokenizer.train(["ab a ab"] * 3, 262)._tokenizer.to_str())
+    inner.add_special_tokens(["<pad>", "<s>"])
+    tokenizer = HuggingFaceTokenizer(inner)
+    special = [inner.token_to_id(name) for name in ("<pad>", "<s>")]
+    lm = LanguageModel(HMM(*(p.log() for p in random_hmm(2, tokenizer.vocab_size, 4))), tokenizer)
+    for options in ({"must": ["a"]}, {"never": ["a"]}, {"tokens": (2, 6)}, {"words": (1, 3)}):
+        chances = (found := lm.guide(max_new_tokens=8, **options))[0].chances(found[1])
+        assert bool((chances[special] == -math.inf).all()) and bool((chances > -math.inf).any())
+
+
+def test_unknown_words_can_be_forbidden_by_name(lm: LanguageModel) -> None:
+    texts = lm.generate(never=["<unk>"], max_new_tokens=8, num=200, seed=0)
+    assert not any("<unk>" in text for text in texts)
+
+
+def test_tokens_that_end_words_are_refused() -> None:
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({"a</w>": 0, "b": 1, "b</w>": 2}, [], end_of_word_suffix="</w>"))
+    inner.decoder = tokenizers.decoders.BPEDecoder()
+    tokenizer = HuggingFaceTokenizer(inner)
+    lm = LanguageModel(HMM(*(p.log() for p in random_hmm(2, tokenizer.vocab_size, 4))), tokenizer)
+    with pytest.raises(InputError, match="this tokenizer marks the ends of words"):
+        lm.generate(words=(2, 2))
+
+
+def test_more_words_than_tokens_are_refused_at_once(lm: LanguageModel) -> None:
+    with pytest.raises(InputError, match="no line of at most 50 tokens, <eos> counted, satisfies words"):
+        lm.generate(words=(10_000, None), max_new_tokens=50)

@@ -486,6 +486,13 @@ def test_control_layout_needs_the_end_token(lm: LanguageModel, tmp_path: Path) -
     assert not (tmp_path / "new").exists()
 
 
+def test_control_layout_needs_the_tokenizer_of_the_model(lm: LanguageModel, tmp_path: Path) -> None:
+    other = WordTokenizer(["<unk>", "<eos>", "a"])
+    with pytest.raises(InputError, match="the tokenizer has 3 words and the model has"):
+        hmmlm.save_control(lm.hmm, tmp_path / "new", other.eos_id, other)
+    assert not (tmp_path / "new").exists()
+
+
 def test_control_layout_errors(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="hidden_states is None, not an integer of at least 1"):
         load_control(saved)

@@ -72,3 +72,14 @@ def test_bad_arguments_are_named() -> None:
         sample_particles(model, torch.tensor([[4], [4]]), guide, position)
     with pytest.raises(InputError, match="num must be at least 1"):
         sample_particles(model, torch.tensor([[4]]), guide, position, num=0)
+
+
+def test_a_model_with_other_end_tokens_does_not_end_texts_early() -> None:
+    model = tiny_llama(6, eos=1, pad=5)
+    model.generation_config.eos_token_id = [3, 4]  # ordinary tokens of the HMM, and not its end
+    lm = LanguageModel(HMM(*(p.log() for p in random_hmm(3, 5, 1))), WordTokenizer(WORDS))
+    guide, position = lm.guide(must=["a"], max_new_tokens=8, prompt="c")
+    for row in sample_particles(model, torch.tensor([[4]]), guide, position, num=100, seed=0).tokens.tolist():
+        text = row[: row.index(1)]
+        assert 2 in text and not {3, 4} & set(text)
+        assert set(row[len(text) :]) == {1}

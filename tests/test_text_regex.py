@@ -28,6 +28,7 @@ PATTERNS = [
     r"[é-☃😀]+",
     r"(?i:a)b",
 ]
+CHARACTERS = "kKsSiI09 _\x1c\x85\xa0éÉßẞİıſKΩωΩςσΣ\u0345ιιǄǅǆⒶⓐ☃µμ𐐀𐐨ﬅﬆაᲐ"
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -66,6 +67,18 @@ def test_automata_of_regular_expressions_agree_with_re(pattern: str) -> None:
     assert not automaton.accepts(b"\xff") and not automaton.accepts("é".encode()[:1])
 
 
+@pytest.mark.parametrize("flags", ["", "a", "i", "ai"])
+@pytest.mark.parametrize(
+    "pattern", [r"[^a-z\d]", "[a-z]", "k", "[^k]", r"\s", r"\S", "[é-☃]", "ß", "σ", r"\W", "ǅ", "[^İ]"]
+)
+def test_flags_match_as_in_re(pattern: str, flags: str) -> None:
+    pattern = f"(?{flags}){pattern}" if flags else pattern
+    automaton = regex_automaton(pattern)
+    for character in CHARACTERS:
+        accepted = bool(automaton.accepting[automaton.read(list(character.encode()))])
+        assert accepted == (re.fullmatch(pattern, character) is not None), character
+
+
 def test_bounds_are_redundant_at_the_ends() -> None:
     assert regex_automaton("^ab$").accepts(b"ab") and not regex_automaton("^ab$").accepts(b"xab")
 
@@ -82,6 +95,8 @@ def test_bounds_are_redundant_at_the_ends() -> None:
         (r"\bword", r"\\b and \\B"),
         (r"a^b", "inside the expression"),
         (r"(a", "is not a regular expression: missing \\)"),
+        (r"(?a)(?u)the", "is not a regular expression: ASCII and UNICODE flags are incompatible"),
+        ("(?:" * 300 + "a" + ")+" * 300, "nested too deeply|is not a regular expression"),
         (r"(ab{500}){999}", "too large"),
         (r"(a?){4000000000}", "too large"),
         (r"(a|b{0,4000000000})", "too large"),

@@ -317,3 +317,38 @@ def test_text_is_streamed() -> None:
     processor = Steering(*lm.guide(must=["a b"], prompt="d", max_new_tokens=6))
     result = model.generate(prompt, logits_processor=[processor], max_new_tokens=6, do_sample=True, streamer=streamer)
     assert streamer.tokens == result[0].tolist() and "a b" in lm.tokenizer.decode(streamer.tokens)
+
+
+def test_a_text_that_is_over_repeats_its_end_if_the_model_has_another() -> None:
+    lm = LanguageModel(HMM(*(p.log() for p in random_hmm(3, 6, 1))), WordTokenizer(["<unk>", "<eos>", *"abcd"]))
+    guided = lm.guide(choice=["a b", "c"], max_new_tokens=8, prompt="d")
+    for how in ({"do_sample": True, "num_return_sequences": 8}, {"num_beams": 3, "num_return_sequences": 2}):
+        model = tiny_llama(6, eos=3, pad=3)  # its end token is an ordinary one of the HMM
+        model.generation_config.eos_token_id = None
+        texts = model.generate(torch.tensor([[5]]), logits_processor=[Steering(*guided)], max_new_tokens=8, **how)
+        for row in texts.tolist():
+            text = row[1 : row.index(1)]
+            assert text in ([2, 3], [4])
+            assert set(row[1 + len(text) :]) == {1}
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_longer_prompt_is_not_a_continuation(length: int) -> None:
+    lm = LanguageModel(HMM(*(p.log() for p in random_hmm(3, 6, 1))), WordTokenizer(["<unk>", "<eos>", *"abcd"]))
+    model = tiny_llama(6, eos=1, pad=1)
+    steering = Steering(*lm.guide(must=["a"], never=["b"], max_new_tokens=5))
+    for prompt in ([4], [4, 2, 5][: length + 1], [4, 3, 5][: length + 1]):
+        given = torch.tensor([prompt])
+        rows = model.generate(
+            given, logits_processor=[steering], max_new_tokens=5, do_sample=True, num_return_sequences=9
+        )
+        new = rows[:, len(prompt) :]
+        assert bool((new == 2).any(1).all()) and not bool((new == 3).any())
+
+
+@pytest.mark.parametrize("how", [{"bad_words_ids": [[2]]}, {"suppress_tokens": [2], "do_sample": True}])
+def test_a_model_that_forbids_what_the_constraint_allows_is_named(how: dict[str, Any]) -> None:
+    lm = LanguageModel(HMM(*(p.log() for p in random_hmm(3, 5, 1))), WordTokenizer(["<unk>", "<eos>", *"abc"]))
+    steering = Steering(*lm.guide(choice=["a"], max_new_tokens=5))
+    with pytest.raises(InputError, match="probability zero to every token that the constraint allows"):
+        tiny_llama(5, eos=1, pad=1).generate(torch.tensor([[4]]), logits_processor=[steering], max_new_tokens=5, **how)

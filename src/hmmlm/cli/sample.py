@@ -97,8 +97,8 @@ def run(argv: list[str]) -> int:
 
 def read_bounds(name: str, text: str) -> tuple[int | None, int | None]:
     """Return the bounds in "5-12", "5-", "-12" or "5"."""
-    found = re.fullmatch(r"(\d*)-(\d*)|(\d+)", text)
-    if found is None:
+    found = re.fullmatch(r"(\d{0,9})-(\d{0,9})|(\d{1,9})", text)
+    if found is None or not any(found.groups()):
         raise InputError(f"--{name}: give a range of numbers such as 5-12, 5- or -12, not {text!r}")
     low, high, only = found.groups()
     return (int(only), int(only)) if only else (int(low) if low else None, int(high) if high else None)

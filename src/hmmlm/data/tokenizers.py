@@ -153,6 +153,11 @@ class HuggingFaceTokenizer:
             return bytes(_BYTE_OF_CHARACTER[character] for character in piece)
         if self._byte_fallback and (byte := _BYTE_TOKEN.fullmatch(piece)):
             return bytes([int(byte[1], 16)])
+        if isinstance(self._tokenizer.decoder, decoders.BPEDecoder):
+            raise InputError(
+                "this tokenizer marks the ends of words, so a token has no text of its own: use one whose tokens begin "
+                "words, such as a byte-level BPE"
+            )
         anchor = self._anchor  # a token may decode to less at the start of a text
         before = len(self._tokenizer.decode(anchor))
         return self._tokenizer.decode([*anchor, id], skip_special_tokens=False)[before:].encode()

@@ -183,20 +183,20 @@ class Automaton:
         rows = torch.cat([self.by_class, torch.tensor([[done], [lost]]).expand(-1, self.classes)])
         after = torch.cat([torch.where(self.accepting, done, lost), torch.tensor([done, lost])])
         before = self.accepting & (not ended)
-        return self._with_column(end, rows, after, torch.cat([before, torch.tensor([True, False])]))
+        return self._with_column([end], rows, after, torch.cat([before, torch.tensor([True, False])]))
 
     @check_arguments
-    def without(self, token: int) -> Automaton:
-        """Forbid `token`; keeps the numbers of automaton states and adds a hopeless one."""
-        check_words([token], self.vocab_size)
+    def without(self, *tokens: int) -> Automaton:
+        """Forbid tokens; keeps the numbers of automaton states and adds a hopeless one."""
+        check_words(tokens, self.vocab_size)
         lost = torch.full((self.states + 1,), self.states)
         rows = torch.cat([self.by_class, lost[:1].expand(1, self.classes)])
-        return self._with_column(token, rows, lost, torch.cat([self.accepting, torch.tensor([False])]))
+        return self._with_column(tokens, rows, lost, torch.cat([self.accepting, torch.tensor([False])]))
 
-    def _with_column(self, token: int, rows: Tensor, after: Tensor, accepting: Tensor) -> Automaton:
-        """Return the automaton with the table `rows` over classes and the automaton states `after` one token."""
+    def _with_column(self, tokens: Sequence[int], rows: Tensor, after: Tensor, accepting: Tensor) -> Automaton:
+        """Return the automaton with the table `rows` over classes and the automaton states `after` some tokens."""
         class_of = self.class_of.clone()
-        class_of[token] = self.classes
+        class_of[list(tokens)] = self.classes
         return Automaton.of_classes(torch.cat([rows, after[:, None]], 1), class_of, accepting)
 
     @check_arguments

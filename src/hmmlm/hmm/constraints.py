@@ -96,6 +96,8 @@ class Guide:
             )
         check_count("length", length, 1)
         self.hmm, self.automaton, self.length = hmm.detach(), automaton, length
+        self.end: int | None = None
+        """The token after which a text is over, of a guide whose texts have one."""
         self._known_moves: dict[int, Moves] = {}
         self._nodes: dict[tuple[int, int], Node] = {}
         self._known_reached: dict[tuple[int, int], Reached] = {}

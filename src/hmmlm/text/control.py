@@ -28,6 +28,10 @@ def save_control(
     if eos_token_id not in range(hmm.vocab_size) or (tokenizer is not None and eos_token_id != tokenizer.eos_id):
         own = f"from 0 to {hmm.vocab_size - 1}" if tokenizer is None else f"{tokenizer.eos_id}, that of the tokenizer"
         raise InputError(f"eos_token_id is {describe(eos_token_id)}: give {own}")
+    if tokenizer is not None and tokenizer.vocab_size != hmm.vocab_size:
+        raise InputError(
+            f"the tokenizer has {tokenizer.vocab_size} words and the model has {hmm.vocab_size}: give its own tokenizer"
+        )
     dense: HMM = hmm.dense()
     tensors = {"alpha_exp": dense.log_transition.exp(), "beta": dense.log_emission, "gamma": dense.log_start}
     header = {"hidden_states": hmm.states, "vocab_size": hmm.vocab_size, "eos_token_id": eos_token_id}

@@ -48,6 +48,13 @@ class Guides:
             if not ended:
                 raise InputError("tokens: a largest number needs a text that ends: leave out ended=False")
             max_new_tokens = min(max_new_tokens, most + 1)  # with <eos>
+        too_short = InputError(
+            f"no line of at most {max_new_tokens} tokens{', <eos> counted,' if ended else ''} satisfies "
+            f"{' and '.join(constraint.names)} under this model: allow more tokens, or relax the constraint"
+        )
+        words = constraint.words[0]
+        if words and words > max_new_tokens * self.phrases.most_words:
+            raise too_short  # at once: an automaton that counts thousands of words takes seconds
         kept_line = self._line  # read once: another thread may replace it
         if kept_line is None or kept_line[0] != constraint:
             kept_line = self._line = constraint, self.phrases.line(constraint)
@@ -61,14 +68,17 @@ class Guides:
         kept = self._guide
         if kept is None or kept[0] != asked:
             automaton = line if new is None else (line.starting_at(state) & new).minimized()
-            if not unknown and self.tokenizer.unk_id is not None:
-                automaton = automaton.without(self.tokenizer.unk_id)
-            kept = self._guide = asked, Guide(self.hmm, automaton.until(end, ended), max_new_tokens)
+            forbidden = [] if unknown or self.tokenizer.unk_id is None else [self.tokenizer.unk_id]
+            if constraint and constraint.automaton is None:
+                # Inside a phrase they would be part of the text; and a model may end a text with one of them.
+                forbidden += self.phrases.without_text
+            if forbidden:
+                automaton = automaton.without(*forbidden)
+            guide = Guide(self.hmm, automaton.until(end, ended), max_new_tokens)
+            guide.end = end if ended else None
+            kept = self._guide = asked, guide
         guide = kept[1]
         position = guide.begin(context)._replace(automaton=state if new is None else 0, prompt=tuple(begun))
         if guide.chance(position) == -math.inf:
-            raise InputError(
-                f"no line of at most {max_new_tokens} tokens{', <eos> counted,' if ended else ''} satisfies "
-                f"{' and '.join(constraint.names)} under this model: allow more tokens, or relax the constraint"
-            )
+            raise too_short
         return guide, position

@@ -54,7 +54,8 @@ def sample_particles(
 ) -> Particles:
     """Sample texts of a causal model of transformers given a constraint, with `num` particles.
 
-    A text goes on when the constraint is satisfied, up to the model's end-of-text token or the length of the guide.
+    A text is over with the end token of the guide, the only one before the constraint is satisfied. A text whose guide
+    has none (ended=False) goes on, up to an end token of the model or the length of the guide.
 
     Args:
         input_ids: [1, T] the prompt.
@@ -77,6 +78,8 @@ def sample_particles(
     generator = torch.Generator(device=device)
     generator.seed() if seed is None else generator.manual_seed(seed)
     settled, ends = guide.automaton.settled().tolist(), end_tokens(model)
+    others = [] if guide.end is None else [end for end in ends if end != guide.end and end < words]
+    ends |= set() if guide.end is None else {guide.end}
     positions, given, cache = [position] * num, input_ids.expand(num, -1), None
     going = list(range(num))
     tokens = torch.empty(num, 0, dtype=torch.long, device=device)
@@ -97,7 +100,9 @@ def sample_particles(
         chances = torch.zeros_like(log_probs)
         bound = [i for i, row in enumerate(going) if not settled[positions[row].automaton]]
         if bound:
-            chances[bound] = guide.chances_of([positions[going[i]] for i in bound]).to(log_probs)
+            ahead = guide.chances_of([positions[going[i]] for i in bound]).to(log_probs)
+            ahead[:, others] = NEG_INF
+            chances[bound] = ahead
         steered = log_probs + chances
         total = steered.logsumexp(1)
         if bool((total == NEG_INF).any()):

@@ -14,6 +14,7 @@ from hmmlm.errors import InputError
 from hmmlm.hmm.automaton import Automaton, anything, at_least, containing
 from hmmlm.hmm.spelling import SpacedSpelling, Spelling, containing_text
 from hmmlm.text.constraint import Constraint
+from hmmlm.text.textmodel import check_text
 
 _KEPT = 64  # compiled constraints
 
@@ -33,6 +34,17 @@ class Phrases:
     def _bytes(self) -> list[bytes | None]:
         """The tokens as bytes."""
         return [self.tokenizer.spell(token) for token in range(self.tokenizer.vocab_size)]
+
+    @cached_property
+    def most_words(self) -> int:
+        """The largest number of words in one token."""
+        return max((len(spelling.split()) for spelling in self._bytes if spelling), default=1)
+
+    @cached_property
+    def without_text(self) -> list[int]:
+        """The tokens that are no text, except `<eos>` and `<unk>`: those for the start of a text, padding, a chat."""
+        named = (self.tokenizer.eos_id, self.tokenizer.unk_id)
+        return [token for token, spelling in enumerate(self._bytes) if spelling is None and token not in named]
 
     @cached_property
     def _characters(self) -> Spelling | SpacedSpelling:
@@ -139,6 +151,8 @@ class Phrases:
         """
         tokenizer, whole = self.tokenizer, constraint.match == "word"
         tokens = self._encode(text)
+        if not said and tokenizer.unk_id is not None and text.strip() == tokenizer.token(tokenizer.unk_id):
+            return containing([tokenizer.unk_id], tokenizer.vocab_size)
         if tokenizer.unk_id in tokens and whole and (said or tokenizer.kind == "word"):
             return None
         if tokenizer.kind == "word" and whole:
@@ -148,6 +162,7 @@ class Phrases:
 
     def _encode(self, text: str) -> list[int]:
         """Return the tokens of a phrase; raise an InputError unless it is within one line."""
+        check_text("a phrase", text)
         tokens = self.tokenizer.encode(text.strip())
         if not tokens or "\n" in text or self.tokenizer.eos_id in tokens:
             raise InputError(

@@ -6,13 +6,15 @@ and `\\d` match ASCII only, which makes automata a hundred times smaller; every 
 
 from __future__ import annotations
 
+import _sre
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from functools import cache, lru_cache
+from re import _casefix, _parser  # type: ignore[attr-defined]
 from re import _constants as sre  # type: ignore[attr-defined]
-from re import _parser  # type: ignore[attr-defined]
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,11 +49,14 @@ def regex_automaton(pattern: str, optional_space: bool = False) -> Automaton:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of sets that a later version of Python may read in another way
             parsed = _parser.parse(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
+    except (re.error, OverflowError, RecursionError, ValueError) as error:
         raise InputError(f"regex {_short(pattern)} is not a regular expression: {error}") from None
     network = _Network(pattern)
     start = network.add_state()
-    end = network.build_sequence(list(parsed), parsed.state.flags, start, outermost=True)
+    try:
+        end = network.build_sequence(list(parsed), parsed.state.flags, start, outermost=True)
+    except RecursionError:
+        raise InputError(f"regex {_short(pattern)} cannot be used: its groups are nested too deeply") from None
     if optional_space:
         before = network.add_state()
         network.epsilons[before].append(start)
@@ -252,20 +257,21 @@ def _characters(op: Any, argument: Any, flags: int) -> Ranges:
     if op is sre.ANY:
         return _without(() if flags & re.DOTALL else ((10, 10),))
     if op is sre.LITERAL:
-        return _joined([(argument, argument)], flags)
+        return _folded(((argument, argument),), flags)
     if op is sre.NOT_LITERAL:
-        return _without(_joined([(argument, argument)], flags))
+        return _without(_folded(((argument, argument),), flags))
     if op is sre.IN:
         negated = argument[0][0] is sre.NEGATE
         found: list[tuple[int, int]] = []
+        categories: list[tuple[int, int]] = []
         for kind, value in argument:
             if kind is sre.LITERAL:
                 found.append((value, value))
             elif kind is sre.RANGE:
                 found.append(value)
             elif kind is sre.CATEGORY:
-                found += _category(value, bool(flags & re.ASCII) or (value in _ASCII and not negated))
-        ranges = _joined(found, flags)
+                categories += _category(value, bool(flags & re.ASCII) or (value in _ASCII and not negated))
+        ranges = _folded(tuple(found), flags, tuple(categories))
         return _without(ranges) if negated else ranges
     raise InputError(f"regex: {str(op).lower()} is not supported")
 
@@ -292,25 +298,51 @@ def _category(category: Any, ascii_only: bool) -> Ranges:
     pattern, negated = _CATEGORIES[category]
     codes = np.arange(128 if ascii_only else sys.maxunicode + 1, dtype="<u4")
     every = codes.tobytes().decode("utf-32-le", "surrogatepass")
-    found = [(match.start(), match.end() - 1) for match in re.finditer(pattern, every)]
-    ranges = _joined(found, 0)
+    found = re.finditer(pattern, every, re.ASCII if ascii_only else 0)
+    ranges = _joined((match.start(), match.end() - 1) for match in found)
     return _without(ranges) if negated else ranges
 
 
-def _joined(found: Iterable[tuple[int, int]], flags: int) -> Ranges:
-    """Return sorted disjoint ranges without surrogates; with the flag IGNORECASE, of both cases."""
-    todo = list(found)
-    if flags & re.IGNORECASE:
-        cases: tuple[Callable[[str], str], ...] = (str.lower, str.upper)
-        todo += [
-            (ord(other), ord(other))
-            for low, high in list(todo)
-            for code in range(low, min(high, 0x1FFFF) + 1)
-            for case in cases
-            if len(other := case(chr(code))) == 1
-        ]
+@cache
+def _lower(ascii_only: bool) -> dict[int, int]:
+    """Return the lower case of every character that has another one, as `re` compares characters."""
+    lower = _sre.ascii_tolower if ascii_only else _sre.unicode_tolower
+    return {code: lower(code) for code in range(128 if ascii_only else 0x20000) if lower(code) != code}
+
+
+@lru_cache(maxsize=1024)
+def _folded(found: tuple[tuple[int, int], ...], flags: int, categories: tuple[tuple[int, int], ...] = ()) -> Ranges:
+    """Return sorted disjoint ranges of characters; with the flag IGNORECASE, of those that match one of them in `re`.
+
+    Such a character has the lower case of a character of the ranges, or a lower case that `re` takes for the same (ſ
+    and s), or one in the `categories`.
+    """
+    ranges = _joined(found)
+    if not flags & re.IGNORECASE:
+        return _joined([*ranges, *categories])
+    only_ascii = bool(flags & re.ASCII)
+    lower, same = _lower(only_ascii), {} if only_ascii else _casefix._EXTRA_CASES
+    lowered = _changed(ranges, set(lower), {lower[code] for code in lower if _has(ranges, code)})
+    others = {other for code in same if _has(lowered, code) for other in same[code]}
+    wanted = _joined([*_changed(lowered, set(), others), *categories])
+    return _changed(wanted, set(lower), {code for code in lower if _has(wanted, lower[code])})
+
+
+def _has(ranges: Ranges, code: int) -> bool:
+    place = bisect_right(ranges, (code, sys.maxunicode)) - 1
+    return place >= 0 and code <= ranges[place][1]
+
+
+def _changed(ranges: Ranges, removed: set[int], added: set[int]) -> Ranges:
+    """Return ranges without the characters `removed`, then with those `added`."""
+    kept = _without(_joined([*_without(ranges), *((code, code) for code in removed)]))
+    return _joined([*kept, *((code, code) for code in added)])
+
+
+def _joined(found: Iterable[tuple[int, int]]) -> Ranges:
+    """Return sorted disjoint ranges without surrogates."""
     result: list[tuple[int, int]] = []
-    for low, high in sorted(todo):
+    for low, high in sorted(found):
         for first, last in ((low, min(high, _SURROGATES[0] - 1)), (max(low, _SURROGATES[1] + 1), high)):
             if first > last:
                 continue
@@ -327,7 +359,7 @@ def _without(ranges: Ranges) -> Ranges:
     for low, high in ranges:
         result.append((first, low - 1))
         first = high + 1
-    return _joined([(a, b) for a, b in [*result, (first, sys.maxunicode)] if a <= b], 0)
+    return _joined((a, b) for a, b in [*result, (first, sys.maxunicode)] if a <= b)
 
 
 def _short(pattern: str) -> str:

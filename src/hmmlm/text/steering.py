@@ -87,7 +87,8 @@ class Steering:
     follows the other model given the constraint as closely as the HMM approximates that model. Use it in transformers,
     `model.generate(…, logits_processor=[Steering(*lm.guide(…))])`, or in a loop of your own. Both models need the same
     tokens. All rows of a call (samples or beams) share the guide; `Steering.batch` has one per prompt. A call whose
-    rows do not continue those of the previous call starts from the prompt again.
+    rows do not continue those of the previous call starts from the prompt again. (A single row that does, such as the
+    last text without its end, needs a new object.) A text that is over repeats its end token if `generate` goes on.
 
     Args:
         weight: factor of the log-probability of acceptance; 0 only forbids tokens that cannot be accepted any more.
@@ -169,7 +170,7 @@ class Steering:
         if before.length < texts.length:
             self._keep(texts)
         self._progress.last = texts
-        return steered
+        return self._end(texts, steered)
 
     def _find(self, ids: np.ndarray) -> tuple[_Texts, Sequence[int]]:
         """Return texts with the longest known beginnings of all rows of ids [B, T], and the number of each [B].
@@ -201,15 +202,27 @@ class Steering:
         # A call has at most one token more than the one before: also one that checks the tokens of a draft model.
         if progress.last is None or not progress.start < ids.shape[1] <= progress.last.length + 1:
             return None
+        if len(ids) > 1 and ids.shape[1] < progress.last.length:
+            return None  # drafts, of which tokens are taken back, have one row
         first, prompts = progress.known[progress.start], ids[:, : progress.start]
         if np.array_equal(prompts, first.ids):
-            return first.roots
-        of_prompt = {row.tobytes(): root for row, root in zip(first.ids, first.roots, strict=True)}
-        if len(of_prompt) < len(first.number_of):
-            return None  # prompts with several guides keep their order
-        found = [of_prompt.get(row.tobytes()) for row in prompts]
-        roots = [root for root in found if root is not None]
-        return roots if len(roots) == len(ids) else None
+            roots = list(first.roots)
+        else:
+            of_prompt = {row.tobytes(): root for row, root in zip(first.ids, first.roots, strict=True)}
+            if len(of_prompt) < len(first.number_of):
+                return None  # prompts with several guides keep their order
+            found = [of_prompt.get(row.tobytes()) for row in prompts]
+            roots = [root for root in found if root is not None]
+        return roots if len(roots) == len(ids) and self._go_on(ids, roots) else None
+
+    def _go_on(self, ids: np.ndarray, roots: Sequence[int]) -> bool:
+        """Return whether every row has at most one token more than a known text; others have longer prompts."""
+        here, before = (self._progress.known.get(ids.shape[1] - less) for less in (0, 1))
+        if here is None and before is None:
+            return True  # those texts are not kept any more
+        known = [set() if texts is None else texts.number_of.keys() for texts in (here, before)]
+        keys = zip(_keys(ids, roots), _keys(ids[:, :-1], roots), strict=True)
+        return all(whole in known[0] or shorter in known[1] for whole, shorter in keys)
 
     def _begin(self, ids: np.ndarray) -> _Texts:
         """Start from the prompts ids [B, T]: the rows of a first call."""
@@ -324,6 +337,22 @@ class Steering:
         self._changed = self._changed + (len(kept) - kept.sum())
         return after if whole else scores.index_copy(0, torch.tensor(open_rows, device=scores.device), after)
 
+    def _end(self, texts: _Texts, scores: Tensor) -> Tensor:
+        """Return scores [B, V] that allow texts which are over no token but their end, again.
+
+        A model that has another end token, or several, would go on after it.
+        """
+        ends = [self.guides[root].end for root in texts.roots]
+        over = [
+            n for n, (end, node) in enumerate(zip(ends, texts.nodes, strict=True)) if node.settled and end is not None
+        ]
+        if not over:
+            return scores
+        scores = scores.clone()
+        scores[over] = NEG_INF
+        scores[over, [ends[n] for n in over]] = 0.0
+        return scores
+
     def _combine(self, scores: Tensor, chances: Tensor) -> Tensor:
         """Return normalized scores [n, V] weighted by chances [n, W ≤ V]."""
         if self.weight != 1:
@@ -331,6 +360,11 @@ class Steering:
             chances = torch.where(chances == NEG_INF, NEG_INF, self.weight * chances)
         words = chances.shape[1]
         steered = scores[:, :words] + chances
+        if bool(((steered.amax(1) == NEG_INF) & (chances.amax(1) > NEG_INF)).any()):
+            raise InputError(
+                "the model gives probability zero to every token that the constraint allows: look for what forbids "
+                "tokens in generate, such as min_new_tokens, bad_words_ids or suppress_tokens"
+            )
         if words < scores.shape[1]:
             steered = torch.nn.functional.pad(steered, (0, scores.shape[1] - words), value=NEG_INF)
         # Normalized, so that the scores of beams, which are sums over tokens, are log-probabilities.
