@@ -116,12 +116,29 @@ class Automaton:
 
     def hopeful(self) -> Tensor:
         """Return a mask [S], True where some continuation is accepted."""
-        hopeful = self.accepting.clone()
-        while True:
-            before = int(hopeful.sum())
-            hopeful[self.edges.source[hopeful[self.edges.target]]] = True
-            if int(hopeful.sum()) == before:
-                return hopeful
+        return self._to(self.accepting) < self.states
+
+    def _to(self, wanted: Tensor) -> Tensor:
+        """Return the least number of tokens [S] that lead to one of the automaton states `wanted` [S]; S if none do."""
+        return _distances(wanted, self.edges.target, self.edges.source)
+
+    def _longest(self) -> Tensor:
+        """Return the largest number of tokens [S] of an accepted continuation; S if it has no limit, −1 if none is."""
+        hopeful = self.hopeful()
+        inside = hopeful[self.edges.source] & hopeful[self.edges.target]
+        source, target = self.edges.source[inside], self.edges.target[inside]
+        into, first = _grouped(target, source, self.states)
+        open_edges = torch.bincount(source, minlength=self.states).numpy()
+        found, length = torch.where(hopeful, self.states, -1).numpy(), 0
+        frontier = (hopeful.numpy() & (open_edges == 0)).nonzero()[0]
+        while len(frontier):
+            found[frontier] = length
+            length += 1
+            before = into[_places(first, frontier)]
+            np.subtract.at(open_edges, before, 1)
+            before = np.unique(before)
+            frontier = before[open_edges[before] == 0]
+        return torch.from_numpy(found)
 
     def settled(self) -> Tensor:
         """Return a mask [S], True where every continuation is accepted."""
@@ -209,12 +226,11 @@ class Automaton:
 
     def minimized(self) -> Automaton:
         """Return the automaton with the fewest automaton states that accepts the same sequences."""
-        reached = torch.zeros(self.states, dtype=torch.bool)
-        reached[0], count = True, 0
-        while int(reached.sum()) > count:
-            count = int(reached.sum())
-            reached[self.edges.target[reached[self.edges.source]]] = True
-        block = self.accepting.long()
+        start = torch.arange(self.states) == 0
+        reached = _distances(start, self.edges.source, self.edges.target) < self.states
+        # Automaton states that count something are told apart at once; refining would take a round for each.
+        facts = torch.stack([self._to(self.accepting), self._to(~self.accepting), self._longest()])
+        block = _merge_columns(facts)[1]
         blocks = 0
         while True:  # refine the blocks until automaton states of a block lead to the same blocks (Moore)
             table = torch.cat([block[None], block[self.by_class.long()].t()])[:, reached]
@@ -258,6 +274,32 @@ def at_least(count: int, vocab_size: int) -> Automaton:
     return Automaton.of_classes(
         following[:, None], torch.zeros(vocab_size, dtype=torch.long), torch.arange(count + 1) == count
     )
+
+
+def _distances(begins: Tensor, source: Tensor, target: Tensor) -> Tensor:
+    """Return the number of edges [S] from one of the automaton states `begins` [S] to each; S if none lead there."""
+    count = len(begins)
+    targets, first = _grouped(source, target, count)
+    frontier, found, distance = begins.nonzero()[:, 0].numpy(), np.full(count, count), 0
+    found[frontier] = 0
+    while len(frontier):
+        distance += 1
+        reached = targets[_places(first, frontier)]
+        frontier = np.unique(reached[found[reached] == count])
+        found[frontier] = distance
+    return torch.from_numpy(found)
+
+
+def _grouped(source: Tensor, target: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the targets in the order of their sources, and where those of each source begin [count + 1]."""
+    order = source.argsort()
+    return target[order].numpy(), torch.searchsorted(source[order], torch.arange(count + 1)).numpy()
+
+
+def _places(first: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Return the places of all edges of the `chosen` sources."""
+    sizes = first[chosen + 1] - first[chosen]
+    return np.repeat(first[chosen] - sizes.cumsum() + sizes, sizes) + np.arange(sizes.sum())
 
 
 def _merge_columns(table: Tensor) -> tuple[Tensor, Tensor]:
