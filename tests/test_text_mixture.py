@@ -60,6 +60,13 @@ def mixture() -> MixtureModel:
 
 
 @pytest.mark.parametrize("name", predictors())
+def test_texts_without_tokens_have_no_scores(name: str) -> None:
+    part = predictors()[name]
+    for texts in ([], [[]], [[], [3]]):
+        assert [len(log_probs) for log_probs in part.token_log_probs(texts)] == [len(tokens) for tokens in texts]
+
+
+@pytest.mark.parametrize("name", predictors())
 def test_scores_are_those_of_one_token_at_a_time(name: str) -> None:
     part = predictors()[name]
     texts = [[2, 3, 1, 4, 1, 1, 5, 2, 0], [1], [3, 1]]
@@ -254,7 +261,7 @@ def test_commands_work_with_a_mixture(home: Path, capsys: pytest.CaptureFixture[
         assert "is a model of `hmmlm mix`" in failure(capsys, *command)
     assert "not an HMM" in failure(capsys, "sample", mixed, "--must", "dog")
     assert "regex: give a string that is not empty" in failure(capsys, "sample", mixed, "--regex", "")
-    assert main(["sample", mixed, "--words", "-"]) == 0  # no bounds
+    assert "--words: give a range of numbers" in failure(capsys, "sample", mixed, "--words", "-")
 
 
 def test_without_data_a_mixture_is_evaluated_on_the_text_of_its_models(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +23,8 @@ class Display:
         self._explorer, self._height = Explorer(lm, lm.folder, other), height
         self._server = Server(self._explorer, port=0, framed=True).start()
         self.url = self._server.url
+        # A process that ends while the map is computed would crash. The explorer is not kept until then.
+        atexit.register(_close, weakref.ref(self._explorer))
 
     def __repr__(self) -> str:
         return f"Display({self.url})"
@@ -39,3 +43,8 @@ class Display:
         self._server.shutdown()
         self._server.server_close()
         self._explorer.close()
+
+
+def _close(explorer: weakref.ref[Explorer]) -> None:
+    if (found := explorer()) is not None:
+        found.close()

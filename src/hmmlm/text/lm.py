@@ -111,7 +111,7 @@ class LanguageModel(TextModel):
         if self.chunk is not None:
             return [list(tokens[i : i + self.chunk]) for i in range(0, len(tokens), self.chunk)]
         if not self.restarts:
-            return [list(tokens)]
+            return [list(tokens)] if len(tokens) else []
         *lines, rest = split_at(tokens, self._eos)
         return [[*line, self._eos] for line in lines] + ([rest] if rest else [])
 

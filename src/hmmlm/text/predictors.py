@@ -116,8 +116,8 @@ class NetworkPredictor(Predictor):
     @torch.no_grad()
     def token_log_probs(self, encoded: Sequence[Sequence[int]]) -> list[Tensor]:
         result = [torch.zeros(0, dtype=torch.float64)] * len(encoded)
-        longest_first = sorted(range(len(encoded)), key=lambda i: -len(encoded[i]))
-        for begin in range(0, len(encoded), _ROWS):
+        longest_first = sorted((i for i, tokens in enumerate(encoded) if len(tokens)), key=lambda i: -len(encoded[i]))
+        for begin in range(0, len(longest_first), _ROWS):
             chosen = longest_first[begin : begin + _ROWS]
             tokens, lengths = padded([encoded[i] for i in chosen])
             tokens, hidden, parts = tokens.to(self.device), None, []

@@ -132,8 +132,12 @@ class AdaptedHmmPredictor(Predictor):
         self._rarity, self._uniform = 1 / self.frequencies, -math.log(words)
 
     def token_log_probs(self, encoded: Sequence[Tokens]) -> list[Tensor]:
-        # All texts in one, each after as many missing words as are remembered.
-        before = [-1] * self.size
+        longest = max(map(len, encoded), default=0)
+        if not longest:
+            return [torch.zeros(0, dtype=torch.float64) for _ in encoded]
+        # All texts in one, each after as many missing words as are remembered of the longest.
+        remembered = min(self.size, longest)
+        before = [-1] * remembered
         begins = list(accumulate((len(before) + len(tokens) for tokens in encoded), initial=0))
         joined = torch.tensor([word for tokens in encoded for word in [*before, *tokens]], device=self.lm.device)
         log_probs = torch.zeros(len(joined), dtype=torch.float64, device=self.lm.device)
@@ -141,17 +145,17 @@ class AdaptedHmmPredictor(Predictor):
         # No other words than those of the texts are needed: their places among them stand for them.
         words, inverse = joined[joined >= 0].unique(return_inverse=True)
         joined[joined >= 0] = inverse
-        windows = [values.unfold(0, self.size, 1) for values in (joined, rarity)]
-        begins_of_words = [begin + self.size for begin in begins[:-1]]
+        windows = [values.unfold(0, remembered, 1) for values in (joined, rarity)]
+        begins_of_words = [begin + remembered for begin in begins[:-1]]
         for positions, possible, observed, probs in self._predictions(encoded, begins_of_words, words):
-            size = max(1, _CELLS // self.size)
+            size = max(1, _CELLS // remembered)
             for own, known, log_prob, part in zip(
                 *(each.split(size) for each in (positions, possible, observed, probs)), strict=True
             ):
                 lost = ~known[:, None]
                 here = log_prob[:, None].masked_fill(lost, self._uniform)
                 part = part.masked_fill(lost, math.exp(self._uniform))
-                recent, rare = (each.index_select(0, own - self.size) for each in windows)
+                recent, rare = (each.index_select(0, own - remembered) for each in windows)
                 log_probs[own] = self._adapt(here, part, recent, rare, joined[own, None])[:, 0]
         return [log_probs[end - len(tokens) : end].cpu() for tokens, end in zip(encoded, begins[1:], strict=True)]
 
@@ -183,10 +187,10 @@ class AdaptedHmmPredictor(Predictor):
         Args:
             log_words: log p(word | past) [n, m] of the HMM.
             probs: p(· | past) [n, W] of the HMM, of all words in the histories.
-            histories: [n, size] the words before; −1: none.
-            rarity: [n, size] `_rarity_of` them.
+            histories: [n, m] the words before, at most `size`; −1: none.
+            rarity: [n, m] `_rarity_of` them.
         """
-        device, weights = probs.device, self._weights.to(probs.device)
+        device, weights = probs.device, self._weights[-histories.shape[1] :].to(probs.device)
         share = torch.where(histories[:, -1:] >= 0, _SHARE, 0.0).double()  # at first there is nothing to adapt to
         recent = histories.clamp(min=0)
         ratios = rarity * weights  # r(w) / u(w), from each occurrence of w
