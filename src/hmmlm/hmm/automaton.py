@@ -203,8 +203,9 @@ class Automaton:
         return self._with_column([end], rows, after, torch.cat([before, torch.tensor([True, False])]))
 
     @check_arguments
-    def without(self, *tokens: int) -> Automaton:
+    def without(self, token: int, *others: int) -> Automaton:
         """Forbid tokens; keeps the numbers of automaton states and adds a hopeless one."""
+        tokens = [token, *others]
         check_words(tokens, self.vocab_size)
         lost = torch.full((self.states + 1,), self.states)
         rows = torch.cat([self.by_class, lost[:1].expand(1, self.classes)])
