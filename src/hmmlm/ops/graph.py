@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar
 import torch
 
 Result = TypeVar("Result")
-_STREAMS = 4
 
 
 def record(
@@ -35,9 +34,9 @@ def record(
 
 
 @cache
-def _side_streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """Return the streams of `side_by_side`, always the same: freed memory is reused in its own stream only."""
-    return [torch.cuda.Stream(device) for _ in range(_STREAMS)]
+def _side_stream(device: torch.device, index: int) -> torch.cuda.Stream:
+    """Return one of the streams of `side_by_side`, always the same: freed memory is reused in its own stream only."""
+    return torch.cuda.Stream(device)
 
 
 def side_by_side(device: torch.device, main: Callable[[], Any], *sides: Callable[[], Any]) -> tuple[Any, ...]:
@@ -46,13 +45,13 @@ def side_by_side(device: torch.device, main: Callable[[], Any], *sides: Callable
     The caller keeps whatever tensors they use until this returns: memory that is freed earlier could be allocated, and
     written, by another of them. Work that is launched after this waits for all. Works while a graph is captured.
 
-    A function may call this again. Not for functions that autograd records: their backward passes would run in the same
-    streams, and free memory that another stream still reads.
+    Not for functions that autograd records: their backward passes would run in the same streams, and free memory that
+    another stream still reads.
     """
     if device.type != "cuda":
         return main(), *(side() for side in sides)
     stream, found = torch.cuda.current_stream(device), list[Any]()
-    streams = [own for own in _side_streams(device) if own != stream][: len(sides)]
+    streams = [_side_stream(device, i) for i in range(len(sides))]
     for side, own in zip(sides, streams, strict=True):
         own.wait_stream(stream)
         with torch.cuda.stream(own):
