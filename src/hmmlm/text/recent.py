@@ -187,8 +187,8 @@ class AdaptedHmmPredictor(Predictor):
         Args:
             log_words: log p(word | past) [n, m] of the HMM.
             probs: p(· | past) [n, W] of the HMM, of all words in the histories.
-            histories: [n, m] the words before, at most `size`; −1: none.
-            rarity: [n, m] `_rarity_of` them.
+            histories: [n, r] the words before, r at most `size`; −1: none.
+            rarity: [n, r] `_rarity_of` them.
         """
         device, weights = probs.device, self._weights[-histories.shape[1] :].to(probs.device)
         share = torch.where(histories[:, -1:] >= 0, _SHARE, 0.0).double()  # at first there is nothing to adapt to
