@@ -11,7 +11,7 @@ such a block. Their results are merged in a fixed order, so results are determin
 # (kernel arguments are Triton's own pointers and numbers)
 
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -188,8 +188,11 @@ def _gradient_kernel(
         tl.store(grad_bias + to, columns_total, mask=i < n_own)
 
 
-def _tile(dtype: torch.dtype, h: int, kernel: str) -> dict[str, int | str]:
-    """Return tile sizes (tuned on an H200 for bfloat16, h = 256) and precision."""
+def _tile(dtype: torch.dtype, h: int, kernel: Literal["forward", "u", "w"]) -> dict[str, int | str]:
+    """Return tile sizes (tuned on an H200 for bfloat16, h = 256) and precision, of `forward` or the gradient of u or w.
+
+    Small blocks of u run in pairs on a processor: one multiplies while the other takes exponentials.
+    """
     whole = max(16, triton.next_power_of_2(h))
     if dtype == torch.float32:
         shared: dict[str, int | str] = {"PRECISION": dot_precision(dtype), "num_warps": 4, "num_stages": 2}
@@ -198,8 +201,11 @@ def _tile(dtype: torch.dtype, h: int, kernel: str) -> dict[str, int | str]:
         return {"BLOCK_OWN": 64, "BLOCK_OTHER": 32, "BLOCK_H": whole, **shared}
     shared = {"PRECISION": dot_precision(dtype), "num_warps": 8}
     if kernel == "forward":
-        block_h = whole if whole <= 256 else 64
-        return {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "BLOCK_H": block_h, "num_stages": 2, **shared}
+        if whole <= 256:
+            return {"BLOCK_ROWS": 256, "BLOCK_COLUMNS": 64, "BLOCK_H": whole, "num_stages": 3, **shared}
+        return {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "BLOCK_H": 64, "num_stages": 2, **shared}
+    if kernel == "u":
+        return {"BLOCK_OWN": 64, "BLOCK_OTHER": 64, "BLOCK_H": whole, **shared, "num_warps": 4, "num_stages": 2}
     return {"BLOCK_OWN": 128, "BLOCK_OTHER": 64, "BLOCK_H": whole, "num_stages": 3, **shared}
 
 
@@ -266,12 +272,11 @@ def backward(
     n, h = u.shape
     if h * u.element_size() > _WHOLE_ROW or not n:
         return chunked.backward(grad, u, w, bias, out)
-    tile = _tile(u.dtype, h, "gradient")
-    block, across = int(tile["BLOCK_OWN"]), int(tile["BLOCK_OTHER"])
-
     def gradient(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute the gradient of `own` (u or w), and that of the bias if `own` is w."""
         n_own, n_other = own.shape[0], other.shape[0]
+        tile = _tile(u.dtype, h, "u" if own is u else "w")
+        block, across = int(tile["BLOCK_OWN"]), int(tile["BLOCK_OTHER"])
         schedule = _schedule(n_own, n_other, block, across, u.device)
         n_whole, splits, _, split_rows = schedule
         n_results = n_own + (splits - 1) * split_rows
