@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
 from hmmlm.models.base import BlockCount, BlockedConfig, FactoredBlockedModel, Model, ModelConfig, one_block
-from hmmlm.models.networks import Residual, initialize_linears_
+from hmmlm.models.networks import Residual, distinct_rows, initialize_linears_
 from hmmlm.ops.blocked_emission import blocked_emission
 from hmmlm.ops.blocked_scan import Features
+from hmmlm.ops.graph import side_by_side
 from hmmlm.section import Fraction, ModelSize, States, Width
 from hmmlm.structure.blocks import Blocks
 
@@ -118,8 +119,11 @@ class Neural(FactoredBlockedModel):
                 nn.init.kaiming_uniform_(table, generator=generator)
 
     def embed(self, states: Tensor | None) -> Tensor:
-        """Return the embeddings [n, h] of the given states, or of all."""
-        own = self.embedding if states is None else self.embedding.index_select(0, states)
+        """Return the embeddings [n, h] of the given states, which are all different, or of all states."""
+        return self._join(self.embedding if states is None else distinct_rows(self.embedding, states), states)
+
+    def _join(self, own: Tensor, states: Tensor | None) -> Tensor:
+        """Return the embeddings [n, h] of states from their own parts."""
         if self.block_embedding is None:
             return own
         if states is None:
@@ -131,7 +135,8 @@ class Neural(FactoredBlockedModel):
         """Compute u [n, h] of states with the given embeddings [n, h], and that of the `carried` states, if any."""
         if carried is None:
             return self.networks["out"](embedding), None
-        every = torch.cat([embedding, self.embed(carried)])
+        again = self._join(self.embedding.index_select(0, carried), carried)  # sequences may carry the same states
+        every = torch.cat([embedding, again])
         u, u_carried = self.networks["out"](every).split([len(embedding), len(carried)])
         return u, u_carried
 
@@ -148,6 +153,11 @@ class Neural(FactoredBlockedModel):
 
     def features_of(self, states: Tensor | None, carried: Tensor | None = None) -> tuple[Features, Tensor | None]:
         embedding = self.embed(states)
-        u, u_carried = self.leaving(embedding, carried)
-        w, log_start = self.entering(embedding)
-        return Features(self.blocks.block_of_word, u, w, log_start, self.emitting(embedding)), u_carried
+        (u, u_carried), (w, log_start), log_emission = side_by_side(
+            embedding.device,
+            lambda: self.leaving(embedding, carried),
+            lambda: self.entering(embedding),
+            lambda: self.emitting(embedding),
+            shared=embedding,
+        )
+        return Features(self.blocks.block_of_word, u, w, log_start, log_emission), u_carried

@@ -8,8 +8,11 @@ from functools import cache
 from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 Result = TypeVar("Result")
+_STREAMS = 4
 
 
 def record(
@@ -34,29 +37,38 @@ def record(
 
 
 @cache
-def _side_stream(device: torch.device, index: int) -> torch.cuda.Stream:
-    """Return one of the streams of `side_by_side`, always the same: freed memory is reused in its own stream only."""
-    return torch.cuda.Stream(device)
+def _side_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """Return the streams of `side_by_side`, always the same: freed memory is reused in its own stream only."""
+    return [torch.cuda.Stream(device) for _ in range(_STREAMS)]
 
 
-def side_by_side(device: torch.device, main: Callable[[], Any], *sides: Callable[[], Any]) -> tuple[Any, ...]:
+def side_by_side(
+    device: torch.device, main: Callable[[], Any], *sides: Callable[[], Any], shared: Tensor | None = None
+) -> tuple[Any, ...]:
     """Call functions that launch independent work, on a GPU each in a stream of its own; return their results.
 
     The caller keeps whatever tensors they use until this returns: memory that is freed earlier could be allocated, and
     written, by another of them. Work that is launched after this waits for all. Works while a graph is captured.
 
-    Not for functions that autograd records: their backward passes would run in the same streams, and free memory that
-    another stream still reads.
+    A function may call this again. The backward pass of a function runs in its stream too.
+
+    Args:
+        shared: a tensor that the backward passes of the sides read, and that was allocated before.
     """
     if device.type != "cuda":
         return main(), *(side() for side in sides)
     stream, found = torch.cuda.current_stream(device), list[Any]()
-    streams = [_side_stream(device, i) for i in range(len(sides))]
+    streams = [own for own in _side_streams(device) if own != stream][: len(sides)]
     for side, own in zip(sides, streams, strict=True):
         own.wait_stream(stream)
+        if shared is not None:
+            shared.record_stream(own)
         with torch.cuda.stream(own):
             found.append(side())
     first = main()
     for own in streams:
         stream.wait_stream(own)
+    for tensor in tree_leaves(found):
+        if isinstance(tensor, Tensor):
+            tensor.record_stream(stream)  # freed memory is not reused in its own stream before this one has read it
     return first, *found
