@@ -162,15 +162,15 @@ def test_the_kernels_compile(vocab: int, monkeypatch: pytest.MonkeyPatch) -> Non
     joint, row = torch.zeros(2, steps + 1, batch, states, dtype=torch.bfloat16), torch.zeros(steps, batch)
     seed, done = torch.zeros(batch), torch.zeros(batch, dtype=torch.bool)
     result = KernelForward(chain.scores, joint, row, row, seed, chain.scores[0], seed, done)
-    _, _, gradient = accumulate_words(chain, result, seed)
-    names = ["normalizer_kernel", "gather_kernel", "sum_words_kernel", "join_words_kernel", "weigh_kernel"]
+    updating = compiled.record(monkeypatch, updates)
+    _, _, gradient, parts = accumulate_words(chain, result, seed)
+    names = ["mark_words_kernel", "normalizer_kernel", "gather_kernel"]
+    names += ["sum_words_kernel", "join_words_kernel", "weigh_kernel"]
     assert [kernel.__name__ for kernel, _, _ in launches] == names
     compiled.check(launches, "sum_words_kernel")
-    updating = compiled.record(monkeypatch, updates)
     moments = Moments(torch.zeros(()), torch.zeros(states, vocab), torch.zeros(states, vocab))
     settings = UPDATES["weight decay"]
-    squares = updates.square_norm(gradient)
-    _, plan = updates.plan_step(gradient, moments, settings, torch.zeros(()), squares, torch.zeros(()))
+    _, plan = updates.plan_step(gradient, parts, moments, settings, torch.zeros(()))
     updates.update(logits.log_emission, gradient, moments, settings, plan)
     assert [kernel.__name__ for kernel, _, _ in updating] == ["norm_kernel", "plan_kernel", "update_kernel"]
     for launch in [*launches, *updating]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from helpers.dense_scan import make_problem
 from hmmlm.ops.scan import Evidence, Parameters, scan, softmax_scan
-from hmmlm.ops.softmax_adamw import LogitGradient
+from hmmlm.ops.softmax_adamw import GradientNorm, LogitGradient
 from hmmlm.ops.softmax_adamw.naive import Moments, Settings
 
 SCANS: list[tuple[tuple[int, int, int, int], dict[str, Any]]] = [
@@ -54,14 +54,14 @@ def scan_exactly(logits: Parameters, evidence: Evidence, weight: Tensor) -> tupl
 
 def scan_logits(
     logits: Parameters, evidence: Evidence, weight: Tensor
-) -> tuple[Tensor, tuple[Tensor, Tensor, LogitGradient]]:
-    """Return log-likelihoods and the gradients of the logits as the kernels compute them."""
+) -> tuple[Tensor, tuple[Tensor, Tensor, LogitGradient], GradientNorm]:
+    """Return log-likelihoods, the gradients of the logits and their norm as the kernels compute them."""
     leaves = [p.detach().clone().requires_grad_() for p in (logits.log_start, logits.log_transition)]
     found = softmax_scan(Parameters(*leaves, logits.log_emission), evidence, "triton")
     assert found is not None
     start, transition = torch.autograd.grad(found[0].log_likelihood, leaves, weight)
-    assert found[1].value is not None
-    return found[0].log_likelihood.detach(), (start, transition, found[1].value)
+    assert found[1].value is not None and found[1].norm is not None
+    return found[0].log_likelihood.detach(), (start, transition, found[1].value), found[1].norm
 
 
 def check_scan(size: tuple[int, int, int, int], device: torch.device | str, **options: Any) -> None:
@@ -70,17 +70,15 @@ def check_scan(size: tuple[int, int, int, int], device: torch.device | str, **op
 
     logits, evidence = make_logits(size, device, **options)
     weight = torch.linspace(-1, 2, size[2], device=device)
-    got, (start, transition, pending) = scan_logits(logits, evidence, weight)
+    got, (start, transition, pending), parts = scan_logits(logits, evidence, weight)
     want, gradients = scan_exactly(logits, evidence, weight)
     torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-5)
     for found, expected in zip((start, transition, pending.dense(logits.log_emission)), gradients, strict=True):
         torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-4, atol=2e-5 * weight.abs().sum().item())
     moments = Moments(*(torch.zeros((), device=device) for _ in range(3)))
     settings = Settings((0.9, 0.9), 1e-8, 0.0, clip=1.0)
-    other = torch.tensor(2.0, device=device)
-    rate, squares = torch.ones((), device=device), kernels.square_norm(pending)
-    norm, _ = kernels.plan_step(pending, moments, settings, rate, squares, other)
-    exact = (gradients[2].square().sum() + 4).sqrt()
+    norm, _ = kernels.plan_step(pending, parts, moments, settings, torch.ones((), device=device))
+    exact = sum(gradient.square().sum() for gradient in gradients).sqrt()
     torch.testing.assert_close(norm.cpu().double(), exact, rtol=1e-4, atol=1e-5)
 
 
@@ -101,7 +99,7 @@ def check_updates(settings: Settings, device: torch.device | str, size: tuple[in
         given = Parameters(logits.log_start, logits.log_transition, ours)
         evidence = evidence._replace(tokens=evidence.tokens.roll(1, 0))
         weight = torch.full((size[2],), -1.0 / evidence.tokens.numel(), device=device)
-        _, (_, _, gradient) = scan_logits(given, evidence, weight)
+        _, (_, _, gradient), parts = scan_logits(given, evidence, weight)
         theirs.grad = gradient.dense(ours).cpu().double()
         other.grad = torch.full_like(other, 0.05)
         for group in optimizer.param_groups:
@@ -110,9 +108,8 @@ def check_updates(settings: Settings, device: torch.device | str, size: tuple[in
         if settings.clip:
             torch.nn.utils.clip_grad_norm_([theirs, other], settings.clip)
         optimizer.step()
-        squares, norm_of_other = kernels.square_norm(gradient), torch.tensor(0.05, device=device)
-        rate.fill_(0.01 * (number + 1))
-        norm, plan = kernels.plan_step(gradient, moments, settings, rate, squares, norm_of_other)
+        parts = parts._replace(others=torch.tensor([0.05], device=device))
+        norm, plan = kernels.plan_step(gradient, parts, moments, settings, rate.fill_(0.01 * (number + 1)))
         kernels.update(ours, gradient, moments, settings, plan)
         if settings.clip:
             torch.testing.assert_close(norm.cpu().double(), want, rtol=1e-5, atol=1e-7)

@@ -14,7 +14,6 @@ from hmmlm.config.sections import AdamWConfig
 from hmmlm.data.batches import Batch
 from hmmlm.ops.graph import side_by_side
 from hmmlm.ops.scan import PendingGradient
-from hmmlm.ops.softmax_adamw import LogitGradient
 from hmmlm.ops.softmax_adamw.naive import Moments, Settings
 from hmmlm.ranks import world
 from hmmlm.runs.checkpoint import load_tensors
@@ -91,18 +90,19 @@ class AdamW:
         # Not checking for finite norms, which would wait for the device: the training loop checks the loss.
         if pending:
             ((name, gradient),) = pending.items()
-            assert gradient.value is not None  # the backward pass has run
-            self._update_with_logits(self.module.get_parameter(name), gradient.value, gradients)
+            self._update_with_logits(self.module.get_parameter(name), gradient)
         else:
-            if self.clip:
-                torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.clip, self._norm(gradients))
-            self.optimizer.step()
+            self._step(((self._norm(gradients) + 1e-6) / self.clip).clamp_(min=1.0) if self.clip else None)
         self.optimizer.zero_grad()
 
-    def _update_with_logits(
-        self, logits: nn.Parameter, gradient: LogitGradient, gradients: Mapping[str, Tensor]
-    ) -> None:
-        """Take the step of all parameters, of which `logits` are not among the `gradients`.
+    def _step(self, divisor: Tensor | None) -> None:
+        """Take the step of all parameters that have a gradient, which is divided by a number [], if there is one."""
+        # The kernel divides, so that clipping takes no pass over the gradients of its own. It reads a float32.
+        self.optimizer.grad_scale = None if divisor is None else divisor.float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+
+    def _update_with_logits(self, logits: nn.Parameter, pending: PendingGradient) -> None:
+        """Take the step of all parameters, of which `logits` have their gradient in `pending`.
 
         Logits are most of a model. The rest is small, and its kernels fill little of a GPU: they run beside.
         """
@@ -115,25 +115,13 @@ class AdamW:
         group = next(group for group in self.optimizer.param_groups if any(p is logits for p in group["params"]))
         settings = Settings(group["betas"], group["eps"], group["weight_decay"], self.clip)
         moments = Moments(state["step"], state["exp_avg"], state["exp_avg_sq"])
-        squares = other_norm = self.rate  # not read without clipping
-        if self.clip:
-            # One kernel per matrix: torch's foreach functions divide the work into parts of 64K numbers, too few here.
-            squares, other_norm = side_by_side(
-                logits.device,
-                lambda: kernels.square_norm(gradient),
-                lambda: torch.stack([torch.linalg.vector_norm(other) for other in gradients.values()]).norm(),
-            )
-        _, plan = kernels.plan_step(gradient, moments, settings, self.rate, squares, other_norm)
-
-        def update_others() -> None:
-            if self.clip:
-                torch._foreach_mul_(list(gradients.values()), plan[0])
-            self.optimizer.step()
-
+        gradient, norm = pending.value, pending.norm
+        assert gradient is not None and norm is not None  # the backward pass has run
+        _, plan = kernels.plan_step(gradient, norm, moments, settings, self.rate)
         side_by_side(
             logits.device,
             lambda: kernels.update(logits.detach(), gradient, moments, settings, plan),
-            update_others,
+            lambda: self._step(plan[0].reciprocal() if self.clip else None),
         )
 
     def _norm(self, gradients: Mapping[str, Tensor]) -> Tensor:

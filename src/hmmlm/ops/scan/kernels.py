@@ -324,14 +324,15 @@ def weigh_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_Z: tl.constexpr,
 ):
-    """One program per step and block of states: compute w times seed.
+    """One program per step, block of states and part of the sequences: compute w times seed.
 
-    weights holds it where the position has a predecessor; begun[t, z] sums it over sequences where the chain begins.
+    weights holds it where the position has a predecessor; begun[part, t, z] sums it over the sequences of a part where
+    the chain begins.
     """
-    t = tl.program_id(1)
+    t, part, parts = tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     z = tl.program_id(0) * BLOCK_Z + tl.arange(0, BLOCK_Z)
     total = tl.zeros([BLOCK_Z], tl.float32)
-    for first in range(0, BATCH, BLOCK_B):
+    for first in range(part * BLOCK_B, BATCH, parts * BLOCK_B):
         b = first + tl.arange(0, BLOCK_B)
         here = b < BATCH
         row = t.to(tl.int64) * BATCH + b
@@ -347,4 +348,4 @@ def weigh_kernel(
         total += tl.sum(tl.where(begins[:, None], value, 0.0), 0)
         value = tl.where(begins[:, None], 0.0, value)
         tl.store(weights + at, value.to(weights.dtype.element_ty), mask=mask)
-    tl.store(begun + t * STATES + z, total, mask=z < STATES)
+    tl.store(begun + (part * tl.num_programs(1) + t) * STATES + z, total, mask=z < STATES)

@@ -14,14 +14,15 @@ from torch.autograd.function import once_differentiable
 from hmmlm.ops.common import NEG_INF, Carry, Impl, Scan, capturing, choose_kernels, product_dtype, without_autocast
 from hmmlm.ops.scan.api import unsupported
 from hmmlm.ops.scan.naive import Evidence, Parameters
-from hmmlm.ops.softmax_adamw import LogitGradient
+from hmmlm.ops.softmax_adamw import GradientNorm, LogitGradient
 
 
 @dataclass
 class PendingGradient:
-    """The gradient of emission logits, from the moment the backward pass has run."""
+    """The gradient of emission logits, and the norm of that of all logits, once the backward pass has run."""
 
     value: LogitGradient | None = None
+    norm: GradientNorm | None = None
 
 
 def softmax_scan(logits: Parameters, evidence: Evidence, impl: Impl = "auto") -> tuple[Scan, PendingGradient] | None:
@@ -76,5 +77,7 @@ class _SoftmaxScan(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         seed = grad.masked_fill(ctx.ignored, 0.0)
         with without_autocast(grad):
-            start, transition, ctx.pending.value = ctx.kernels.accumulate_words(ctx.chain, ctx.result, seed)
+            start, transition, ctx.pending.value, ctx.pending.norm = ctx.kernels.accumulate_words(
+                ctx.chain, ctx.result, seed
+            )
         return start, transition, None, None, None, None, None

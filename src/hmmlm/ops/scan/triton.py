@@ -30,10 +30,12 @@ from hmmlm.ops.scan.naive import Evidence, Parameters
 from hmmlm.ops.scan.word_kernels import (
     expand_words_kernel,
     join_words_kernel,
+    mark_words_kernel,
     normalizer_kernel,
     sum_words_kernel,
 )
-from hmmlm.ops.softmax_adamw import LogitGradient
+from hmmlm.ops.softmax_adamw import GradientNorm, LogitGradient
+from hmmlm.ops.softmax_adamw.triton import square_norm
 
 _FLOOR = FLOOR[torch.float32]
 # Number of states from which products use the library. The fused kernel reads its operands Z/64 and B/128 times from
@@ -45,7 +47,9 @@ _GATHER = {"BLOCK_Z": 64, "BLOCK_N": 32, "num_warps": 4}
 _MEET = {"BLOCK_N": 4, "BLOCK_Z": 512, "num_warps": 4}
 _FINISH = {"BLOCK_T": 32, "BLOCK_Z": 512, "num_warps": 4}
 _WEIGH = {"BLOCK_B": 32, "BLOCK_Z": 128, "num_warps": 4}
+_WEIGH_PARTS = 8  # of the sequences, at most
 _NORMALIZE = 4096  # logits of a row that are read at once
+_MARK = 128
 _SUM = {"BLOCK_N": 64, "BLOCK_Z": 64, "num_warps": 4}
 _EXPAND = {"BLOCK_Z": 32, "BLOCK_V": 64, "num_warps": 4}
 _JOINED = 16  # chunks whose sums are added at once
@@ -172,8 +176,8 @@ def _normalize(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Compute log_normalizer and spread of `Normalizers` from logits [Z, V] and a batch of tokens [N]."""
     states, n_words = logits.shape
     log_normalizer, spread = logits.new_empty(states), logits.new_empty(states)
-    absent = torch.ones(n_words + 1, dtype=torch.uint8, device=logits.device)
-    absent.index_fill_(0, tokens.long(), 0)  # the last one is of missing tokens, −1
+    absent = torch.ones(n_words, dtype=torch.uint8, device=logits.device)
+    mark_words_kernel[(triton.cdiv(len(tokens), _MARK),)](tokens, absent, len(tokens), BLOCK=_MARK)
     block = min(_NORMALIZE, triton.next_power_of_2(n_words))
     normalizer_kernel[(states,)](
         logits,
@@ -361,31 +365,56 @@ def accumulate(chain: KernelChain, result: KernelForward, seed: Tensor, shape: t
     return Parameters(start, transition, emission), first
 
 
-def accumulate_words(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor, LogitGradient]:
-    """Compute the gradient of the logits of start [Z], transition [Z, Z] and emissions."""
+def accumulate_words(
+    chain: KernelChain, result: KernelForward, seed: Tensor
+) -> tuple[Tensor, Tensor, LogitGradient, GradientNorm]:
+    """Compute the gradient of the logits of start [Z], transition [Z, Z] and emissions, and its norm."""
     assert chain.normalizers is not None
     edges, log_normalizer, spread, log_transition, _ = chain.normalizers
+    norms = seed.new_empty(2)
+
+    def of_words() -> tuple[LogitGradient, Tensor]:
+        sums, total = _word_sums(chain, result, seed, edges)
+        scores = chain.scores.view(sums.shape)
+        gradient = LogitGradient(log_normalizer, spread, chain.words, chain.order, edges, scores, sums, total)
+        return gradient, square_norm(gradient)
 
     def of_states() -> tuple[Tensor, Tensor]:
-        start, transition, _ = _state_counts(chain, result, seed)
-        start -= chain.start * start.sum()
-        return start, torch._log_softmax_backward_data(transition, log_transition, 1, transition.dtype)
+        weights, begun = _weights(chain, result, seed)
 
-    (sums, total), (start, transition) = side_by_side(
-        seed.device, lambda: _word_sums(chain, result, seed, edges), of_states
-    )
-    scores = chain.scores.view(sums.shape)
-    gradient = LogitGradient(log_normalizer, spread, chain.words, chain.order, edges, scores, sums, total)
-    return start, transition, gradient
+        def of_transition() -> Tensor:
+            counts = _transition_counts(chain, result, weights)
+            gradient = torch._log_softmax_backward_data(counts, log_transition, 1, counts.dtype)
+            torch.linalg.vector_norm(gradient, out=norms[0])
+            return gradient
+
+        def of_start() -> Tensor:
+            counts = begun.sum(0) * chain.start
+            counts -= chain.start * counts.sum()
+            torch.linalg.vector_norm(counts, out=norms[1])
+            return counts
+
+        transition, start = side_by_side(seed.device, of_transition, of_start)
+        return start, transition
+
+    (gradient, squares), (start, transition) = side_by_side(seed.device, of_words, of_states)
+    return start, transition, gradient, GradientNorm(squares, norms)
 
 
 def _state_counts(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the expected counts of start [Z] and transition [Z, Z], and w times seed at position 0 [B, Z]."""
+    weights, begun = _weights(chain, result, seed)
+    return begun.sum(0) * chain.start, _transition_counts(chain, result, weights), weights[0]
+
+
+def _weights(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute w times seed [T, B, Z], and sums of it over sequences where they begin [n, Z]; all n together are whole."""
     steps, batch, states = chain.scores.shape
-    alpha, ahead = result.joint
+    ahead = result.joint[1]
     weights = torch.empty_like(ahead[:steps])
-    begun, seed = seed.new_empty(steps, states), seed.contiguous()
-    weigh_kernel[(triton.cdiv(states, _WEIGH["BLOCK_Z"]), steps)](
+    parts = min(_WEIGH_PARTS, triton.cdiv(batch, _WEIGH["BLOCK_B"]))
+    begun, seed = seed.new_empty(parts * steps, states), seed.contiguous()
+    weigh_kernel[(triton.cdiv(states, _WEIGH["BLOCK_Z"]), steps, parts)](
         ahead,
         result.agreement,
         seed,
@@ -398,9 +427,17 @@ def _state_counts(chain: KernelChain, result: KernelForward, seed: Tensor) -> tu
         STATES=states,
         **_WEIGH,
     )
-    first = int(chain.initial is None)
-    transition = matmul(alpha[first:steps].view(-1, states).t(), weights[first:].view(-1, states))
-    return begun.sum(0) * chain.start, transition.mul_(chain.transition), weights[0]
+    if chain.restart is None:  # all begin at the first step
+        begun = begun.view(parts, steps, states)[:, 0]
+    return weights, begun
+
+
+def _transition_counts(chain: KernelChain, result: KernelForward, weights: Tensor) -> Tensor:
+    """Compute the expected counts of transitions [Z, Z] from `_weights`."""
+    (steps, _, states), first = chain.scores.shape, int(chain.initial is None)
+    alpha = result.joint[0]
+    counts = matmul(alpha[first:steps].view(-1, states).t(), weights[first:].view(-1, states))
+    return counts.mul_(chain.transition)
 
 
 def _edges(words: Tensor, n_words: int) -> Tensor:

@@ -13,6 +13,14 @@ from hmmlm.ops.scan.kernels import _factor
 
 
 @triton.jit
+def mark_words_kernel(tokens, absent, n_tokens, BLOCK: tl.constexpr):
+    """One program per block of tokens: absent[word] = 0 for every word of the batch."""
+    k = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(tokens + k, mask=k < n_tokens, other=-1).to(tl.int32)
+    tl.store(absent + word, tl.zeros([BLOCK], tl.uint8), mask=word >= 0)
+
+
+@triton.jit
 def normalizer_kernel(logits, absent, log_normalizer, spread, COLUMNS, BLOCK: tl.constexpr):
     """One program per row: log Σ exp(logits), and spread = Σ p² over the words that are absent from the batch.
 

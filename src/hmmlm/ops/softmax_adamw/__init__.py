@@ -3,6 +3,6 @@
 `naive` has the gradient as a matrix; `triton` computes its norm and takes the step in one pass over logits and moments.
 """
 
-from hmmlm.ops.softmax_adamw.naive import LogitGradient
+from hmmlm.ops.softmax_adamw.naive import GradientNorm, LogitGradient
 
-__all__ = ["LogitGradient"]
+__all__ = ["GradientNorm", "LogitGradient"]

@@ -30,6 +30,13 @@ class LogitGradient(NamedTuple):
         return columns - (logits - self.log_normalizer[:, None]).exp() * self.total[:, None]
 
 
+class GradientNorm(NamedTuple):
+    """Parts of the norm of the gradient of all parameters; those of words that are not in the batch are missing."""
+
+    words: Tensor  # [] Σ g² of the logits in the columns of the words of the batch
+    others: Tensor  # [n] norms of the gradients of all other parameters
+
+
 class Moments(NamedTuple):
     """State of AdamW for one parameter, as torch's optimizer has it."""
 

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hmmlm.ops.softmax_adamw.naive import LogitGradient, Moments, Settings
+from hmmlm.ops.softmax_adamw.naive import GradientNorm, LogitGradient, Moments, Settings
 
 _NORM = {"BLOCK_N": 32, "BLOCK_Z": 64, "num_warps": 4}
 _UPDATE = {"BLOCK_Z": 32, "BLOCK_V": 64, "num_warps": 4}
-_PLAN = 1024  # states that are read at once
+_PLAN = 1024  # states that are read at once, and the most norms of other parameters
 _NEVER = -1e30  # logarithm of a β of 0
 
 
@@ -51,7 +51,7 @@ def norm_kernel(
 @triton.jit
 def plan_kernel(
     squares,
-    other_norm,
+    others,
     total,
     spread,
     rate,
@@ -59,6 +59,7 @@ def plan_kernel(
     norm,
     plan,
     STATES,
+    N_OTHERS,
     CLIP: tl.constexpr,
     DECAY: tl.constexpr,
     LOG_BETA1: tl.constexpr,
@@ -76,8 +77,9 @@ def plan_kernel(
             z = first + tl.arange(0, BLOCK)
             whole = tl.load(total + z, mask=z < STATES, other=0.0)
             parts += whole * whole * tl.load(spread + z, mask=z < STATES, other=0.0)
-        other = tl.load(other_norm)
-        found = tl.sqrt(tl.sum(parts, 0) + tl.load(squares) + other * other)
+        k = tl.arange(0, BLOCK)
+        other = tl.load(others + k, mask=k < N_OTHERS, other=0.0)
+        found = tl.sqrt(tl.sum(parts + other * other, 0) + tl.load(squares))
         tl.store(norm, found)
         factor = CLIP / (found + 1e-6)
         factor = tl.where(factor > 1.0, 1.0, factor)  # a norm of NaN remains
@@ -157,21 +159,20 @@ def square_norm(gradient: LogitGradient) -> Tensor:
 
 
 def plan_step(
-    gradient: LogitGradient, moments: Moments, settings: Settings, rate: Tensor, squares: Tensor, other_norm: Tensor
+    gradient: LogitGradient, parts: GradientNorm, moments: Moments, settings: Settings, rate: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the norm [] of the whole gradient (undefined without clipping) and the factors of the step; count it.
 
     Args:
+        parts: of that norm; there are at most a thousand other parameters.
         rate: [] the learning rate.
-        squares: [] of `square_norm`; not read without clipping, nor is other_norm.
-        other_norm: [] norm of the gradients of all other parameters.
     """
     states = gradient.sums.shape[1]
-    norm, plan = torch.empty_like(other_norm), gradient.total.new_empty(4)
+    norm, plan = torch.empty_like(parts.words), gradient.total.new_empty(4)
     log_betas = [math.log(beta) if beta else _NEVER for beta in settings.betas]
     plan_kernel[(1,)](
-        squares,
-        other_norm,
+        parts.words,
+        parts.others,
         gradient.total,
         gradient.spread,
         rate,
@@ -179,6 +180,7 @@ def plan_step(
         norm,
         plan,
         states,
+        len(parts.others),
         CLIP=settings.clip,
         DECAY=settings.weight_decay,
         LOG_BETA1=log_betas[0],
