@@ -25,7 +25,7 @@ from hmmlm.errors import InputError
 from hmmlm.hmm.ahead import CELLS, Ahead, Edges, live_states, tables_ahead
 from hmmlm.hmm.automaton import Automaton, check_words
 from hmmlm.hmm.checks import check_count
-from hmmlm.hmm.guided_step import Plan, make_plan
+from hmmlm.hmm.guided_step import Plan, make_plan, with_table
 from hmmlm.hmm.logmatrix import log_ratio
 from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.ops.common import NEG_INF, logsumexp
@@ -62,11 +62,10 @@ class Node:
 
 
 class Moves(NamedTuple):
-    """The tokens that may follow an automaton state."""
+    """The tokens that may follow an automaton state. All but `group_of` are on the CPU."""
 
     many: Tensor  # [m] the automaton states that more than FEW tokens lead to
-    group_of: Tensor  # [V] the index in `many` of each token; m for the others
-    cells: Tensor | None  # [V] int32: that index · U + the column of each token, of U columns; None: 0 and its own
+    group_of: Tensor  # [V] int16: the index in `many` of each token; m for the others
     few_tokens: Tensor  # [n] the other tokens
     few_states: Tensor  # [n] the automaton states that they lead to
 
@@ -75,7 +74,7 @@ class Reached(NamedTuple):
     """The rows of a table of the recursion that score the tokens which may follow an automaton state."""
 
     places: list[int]  # [m] of the automaton states that many tokens lead to; −1: not accepted any more
-    tokens: Tensor  # [n] the tokens that are scored alone
+    tokens: Tensor  # [n] the tokens that are scored alone, on the CPU
     rows: list[int]  # [n] their rows
 
 
@@ -99,6 +98,7 @@ class Guide:
         self.end: int | None = None
         """The token after which a text is over, of a guide whose texts have one."""
         self._known_moves: dict[int, Moves] = {}
+        self._known_cells: dict[int, Tensor] = {}
         self._nodes: dict[tuple[int, int], Node] = {}
         self._known_reached: dict[tuple[int, int], Reached] = {}
         self._plans: dict[tuple[int, int], Plan] = {}
@@ -186,6 +186,13 @@ class Guide:
     def _class_of(self) -> Tensor:
         return self.automaton.class_of.to(self.hmm.device).long()
 
+    @cached_property
+    def _tokens_of(self) -> tuple[Tensor, ...]:
+        """The tokens of each class."""
+        class_of = self.automaton.class_of
+        sizes: list[int] = class_of.bincount(minlength=self.automaton.classes).tolist()
+        return class_of.argsort().split(sizes)
+
     @check_arguments
     def moves(self, state: int) -> Moves:
         """Return the tokens that may follow an automaton state."""
@@ -194,19 +201,38 @@ class Guide:
         if known is None:
             if len(self._known_moves) == KNOWN_MOVES:
                 self._known_moves.clear()
-            following = self.automaton.by_class[state][self.automaton.class_of].long()
-            reached, group_of, counts = following.unique(return_inverse=True, return_counts=True)
+            # By classes of tokens, which are far fewer than tokens.
+            following, tokens_of = self.automaton.by_class[state].long(), self._tokens_of
+            sizes = torch.tensor([len(tokens) for tokens in tokens_of])
+            reached, group = following.unique(return_inverse=True)
+            counts = torch.zeros_like(reached).index_add_(0, group, sizes)
             many = (counts > FEW).nonzero()[:, 0]
-            few = (counts <= FEW)[group_of].nonzero()[:, 0]
+            few = (counts <= FEW)[group].nonzero()[:, 0]
             number = torch.full_like(reached, len(many), dtype=torch.int16)
             number[many] = torch.arange(len(many), dtype=torch.int16)
-            device, column_of = self.hmm.device, self.hmm.column_of_word
-            group_of, cells = number[group_of].to(device), None
-            if column_of is not None or len(many) != 1:
-                columns = torch.arange(len(group_of), device=device) if column_of is None else column_of
-                cells = (group_of.long() * (int(columns.max()) + 1) + columns).int()
-            known = self._known_moves[state] = Moves(reached[many], group_of, cells, few.to(device), following[few])
+            known = self._known_moves[state] = Moves(
+                reached[many],
+                number[group].to(self.hmm.device)[self._class_of],
+                torch.cat([sizes[:0], *(tokens_of[each] for each in few.tolist())]),
+                following[few].repeat_interleave(sizes[few]),
+            )
         return known
+
+    def cells(self, state: int) -> Tensor | None:
+        """Return the place of each token [V] in a table with a row for each of `Moves.many`, by columns of emissions.
+
+        None if that is its own: there is one row, and every token has its own column.
+        """
+        moves, columns = self.moves(state), self.hmm.column_of_word
+        if columns is None and len(moves.many) == 1:
+            return None
+        if state not in self._known_cells:
+            if len(self._known_cells) == KNOWN_MOVES:
+                self._known_cells.clear()
+            if columns is None:
+                columns = torch.arange(self.hmm.vocab_size, device=self.hmm.device)
+            self._known_cells[state] = (moves.group_of.long() * (int(columns.max()) + 1) + columns).int()
+        return self._known_cells[state]
 
     def reached(self, state: int, remaining: int) -> Reached:
         """Return the rows of the table of `ahead` that score the tokens after an automaton state."""
@@ -218,9 +244,7 @@ class Guide:
             moves = self.moves(state)
             rows = row_of[moves.few_states]
             alone = (rows >= 0).nonzero()[:, 0]
-            known = Reached(
-                row_of[moves.many].tolist(), moves.few_tokens[alone.to(moves.few_tokens.device)], rows[alone].tolist()
-            )
+            known = Reached(row_of[moves.many].tolist(), moves.few_tokens[alone], rows[alone].tolist())
             self._known_reached[state, id(row_of)] = known
         return known
 
@@ -235,9 +259,10 @@ class Guide:
 
     def node_after(self, node: Node, token: int) -> Node:
         """Return the node after one more token, which is not checked."""
-        state = self.automaton.step(node.automaton, token)
-        # A text that is longer than its guide, and may be, stays accepted with every further token.
-        return self.node(state, node.remaining - 1 or int(self.automaton.accepting[state]))
+        state, remaining = self.automaton.step(node.automaton, token), node.remaining - 1
+        if not remaining:  # a text that is longer than its guide, and may be, stays accepted with every further token
+            remaining = int(self.automaton.accepting[state])
+        return self._nodes.get((state, remaining)) or self.node(state, remaining)
 
     @cached_property
     def _settled(self) -> list[bool]:
@@ -257,7 +282,7 @@ class Guide:
                 places, tokens, rows = self.reached(node.automaton, node.remaining)
                 alone, group_of = list(zip(tokens.tolist(), rows, strict=True)), self.moves(node.automaton).group_of
                 plan = self._plans[key] = make_plan(ahead.log_probs, group_of, places, alone)
-            node.plan = plan._replace(table=ahead.log_probs)
+            node.plan = with_table(plan, ahead.log_probs)
         return node.plan
 
     @check_arguments
@@ -354,7 +379,6 @@ def score_positions(guided: Sequence[tuple[Guide, Position]], relative: bool = F
     hmm = guided[0][0].hmm
     log_states = torch.stack([position.log_state for _, position in guided])
     tables = [guide.ahead(position) for guide, position in guided]
-    moves = [guide.moves(position.automaton) for guide, position in guided]
     reached = [guide.reached(position.automaton, position.remaining) for guide, position in guided]
     result = torch.full((len(guided), hmm.vocab_size), NEG_INF, dtype=log_states.dtype, device=hmm.device)
     # One row of the product for each automaton state that many tokens lead to, unless it has no row of the table.
@@ -365,20 +389,22 @@ def score_positions(guided: Sequence[tuple[Guide, Position]], relative: bool = F
     if kept:
         # At most 0: the terms of a ratio are rounded differently.
         joint = hmm.emit_ratio(weights, log_states, rows).clamp_(max=0) if relative else hmm.emit_columns(weights)
-    for row, (each, (places, _, _)) in enumerate(zip(moves, reached, strict=True)):
+    for row, ((guide, position), (places, _, _)) in enumerate(zip(guided, reached, strict=True)):
         count = len(places) - places.count(-1)
         own, first = joint[first : first + count], first + count
         if not count:
             continue
-        if each.cells is None:
+        cells = guide.cells(position.automaton)
+        if cells is None:
             result[row] = own[0]
-            result[row, each.few_tokens] = NEG_INF
+            result[row, guide.moves(position.automaton).few_tokens] = NEG_INF
         else:
             values = own.new_full((len(places) + 1, own.shape[1]), NEG_INF)  # the last one: for the other tokens
             values[[number for number, place in enumerate(places) if place >= 0]] = own
-            torch.index_select(values.view(-1), 0, each.cells, out=result[row])
+            torch.index_select(values.view(-1), 0, cells, out=result[row])
     row_of = [row for row, each in enumerate(reached) for _ in each.rows]
-    tokens, at = torch.cat([each.tokens for each in reached]), [place for each in reached for place in each.rows]
+    tokens = torch.cat([each.tokens for each in reached]).to(hmm.device)
+    at = [place for each in reached for place in each.rows]
     size = max(1, CELLS // hmm.states)
     for start in range(0, len(row_of), size):
         piece = slice(start, start + size)

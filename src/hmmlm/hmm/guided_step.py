@@ -25,8 +25,11 @@ KINDS = (torch.float32, torch.bfloat16, torch.float16)
 MOST_PLACES = 8  # automaton states that many tokens of a row lead to
 _MOST_ALONE = 4096  # tokens of a call that are scored alone
 _PROGRAMS = (0, 8, 64, 512)  # of a row that score these: few sizes, so that few graphs are recorded
-_GRAPHS = 16  # kept, by shape
+_GRAPHS = 64  # kept, by shape
 _WORDS = 1024  # tokens of a program
+_WIDEST = 32_768  # tokens that a program normalizes at once
+_MOST_ROWS = 32  # of a product with the emissions by `emit_kernel`; more by the library, whose products need many
+_EMIT = {"BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 4}
 
 
 class Plan(NamedTuple):
@@ -37,6 +40,7 @@ class Plan(NamedTuple):
     places: int  # rows for many tokens
     alone: int  # tokens that are scored alone
     numbers: Tensor  # for the kernels (see `ops.guided_kernels`)
+    addresses: tuple[int, int, int]  # of group_of, table and numbers
 
 
 def make_plan(table: Tensor, group_of: Tensor, places: Sequence[int], alone: Sequence[tuple[int, int]]) -> Plan:
@@ -48,8 +52,15 @@ def make_plan(table: Tensor, group_of: Tensor, places: Sequence[int], alone: Seq
         alone: the tokens that are scored alone, and their rows.
     """
     filled = [*places, *[-1] * MOST_PLACES][:MOST_PLACES]
-    numbers = [len(alone), *filled, *chain.from_iterable(alone)]
-    return Plan(table, group_of, len(places), len(alone), torch.tensor(numbers, device=table.device))
+    numbers = torch.tensor([len(alone), *filled, *chain.from_iterable(alone)], device=table.device)
+    addresses = group_of.data_ptr(), table.data_ptr(), numbers.data_ptr()
+    return Plan(table, group_of, len(places), len(alone), numbers, addresses)
+
+
+def with_table(plan: Plan, table: Tensor) -> Plan:
+    """Return the plan of another table, whose rows are of the same automaton states."""
+    group_of, _, numbers = plan.addresses
+    return plan._replace(table=table, addresses=(group_of, table.data_ptr(), numbers))
 
 
 class StepRows(NamedTuple):
@@ -185,11 +196,17 @@ class _Step:
             found,
             states,
             least,
-            PLACES=places,
             FIRST=first,
             BLOCK=block,
         )
-        torch.mm(self.weights, self.matrix, out=self.sums)
+        rows = len(self.weights)
+        if rows > _MOST_ROWS:
+            torch.mm(self.weights, self.matrix, out=self.sums)
+        else:
+            tile = 16 if rows <= 16 else 32
+            kernels.emit_kernel[(-(-columns // _EMIT["BLOCK_N"]),)](
+                self.weights, self.matrix, self.sums, rows, states, columns, BLOCK_M=tile, **_EMIT
+            )
         kernels.combine_kernel[(count, -(-width // _WORDS))](
             packet,
             self.sums,
@@ -202,9 +219,9 @@ class _Step:
             width,
             least,
             weight,
+            places,
             KIND=self.kind,
             SHARED=self.column_of is not None,
-            PLACES=places,
             BLOCK=_WORDS,
         )
         if programs:
@@ -218,10 +235,12 @@ class _Step:
                 weight,
                 KIND=self.kind,
                 MOST_PLACES=MOST_PLACES,
-                PROGRAMS=programs,
                 BLOCK=block,
             )
-        kernels.finish_kernel[(count,)](packet, self.steered, found, width, KIND=self.kind, BLOCK=4096, num_warps=8)
+        whole = min(_WIDEST, _power_of_2(width))  # a program has a row to itself: in as few pieces as possible
+        kernels.finish_kernel[(count,)](
+            packet, self.steered, found, width, KIND=self.kind, BLOCK=whole, num_warps=max(4, whole // 1024)
+        )
 
 
 def packet_of(rows: StepRows, tensors: Sequence[Tensor]) -> list[int]:
@@ -233,6 +252,5 @@ def packet_of(rows: StepRows, tensors: Sequence[Tensor]) -> list[int]:
         if plan is None:
             numbers += (begin + stride * number, -1, 0, 0, 0)
         else:
-            addresses = plan.group_of.data_ptr(), plan.table.data_ptr(), plan.numbers.data_ptr()
-            numbers += (begin + stride * number, token, *addresses)
+            numbers += (begin + stride * number, token, *plan.addresses)
     return numbers

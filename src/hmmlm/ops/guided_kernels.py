@@ -88,7 +88,6 @@ def weigh_kernel(
     found,
     STATES,
     LEAST,
-    PLACES: tl.constexpr,
     FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -117,7 +116,7 @@ def weigh_kernel(
     top = tl.where((place > 0) & (of_table < 0), -float("inf"), tl.max(peaks, 0))
     if (tl.max(faint, 0) > 0) & constrained:
         tl.store(found, 1)
-    index = row * (PLACES + 1) + place
+    index = row * tl.num_programs(1) + place
     tl.store(tops + index, top)
     shift = tl.where(top == -float("inf"), 0.0, top)
     for first in range(0, STATES, BLOCK):
@@ -129,12 +128,40 @@ def weigh_kernel(
 
 
 @triton.jit
+def emit_kernel(
+    weights,
+    matrix,
+    sums,
+    ROWS,
+    STATES,
+    COLUMNS,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program per block of columns: sums [ROWS ≤ BLOCK_M, COLUMNS] = weights [ROWS, STATES] · matrix.
+
+    Three products of parts of 11 bits are as accurate as one in float32.
+    """
+    m, n = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for first in range(0, STATES, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        inside = k < STATES
+        left = tl.load(weights + m[:, None] * STATES + k[None, :], mask=(m < ROWS)[:, None] & inside[None, :], other=0.0)
+        at = matrix + k[:, None].to(tl.int64) * COLUMNS + n[None, :]
+        right = tl.load(at, mask=inside[:, None] & (n < COLUMNS)[None, :], other=0.0)
+        total = tl.dot(left, right, total, input_precision="tf32x3")
+    tl.store(sums + m[:, None] * COLUMNS + n[None, :], total, mask=(m < ROWS)[:, None] & (n < COLUMNS)[None, :])
+
+
+@triton.jit
 def _steer(score, chance, WEIGHT):
     """Return score + WEIGHT · min(chance, 0), −inf where chance is."""
     return tl.where(chance == -float("inf"), -float("inf"), score + WEIGHT * tl.minimum(chance, 0.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["PLACES"])  # the first calls of a model would wait for every number of places
 def combine_kernel(
     packet,
     sums,
@@ -147,9 +174,9 @@ def combine_kernel(
     WIDTH,
     LEAST,
     WEIGHT,
+    PLACES,
     KIND: tl.constexpr,
     SHARED: tl.constexpr,
-    PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per row and block of tokens: scores weighted by chances; those scored alone are −inf for now.
@@ -194,16 +221,15 @@ def alone_kernel(
     WEIGHT,
     KIND: tl.constexpr,
     MOST_PLACES: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """PROGRAMS programs per row: steered scores of the tokens that are scored alone, from sums in log space."""
+    """Some programs per row: steered scores of the tokens that are scored alone, from sums in log space."""
     row = tl.program_id(0).to(tl.int64)
     at = packet + _HEADER + row * _OF_ROW
     table_of_row, plan = _floats(tl.load(at + 3)), _integers(tl.load(at + 4))
     count = tl.load(plan, mask=tl.load(at + 2) != 0, other=0).to(tl.int32)
     states = _floats(tl.load(packet + 2)) + row * STATES
-    for number in range(tl.program_id(1), count, PROGRAMS):
+    for number in range(tl.program_id(1), count, tl.num_programs(1)):
         pair = plan + 1 + MOST_PLACES + 2 * number
         token, table = tl.load(pair), table_of_row + tl.load(pair + 1) * STATES
         low = tl.full([BLOCK], -float("inf"), tl.float32)
