@@ -46,6 +46,7 @@ from papers.records import add_record, commit, machine
 
 WORDS = 32_000
 END = 2
+KINDS = ("three words", "regex", "infilling", "number of words")
 
 
 class Recorder:
@@ -175,16 +176,23 @@ def measure_calls(options: argparse.Namespace) -> None:
                     name = f"Ctrl-G, {'compiled' if options.compile else 'eager'}"
                     makers[name] = lambda line=line: theirs.processor(their_model, line, length, [1], [], END)  # type: ignore[misc]
                 results: dict[str, Tensor] = {}
-                for name, make in makers.items():
-                    kept: list[Any] = []
-                    make()  # compiles
-                    setup = seconds(lambda make=make, kept=kept: kept.append(make()), device)
+
+                def call_times(name: str, processor: Any) -> list[float]:
+                    """Return the duration of a call for each token, without the first two."""
                     times = []
                     for step in range(options.calls):
                         given = torch.cat([ids, texts[:, :step]], 1)
                         with torch.no_grad():
-                            times.append(seconds(lambda: results.__setitem__(name, kept[0](given, scores)), device))
-                    metrics = {"ms_per_call": 1e3 * sorted(times[2:])[len(times[2:]) // 2], "setup_ms": 1e3 * setup}
+                            call = lambda: results.__setitem__(name, processor(given, scores))  # noqa: E731
+                            times.append(seconds(call, device))
+                    return times[2:]
+
+                for name, make in makers.items():
+                    kept: list[Any] = []
+                    call_times(name, make())  # compiles, and wakes a GPU that was idle
+                    setup = seconds(lambda make=make, kept=kept: kept.append(make()), device)
+                    times = sorted(call_times(name, kept[0]))
+                    metrics = {"ms_per_call": 1e3 * times[len(times) // 2], "setup_ms": 1e3 * setup}
                     if name != "steered":
                         ours, other = results["steered"].exp(), results[name].exp()
                         metrics["largest_difference"] = float((ours - other).abs().max())
@@ -378,14 +386,13 @@ def draw_pool(writer: Writer, options: argparse.Namespace) -> tuple[list[list[in
 def draw_constraints(writer: Writer, options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield kinds and constraints, from texts that the model generates."""
     generator, length = random.Random(options.seed), options.length
-    kinds = ("three words", "regex", "infilling", "number of words")
     texts: list[str] = []
     while len(texts) < options.constraints:
         rows, _ = writer.write(options.prompt, length, 32)
         decoded = [writer.lm.tokenizer.decode([t for t in row if t != writer.end]) for row in rows]
         texts += [" ".join(text.split()) for text in decoded if len(set(re.findall(r"\b[a-z]{3,}\b", text))) >= 4]
     for number, text in enumerate(texts[: options.constraints]):
-        words, kind = sorted(set(re.findall(r"\b[a-z]{3,}\b", text))), kinds[number % 4]
+        words, kind = sorted(set(re.findall(r"\b[a-z]{3,}\b", text))), KINDS[number % len(KINDS)]
         if kind == "three words":
             yield kind, {"must": generator.sample(words, 3)}
         elif kind == "regex":
@@ -420,6 +427,7 @@ class Total:
             "log_prob_per_token": self.log_prob / max(1, self.tokens),
             "ms_per_token": per_token,
             "times_unconstrained": per_token / plain_ms,
+            "times_with_setup": 1e3 * (self.spent + self.setup) / max(1, self.tokens) / plain_ms,
             "setup_ms": 1e3 * self.setup / max(1, self.constraints),
             "constraints": self.constraints,
             "feasible": self.feasible,
@@ -457,8 +465,11 @@ def measure_texts(options: argparse.Namespace) -> None:
 
     particles = f"steered, {options.particles[0]} particles"
     given = list(draw_constraints(writer, options))
+    warm_up = [(*each, False) for each in enumerate(given[: len(KINDS)])]  # of each kind, which compiles kernels
     passes = [(*each, False) for each in enumerate(given)] + [(*each, True) for each in enumerate(given)]
-    for number, (kind, constraint), weighted in passes:
+    for place, (number, (kind, constraint), weighted) in enumerate(warm_up + passes):
+        if place == len(warm_up):
+            totals.clear()
         if time.perf_counter() > options.deadline:
             print(f"the time is up after {number} constraints{' of particles' * weighted}", flush=True)
             break
@@ -516,7 +527,7 @@ def measure_texts(options: argparse.Namespace) -> None:
                 each.spent += pool_seconds * sum(map(len, pool)) / len(exact) * rows
                 each.feasible, each.feasible_tokens = each.feasible + 1, each.feasible_tokens + count
                 each.feasible_log_prob += log_prob
-        if number % 20 == 19:
+        if number % 20 == 19 and place >= len(warm_up):
             print(f"{number + 1} constraints{' of particles' * weighted}", flush=True)
             record()
     record()
