@@ -32,9 +32,13 @@ def lines() -> list[Automaton]:
 
 
 def run(steering: Steering, texts: Tensor, scores: Tensor, prompt: int = 2) -> list[Tensor]:
-    """Return the steered scores after 0, 1, … tokens of texts [B, T]."""
-    begun = torch.full((len(texts), prompt), 7)
-    return [steering(torch.cat([begun, texts[:, :t]], 1), scores[t]) for t in range(texts.shape[1] + 1)]
+    """Return the steered scores after 0, 1, … tokens of texts [B, T], and what they were normalized by."""
+    begun, found = torch.full((len(texts), prompt), 7), list[Tensor]()
+    for t in range(texts.shape[1] + 1):
+        found.append(steering(torch.cat([begun, texts[:, :t]], 1), scores[t]))
+        assert steering.log_masses is not None
+        found.append(steering.log_masses.to(scores.dtype))
+    return found
 
 
 @in_interpreter

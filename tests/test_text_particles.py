@@ -8,8 +8,9 @@ import torch
 from helpers.causal import tiny_llama
 from helpers.oracle import random_hmm
 
-from hmmlm import HMM, InputError, sample_particles
+from hmmlm import HMM, Guide, InputError, sample_particles
 from hmmlm.data.tokenizers import WordTokenizer
+from hmmlm.hmm.automaton import containing
 from hmmlm.text.lm import LanguageModel
 
 WORDS = ["<unk>", "<eos>", *"abc"]
@@ -72,6 +73,23 @@ def test_bad_arguments_are_named() -> None:
         sample_particles(model, torch.tensor([[4], [4]]), guide, position)
     with pytest.raises(InputError, match="num must be at least 1"):
         sample_particles(model, torch.tensor([[4]]), guide, position, num=0)
+
+
+def test_texts_of_a_guide_without_an_end_are_accepted() -> None:
+    model, hmm = tiny_llama(6, eos=1, pad=5), HMM(*(p.log() for p in random_hmm(3, 5, 1)))
+    guide = Guide(hmm, containing([2, 3], 5) & ~containing([4], 5), 7)  # the model's end token 1 is like any other
+    particles = sample_particles(model, torch.tensor([[4]]), guide, guide.begin(), num=200, seed=0)
+    lengths = set()
+    for row in particles.tokens.tolist():
+        ends = [
+            n
+            for n, token in enumerate(row, 1)
+            if token == 1 and guide.automaton.accepting[guide.automaton.read(row[:n])]
+        ]
+        text = row[: ends[0]] if ends else row
+        assert guide.automaton.accepting[guide.automaton.read(text)] and set(row[len(text) :]) <= {1}
+        lengths.add(len(text))
+    assert len(lengths) > 1
 
 
 def test_a_model_with_other_end_tokens_does_not_end_texts_early() -> None:

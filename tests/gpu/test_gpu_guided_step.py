@@ -39,6 +39,7 @@ def test_steps_agree_with_log_space(states: int, equal: int, rows: int) -> None:
         scores = torch.randn(rows, WORDS + 3, generator=generator).cuda()
         ours, theirs = kernels(texts[:, :length], scores), portable(texts[:, :length], scores)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(kernels.log_masses, portable.log_masses, rtol=1e-4, atol=1e-4)
     assert not kernels._doubtful and kernels.report == portable.report
     steps = hmm.guided_steps()
     assert steps is not None and any(step.graph is not None for step in steps._graphs.values())

@@ -78,6 +78,7 @@ class StepResult(NamedTuple):
     scores: Tensor  # [B, V] log-probabilities
     log_states: Tensor  # [B, Z] log p(z of the next token | tokens so far)
     changed: int  # rows whose most likely token became another
+    log_masses: Tensor  # [B] log Σ p(token) · chance, which normalized the scores; 0 without a plan
 
 
 class GuidedSteps:
@@ -164,7 +165,8 @@ class _Step:
     def run(self, rows: StepRows, scores: Tensor) -> StepResult | None:
         """Run the kernels for rows and scores [B, V]."""
         out, log_states = torch.empty_like(scores), torch.empty(len(scores), self.hmm.states, device=scores.device)
-        self.numbers[:] = packet_of(rows, (scores, out, log_states))
+        log_masses = torch.empty(len(scores), device=scores.device)
+        self.numbers[:] = packet_of(rows, (scores, out, log_states, log_masses))
         self.packet.copy_(self.host, non_blocking=True)
         if self.graph is None and self.runs and scores.is_cuda:  # the first run has compiled the kernels
             self.graph, _ = record(self.launch, "thread_local")  # other threads may go on
@@ -174,7 +176,7 @@ class _Step:
         else:
             self.graph.replay()
         doubtful, changed = self.found.tolist()
-        return None if doubtful else StepResult(out, log_states, changed)
+        return None if doubtful else StepResult(out, log_states, changed, log_masses)
 
     def launch(self) -> None:
         """Launch the kernels."""
@@ -244,7 +246,7 @@ class _Step:
 
 
 def packet_of(rows: StepRows, tensors: Sequence[Tensor]) -> list[int]:
-    """Return the packet (see `ops.guided_kernels`) of rows and the tensors of scores, results and log-states."""
+    """Return the packet (see `ops.guided_kernels`) of rows; `tensors`: scores, results, log-states and masses."""
     numbers = [tensor.data_ptr() for tensor in tensors]
     log_states, of_row, tokens, plans = rows
     begin, stride = log_states.data_ptr(), log_states.stride(0) * log_states.element_size()

@@ -1,10 +1,10 @@
 """GPU kernels of one token under constraints: from the states before a token to steered scores of the next.
 
 Texts of a call have different guides, whose tables lie anywhere in memory. So the kernels take addresses, as integers
-in `packet`: [scores, out, states] of the call, then [state, token, group_of, table, plan] of each row, the last three 0
-if it is not constrained. A plan is an array of integers too: [number of tokens that are scored alone, MOST_PLACES rows
-of the table or −1, then (token, row of the table) of each of these tokens]. One recorded CUDA graph thus serves every
-guide.
+in `packet`: [scores, out, states, masses] of the call, then [state, token, group_of, table, plan] of each row, the last
+three 0 if it is not constrained. A plan is an array of integers too: [number of tokens that are scored alone,
+MOST_PLACES rows of the table or −1, then (token, row of the table) of each of these tokens]. One recorded CUDA graph
+thus serves every guide.
 
 A sum that underflow may have changed sets `found[0]`: the result must then not be used.
 """
@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-HEADER = 3  # numbers of a packet before those of its rows
+HEADER = 4  # numbers of a packet before those of its rows
 OF_ROW = 5
 
 _KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -148,7 +148,8 @@ def emit_kernel(
     for first in range(0, STATES, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         inside = k < STATES
-        left = tl.load(weights + m[:, None] * STATES + k[None, :], mask=(m < ROWS)[:, None] & inside[None, :], other=0.0)
+        at = weights + m[:, None] * STATES + k[None, :]
+        left = tl.load(at, mask=(m < ROWS)[:, None] & inside[None, :], other=0.0)
         at = matrix + k[:, None].to(tl.int64) * COLUMNS + n[None, :]
         right = tl.load(at, mask=inside[:, None] & (n < COLUMNS)[None, :], other=0.0)
         total = tl.dot(left, right, total, input_precision="tf32x3")
@@ -260,7 +261,7 @@ def alone_kernel(
 
 @triton.jit
 def finish_kernel(packet, steered, found, WIDTH, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row: normalize; found[1] counts the rows whose most likely token became another."""
+    """One program per row: normalize, by a mass that is stored; found[1] counts rows with another most likely token."""
     row = tl.program_id(0)
     scores = tl.load(packet).to(tl.pointer_type(KIND)) + row.to(tl.int64) * WIDTH
     out = tl.load(packet + 1).to(tl.pointer_type(KIND)) + row.to(tl.int64) * WIDTH
@@ -289,6 +290,7 @@ def finish_kernel(packet, steered, found, WIDTH, KIND: tl.constexpr, BLOCK: tl.c
         if tl.max(same, 0) == 0:
             tl.atomic_add(found + 1, 1)
     shift = tl.where(constrained, top + tl.log(mass), 0.0)
+    tl.store(_floats(tl.load(packet + 3)) + row, shift)
     for first in range(0, WIDTH, BLOCK):
         v = first + tl.arange(0, BLOCK)
         value = tl.load(steered + v, mask=v < WIDTH, other=0.0) - shift

@@ -18,6 +18,7 @@ from hmmlm.errors import InputError
 from hmmlm.hmm.checks import check_count, check_number, check_seed
 from hmmlm.hmm.constraints import Guide, Position
 from hmmlm.ops.common import NEG_INF
+from hmmlm.text.steering import Steering
 
 _LARGEST = 1_000_000  # number of particles
 
@@ -74,20 +75,20 @@ def sample_particles(
         raise InputError(f"input_ids must have shape [1, tokens], one prompt, not {list(input_ids.shape)}")
     if position.prompt and tuple(input_ids[0, -len(position.prompt) :].tolist()) != position.prompt:
         raise InputError("input_ids does not end with the tokens of the prompt of the guide: make a guide for this one")
-    device, words = input_ids.device, guide.automaton.vocab_size
+    device, automaton, steering = input_ids.device, guide.automaton, Steering(guide, position)
+    words, settled, accepting = automaton.vocab_size, automaton.settled().tolist(), automaton.accepting.tolist()
     generator = torch.Generator(device=device)
     generator.seed() if seed is None else generator.manual_seed(seed)
-    settled, ends = guide.automaton.settled().tolist(), end_tokens(model)
+    ends = end_tokens(model)
     others = [] if guide.end is None else [end for end in ends if end != guide.end and end < words]
     ends |= set() if guide.end is None else {guide.end}
-    positions, given, cache = [position] * num, input_ids.expand(num, -1), None
-    going = list(range(num))
-    tokens = torch.empty(num, 0, dtype=torch.long, device=device)
+    states, going, cache = [position.automaton] * num, [True] * num, None
+    texts = given = input_ids.expand(num, -1)
     log_weights = torch.zeros(num, dtype=torch.float64, device=device)
-    log_ahead = torch.full((num,), guide.chance(position), dtype=torch.float64, device=device)  # log ψ
+    log_ahead = torch.full_like(log_weights, guide.chance(position))  # log ψ
     log_evidence = float(log_ahead[0])
     for _ in range(position.remaining):
-        if not going:
+        if not any(going):
             break
         output = model(input_ids=given, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
@@ -96,43 +97,37 @@ def sample_particles(
                 f"the model has {output.logits.shape[-1]:,} tokens, but the guide is for {words:,}: both models need "
                 "the same tokenizer"
             )
-        log_probs = output.logits[going, -1].double().log_softmax(1)[:, :words]
-        chances = torch.zeros_like(log_probs)
-        bound = [i for i, row in enumerate(going) if not settled[positions[row].automaton]]
-        if bound:
-            ahead = guide.chances_of([positions[going[i]] for i in bound]).to(log_probs)
-            ahead[:, others] = NEG_INF
-            chances[bound] = ahead
-        steered = log_probs + chances
-        total = steered.logsumexp(1)
-        if bool((total == NEG_INF).any()):
-            raise InputError("the model gives probability zero to every text that satisfies the constraint")
-        drawn = torch.multinomial((steered - total[:, None]).exp(), 1, generator=generator)
-        log_weights[going] += total - log_ahead[going]
-        log_ahead[going] = chances.gather(1, drawn)[:, 0]
-        following = given[:, -1:].clone()  # texts that ended repeat their last token
-        following[going] = drawn
-        chosen = drawn[:, 0].tolist()
-        advanced = guide.advance_all([positions[going[i]] for i in bound], [chosen[i] for i in bound]) if bound else []
-        positions = [*positions]
-        for i, after in zip(bound, advanced, strict=True):
-            positions[going[i]] = after
-        finished = {row for row, token in zip(going, chosen, strict=True) if token in ends}
-        if not ends:
-            finished = {row for row in going if settled[positions[row].automaton]}
-        going = [row for row in going if row not in finished]
-        tokens, given = torch.cat([tokens, following], 1), following
+        # A text that is over has a row too, a copy of another, so that every call has the same shape.
+        rows = [row if alive else going.index(True) for row, alive in enumerate(going)]
+        log_probs = output.logits[rows, -1].float().log_softmax(1)[:, :words]
+        known = log_probs.logsumexp(1)  # of the tokens of the guide
+        log_probs = log_probs - known[:, None]
+        bound = [number for number, row in enumerate(rows) if not settled[states[row]]]
+        if bound and others:
+            log_probs[torch.tensor(bound)[:, None], others] = NEG_INF
+        steered = steering(texts[rows], log_probs)
+        assert steering.log_masses is not None  # after a call
+        drawn = torch.multinomial(steered.exp(), 1, generator=generator)
+        ahead = (steered.gather(1, drawn) - log_probs.gather(1, drawn))[:, 0] + steering.log_masses  # log ψ
+        alive = torch.tensor(going, device=device)
+        log_weights += torch.where(alive, known + steering.log_masses - log_ahead, 0.0)
+        log_ahead = torch.where(alive, ahead.clamp(max=0.0).double(), log_ahead)
+        given = torch.where(alive[:, None], drawn, texts[:, -1:])  # texts that are over repeat their last token
+        texts = torch.cat([texts, given], 1)
+        for row, token in enumerate(given[:, 0].tolist()):
+            if going[row]:
+                states[row] = automaton.step(states[row], token)
+                going[row] = not (token in ends and accepting[states[row]] if ends else settled[states[row]])
         share = log_weights.log_softmax(0)
         if float((2 * share).logsumexp(0).neg().exp()) < resample_below * num:
             log_evidence += float(log_weights.logsumexp(0)) - math.log(num)
             kept = _resample(share.exp(), generator)
-            tokens, given, log_ahead = tokens[kept], given[kept], log_ahead[kept]
-            positions = [positions[row] for row in kept.tolist()]
-            going = [new for new, old in enumerate(kept.tolist()) if old in set(going)]
+            texts, given, log_ahead = texts[kept], given[kept], log_ahead[kept]
+            states, going = [states[row] for row in kept.tolist()], [going[row] for row in kept.tolist()]
             cache.reorder_cache(kept)
             log_weights = torch.zeros_like(log_weights)
     log_evidence += float(log_weights.logsumexp(0)) - math.log(num)
-    return Particles(tokens, log_weights.log_softmax(0), log_evidence)
+    return Particles(texts[:, input_ids.shape[1] :], log_weights.log_softmax(0), log_evidence)
 
 
 def end_tokens(model: Any) -> set[int]:

@@ -125,6 +125,11 @@ class Steering:
         self._steps, self._device = self.guides[0].hmm.guided_steps(), self.guides[0].hmm.device
         self._doubtful = 0  # calls for which they did not serve
         self._tokens = 0
+        self.log_masses: Tensor | None = None
+        """Of the last call: log Σ over tokens of exp(score + weight · log-chance) [B], by which scores were normalized.
+
+        Scores of rows that are not constrained any more were not normalized, and have 0.
+        """
         self._progress = _Progress(self.guides)
         weakref.finalize(self, _warn_unmet, self._progress)
 
@@ -290,6 +295,7 @@ class Steering:
         plans = [None if node.settled else self.guides[root].plan(node) for root, node in rows]
         constrained = len(plans) - plans.count(None)
         if not constrained:
+            self.log_masses = torch.zeros(len(ids), device=scores.device)
             return _Texts(ids, roots, nodes, before.take(numbers).log_states), scores
         result = self._steps.run(StepRows(before.log_states, numbers, tokens, plans), scores, self.weight)
         if result is None:
@@ -298,6 +304,7 @@ class Steering:
                 self._steps = None
             return None
         self._tokens, self._changed = self._tokens + constrained, self._changed + result.changed
+        self.log_masses = result.log_masses
         return _Texts(ids, roots, nodes, result.log_states), result.scores
 
     def _advance(self, before: _Texts, numbers: Sequence[int], ids: np.ndarray) -> _Texts:
@@ -318,6 +325,7 @@ class Steering:
 
     def _score(self, texts: _Texts, scores: Tensor) -> Tensor:
         """Return steered scores [B, V] of texts."""
+        self.log_masses = masses = scores.new_zeros(len(scores))
         open_rows = [number for number, node in enumerate(texts.nodes) if not node.settled]
         if not open_rows:
             return scores
@@ -331,7 +339,7 @@ class Steering:
             chances = chances[[distinct[keys[number]] for number in open_rows]]
         whole = len(open_rows) == len(scores)
         before = scores if whole else scores[open_rows]
-        after = self._combine(before, chances)
+        after, masses[open_rows] = self._combine(before, chances)
         self._tokens += len(open_rows)
         kept = after.gather(1, _choices(before)[:, None])[:, 0] == after.amax(1)
         self._changed = self._changed + (len(kept) - kept.sum())
@@ -353,14 +361,15 @@ class Steering:
         scores[over, [ends[n] for n in over]] = 0.0
         return scores
 
-    def _combine(self, scores: Tensor, chances: Tensor) -> Tensor:
-        """Return normalized scores [n, V] weighted by chances [n, W ≤ V]."""
+    def _combine(self, scores: Tensor, chances: Tensor) -> tuple[Tensor, Tensor]:
+        """Return normalized scores [n, V] weighted by chances [n, W ≤ V], and `log_masses` [n]."""
         if self.weight != 1:
             # A weight of 0 would make NaN of impossible tokens.
             chances = torch.where(chances == NEG_INF, NEG_INF, self.weight * chances)
         words = chances.shape[1]
         steered = scores[:, :words] + chances
-        if bool(((steered.amax(1) == NEG_INF) & (chances.amax(1) > NEG_INF)).any()):
+        top = steered.amax(1)
+        if bool(((top == NEG_INF) & (chances.amax(1) > NEG_INF)).any()):
             raise InputError(
                 "the model gives probability zero to every token that the constraint allows: look for what forbids "
                 "tokens in generate, such as min_new_tokens, bad_words_ids or suppress_tokens"
@@ -368,7 +377,8 @@ class Steering:
         if words < scores.shape[1]:
             steered = torch.nn.functional.pad(steered, (0, scores.shape[1] - words), value=NEG_INF)
         # Normalized, so that the scores of beams, which are sums over tokens, are log-probabilities.
-        return steered.log_softmax(1)
+        steered = steered.log_softmax(1)
+        return steered, top - steered.amax(1)
 
 
 def _choices(scores: Tensor) -> Tensor:

@@ -272,6 +272,7 @@ def backward(
     n, h = u.shape
     if h * u.element_size() > _WHOLE_ROW or not n:
         return chunked.backward(grad, u, w, bias, out)
+
     def gradient(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute the gradient of `own` (u or w), and that of the bias if `own` is w."""
         n_own, n_other = own.shape[0], other.shape[0]

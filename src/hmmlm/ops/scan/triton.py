@@ -408,7 +408,7 @@ def _state_counts(chain: KernelChain, result: KernelForward, seed: Tensor) -> tu
 
 
 def _weights(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute w times seed [T, B, Z], and sums of it over sequences where they begin [n, Z]; all n together are whole."""
+    """Compute w times seed [T, B, Z], and n parts [n, Z] of its sum over the positions where sequences begin."""
     steps, batch, states = chain.scores.shape
     ahead = result.joint[1]
     weights = torch.empty_like(ahead[:steps])
