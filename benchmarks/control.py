@@ -12,7 +12,7 @@ MODEL is a causal model of transformers, RUN a model of hmmlm with the same toke
 github.com/joshuacnf/Ctrl-G (eager unless --compile; optional except for `agreement`). `agreement` and `calls` use
 random HMMs. `texts` takes its constraints from texts that the model generates: three of their words in any order, a
 regular expression, their beginning and end, their number of words; "rejection" draws texts without a constraint and
-keeps those that satisfy it, and particles, for which the remaining time is used, are drawn by their weights.
+keeps those that satisfy it, and particles are drawn by their weights.
 `positions` counts the tokens before a word that must occur. `all` measures all --parts, each until its share of
 --budget seconds is spent, and distils MODEL into the new folder RUN for those that need it; results are written as they
 come.
@@ -465,13 +465,11 @@ def measure_texts(options: argparse.Namespace) -> None:
 
     particles = f"steered, {options.particles[0]} particles"
     given = list(draw_constraints(writer, options))
-    warm_up = [(*each, False) for each in enumerate(given[: len(KINDS)])]  # of each kind, which compiles kernels
-    passes = [(*each, False) for each in enumerate(given)] + [(*each, True) for each in enumerate(given)]
-    for place, (number, (kind, constraint), weighted) in enumerate(warm_up + passes):
-        if place == len(warm_up):
-            totals.clear()
+    for number, (kind, constraint) in enumerate(given[: len(KINDS)] + given, -len(KINDS)):
+        if number == 0:
+            totals.clear()  # the first ones of each kind have compiled kernels
         if time.perf_counter() > options.deadline:
-            print(f"the time is up after {number} constraints{' of particles' * weighted}", flush=True)
+            print(f"the time is up after {number} constraints", flush=True)
             break
         kept: list[tuple[Guide, Position]] = []
         with contextlib.suppress(hmmlm.InputError):  # a text that cannot be repeated within the length
@@ -488,15 +486,15 @@ def measure_texts(options: argparse.Namespace) -> None:
             "steered": lambda: Steering(guide, position),
             "masked": lambda: Steering(guide, position, weight=0.0),
         }
-        if theirs and not weighted and len(line.edges.source) <= options.most_edges:
+        if theirs and len(line.edges.source) <= options.most_edges:
             ways["Ctrl-G"] = lambda: theirs.processor(
                 their_model, line, length, writer.ids(prompt), lm.tokenizer.encode(prompt)
             )
-        for way in (particles,) if weighted else ways:
+        for way in (*ways, particles):
             made: list[Any] = []
             setup = spent_guide if way != "Ctrl-G" else 0.0
             if way == particles:
-                texts, spent = writer.draw(prompt, guide, position, options.particles[0], rows, number)
+                texts, spent = writer.draw(prompt, guide, position, options.particles[0], rows, number + len(KINDS))
             else:
                 setup += seconds(lambda: made.append(ways[way]()), options.device)
                 texts, spent = writer.write(prompt, length, rows, made[0])
@@ -513,7 +511,7 @@ def measure_texts(options: argparse.Namespace) -> None:
                 if exact:
                     each.feasible, each.feasible_tokens = each.feasible + 1, each.feasible_tokens + count
                     each.feasible_log_prob += log_prob
-        if exact and not weighted:  # weighted as the texts of the other ways are: as many for each constraint
+        if exact:  # weighted as the texts of the other ways are: as many for each constraint
             chosen = [exact[place % len(exact)] for place in range(rows)]
             count, log_prob = sum(map(len, chosen)), writer.log_prob(prompt, chosen)
             for each in total("rejection", kind):
@@ -527,8 +525,8 @@ def measure_texts(options: argparse.Namespace) -> None:
                 each.spent += pool_seconds * sum(map(len, pool)) / len(exact) * rows
                 each.feasible, each.feasible_tokens = each.feasible + 1, each.feasible_tokens + count
                 each.feasible_log_prob += log_prob
-        if number % 20 == 19 and place >= len(warm_up):
-            print(f"{number + 1} constraints{' of particles' * weighted}", flush=True)
+        if number >= 0 and number % 20 == 19:
+            print(f"{number + 1} constraints", flush=True)
             record()
     record()
 

@@ -254,8 +254,12 @@ def test_compiled_loops_wait_for_their_products(states: int, monkeypatch: pytest
     from hmmlm.ops.scan import triton
 
     launches = compiled.record(monkeypatch, triton)
+    monkeypatch.setattr(triton, "_can_overlap", lambda device: True)
     parameters = Parameters(torch.zeros(states), torch.zeros(states, states), torch.zeros(states, 64))
     chain = triton.make_chain(parameters, Evidence(torch.zeros(200, 3, dtype=torch.long)), torch.bfloat16)
     triton.accumulate(chain, triton.forward(chain), torch.ones(200), torch.Size((states, 64)))
     last = {launch[0].__name__: launch for launch in launches}  # the first step has no product
     compiled.check(list(last.values()), "step_kernel", "sum_words_kernel")
+    assert compiled.ptx(*last["step_kernel"]).index("griddepcontrol.wait") < compiled.ptx(*last["step_kernel"]).index(
+        "mma"
+    )

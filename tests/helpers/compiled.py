@@ -23,7 +23,7 @@ TYPES = {
     torch.uint8: "*u8",
     torch.bool: "*i1",
 }
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 
 
 class Recorder:

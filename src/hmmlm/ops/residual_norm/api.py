@@ -67,7 +67,7 @@ class _ResidualNorm(torch.autograd.Function):
     ) -> Tensor:
         with torch.autocast(embedding.device.type, enabled=False):
             e, w1, b1, w2, b2 = (x.to(dtype).contiguous() for x in (embedding, w1, b1, w2, b2))
-            inner = torch.addmm(b1, e, w1.T).relu_()
+            inner: Tensor = torch._addmm_activation(b1, e, w1.T)  # ReLU, by the product's own kernel
             before = torch.addmm(b2, inner, w2.T)
             ctx.kernels, ctx.eps = kernels, eps
             ctx.save_for_backward(e, w1, w2, gamma, inner, before)

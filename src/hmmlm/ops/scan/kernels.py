@@ -13,6 +13,7 @@ step t reads slot t + back and writes slot t + 1 − back.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _TINY = tl.constexpr(1.1754944e-38)  # smallest normal float32; its inverse does not overflow
 
@@ -82,11 +83,14 @@ def step_kernel(
     TILES: tl.constexpr,
     TILES_WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_Z: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """One program per block of sequences, block of states and direction: step t forward, or T − 1 − t backward.
+
+    If it OVERLAPS, a step is launched while the one before still runs, and reads nothing of that before the wait.
 
     The result in joint is not yet divided: partial[back, row, tile] is its sum over the states of a tile, and the next
     step divides. It divides by a power of two near the mass before the product, which is exact and keeps small values
@@ -106,6 +110,9 @@ def step_kernel(
     )
     guess = tl.zeros([BLOCK_B, BLOCK_Z], tl.float32)
     anew = tl.where(back == 0, tl.load(start + z, mask=inside, other=0.0), 1.0)[None, :]
+    if OVERLAPS:
+        gdc_wait()
+        gdc_launch_dependents()
     if BEGINS and not CARRIED:
         guess += anew
     else:

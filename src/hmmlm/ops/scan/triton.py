@@ -9,6 +9,7 @@ with the device. Sums are accumulated in a fixed order, so results are determini
 All sequences must have the same length and parameters must be float32; products are in bfloat16 or float32.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -259,7 +260,7 @@ def forward(chain: KernelChain, keep: bool = True) -> KernelForward:
 def _with_kernel(chain: KernelChain, joint: Tensor, predicted: Tensor) -> Tensor:
     """Fill joint (not yet divided) and predicted; return the sums of joint per tile [directions, T, B, tiles]."""
     steps, batch, states = chain.scores.shape
-    directions, products = len(joint), joint.dtype
+    directions, products, overlaps = len(joint), joint.dtype, _can_overlap(joint.device)
     tile = _tile(batch, states, directions, products)
     tiles = triton.cdiv(states, tile["BLOCK_Z"])
     partial = chain.start.new_empty(directions, steps, batch, tiles)
@@ -288,9 +289,17 @@ def _with_kernel(chain: KernelChain, joint: Tensor, predicted: Tensor) -> Tensor
             TILES=tiles,
             TILES_WIDTH=triton.next_power_of_2(tiles),
             PRECISION=dot_precision(products),
+            OVERLAPS=overlaps,
+            **({"launch_pdl": True} if overlaps and t else {}),  # the first one waits for all that is read
             **tile,
         )
     return partial
+
+
+@cache
+def _can_overlap(device: torch.device) -> bool:
+    """Return whether a kernel can be launched while the one before still runs: from Hopper GPUs on."""
+    return device.type == "cuda" and bool(torch.version.cuda) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _with_library(chain: KernelChain, joint: Tensor, predicted: Tensor) -> Tensor:
