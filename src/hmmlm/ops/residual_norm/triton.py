@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 _CELLS = 2048  # elements of each operand that a program holds at once: 16 per thread
-_ROWS = 16  # rows that a program sums over; 16,384 rows give 1,024 programs, several per multiprocessor
+_ROWS = 32  # rows that a program sums over; 16,384 rows give 512 programs, several per multiprocessor
 _WARPS = 4
 _SUM = {"BLOCK_N": 128, "BLOCK_COLUMNS": 32, "num_warps": 8}
 
