@@ -23,6 +23,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 GROUP = 4  # steps between two normalizations
 LEAST = {torch.float32: 1e-12, torch.float64: 1e-100}  # mass below which every step is normalized
 SURE_RATIO = 1e8  # max/min ratio of a transition column up to which `suspicious` is a proof
+_STATES = 32  # whose counts of words are written at once
 SPAN_CELLS = 2**22  # largest [steps, B, Z] buffer when nothing is kept
 
 
@@ -281,7 +282,10 @@ def emission_counts(chain: ScaledChain, by_word: Tensor, shape: torch.Size) -> T
     if chain.vocabulary.shape[0] == shape[1] + 1:  # every word has a row; row 0 is "missing"
         return by_word[1:].t().contiguous()
     missing = int(chain.vocabulary[0] < 0)
-    return by_word.new_zeros(shape).index_copy_(1, chain.vocabulary[missing:], by_word[missing:].t())
+    result, counts = by_word.new_empty(shape), by_word[missing:].t()
+    for part, some in zip(result.split(_STATES), counts.split(_STATES), strict=True):  # while they are in the cache
+        part.zero_().index_copy_(1, chain.vocabulary[missing:], some)
+    return result
 
 
 def transition_counts(chain: ScaledChain, alpha: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
