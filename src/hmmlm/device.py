@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -68,6 +69,7 @@ def set_threads(num: int) -> None:
     torch.set_num_threads(num)
 
 
+@cache
 def keep_freed_memory() -> None:
     """Let the C library keep freed memory for the next training step, where it is glibc.
 

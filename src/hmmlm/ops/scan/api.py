@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hmmlm.device import keep_freed_memory
 from hmmlm.errors import InputError
 from hmmlm.ops.common import (
     NEG_INF,
@@ -31,6 +32,7 @@ from hmmlm.ops.scan.naive import Evidence, Parameters
 
 LOG_SPACE_CELLS = 2**25  # largest [rows, Z, Z] intermediate of the log-space recursion
 LOOP_STATES = 64  # most states for which compiled loops are faster than tensor operations on two cores
+LARGE = 2**20  # emissions whose gradient the C library would return to the system
 KERNEL_CELLS = 2**30  # largest [T, B, Z] that the Triton kernels allocate
 
 
@@ -152,6 +154,8 @@ class _Scan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         parameters = Parameters(log_start, log_transition, log_emission)
         evidence = Evidence(tokens, lengths, initial, restart)
+        if tokens.device.type == "cpu" and log_emission.numel() >= LARGE:
+            keep_freed_memory()  # for the next step: whoever needs gradients trains
         run = _run_filter(parameters, evidence, products, recursions, any(ctx.needs_input_grad))
         ctx.save_for_backward(*parameters)
         ctx.evidence, ctx.run, ctx.recursions = evidence, run, recursions
