@@ -21,6 +21,7 @@ from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.ops.common import FLOOR, NEG_INF, exp, logsumexp
 
 CELLS = 2**24  # largest intermediate
+_CACHED = 2**18  # largest one on a CPU: several operations read it again
 LONG = 256  # tokens of a constraint above which its recursion is in float64
 NEGLIGIBLE = 1e-6  # change of a log-probability
 _FIRST_ROWS = 256  # of a table, which mostly decide whether it has changed
@@ -212,7 +213,7 @@ class Edges:
         log_factor = (offset - top[source]).to(probs.dtype)
         factor = log_factor.exp()[:, None]
         total = torch.zeros(rows, probs.shape[1], dtype=probs.dtype, device=self._device)
-        size, floor = max(1, CELLS // probs.shape[1]), FLOOR[probs.dtype]
+        size, floor = _rows_at_once(probs), FLOOR[probs.dtype]
         for first in range(0, len(kept), size):
             piece = slice(first, first + size)
             each = probs[from_row[piece]].mul_(self.weights[kept[piece]]).mul_(factor[piece])
@@ -246,8 +247,7 @@ class Edges:
 def _log_sums(log_classes: Tensor, of_class: Tensor, edge: Tensor, edges: int) -> Tensor:
     """Compute log Σ p(class | z) over the classes of each edge [edges, Z], for pairs of both, sorted by edge."""
     result = torch.full((edges, log_classes.shape[1]), NEG_INF, dtype=log_classes.dtype, device=log_classes.device)
-    size = max(1, CELLS // log_classes.shape[1])
-    first = 0
+    size, first = _rows_at_once(log_classes), 0
     while first < len(edge):
         last = min(first + size, len(edge))
         if last < len(edge) and int(edge[last]) > int(edge[first]):  # whole edges
@@ -258,6 +258,11 @@ def _log_sums(log_classes: Tensor, of_class: Tensor, edge: Tensor, edges: int) -
         result[low:high] = torch.logaddexp(result[low:high], sums)
         first = last
     return result
+
+
+def _rows_at_once(values: Tensor) -> int:
+    """Return how many rows of intermediates as wide as values [n, Z] are computed at once."""
+    return max(1, (CELLS if values.is_cuda else _CACHED) // values.shape[1])
 
 
 def live_states(automaton: Automaton, length: int) -> list[Tensor]:
