@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hmmlm.errors import InputError
+from hmmlm.terminal import discard_output
 from papers.catalogue import STUDIES
 from papers.listing import list_studies
 from papers.publish import publish
@@ -33,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("papers: stopped; finished runs are recorded, and the same command trains the others", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # as of `| head`
+        discard_output()
+        return 141
 
 
 def _main(argv: list[str]) -> int:

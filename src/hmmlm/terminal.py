@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import sys
 import textwrap
 
 MAX_WIDTH = 100
@@ -58,3 +60,8 @@ def _fill(line: str, width: int, indent: str) -> str:
         line.rstrip(), width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
     return f"{filled}\n"
+
+
+def discard_output() -> None:
+    """Discard what could not be written to standard output, because whoever read it has closed it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

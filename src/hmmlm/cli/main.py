@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TextIO
 
-from hmmlm.terminal import printable, wrap_help
+from hmmlm.terminal import discard_output, printable, wrap_help
 
 COMMANDS = {
     "demo": "train on text that comes with Python and show what was learned: start here",
@@ -64,12 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nhmmlm: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        _discard_output()
+        discard_output()
         return BROKEN_PIPE
     except SystemExit as end:
         # Of rich, whose console has met a closed pipe; help, which argparse ends in this way, ends with 0.
         if end.code == 1 and isinstance(end.__context__, BrokenPipeError):
-            _discard_output()
+            discard_output()
             return BROKEN_PIPE
         raise
     except Exception as error:
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             sys.stdout.flush()
         except OSError:  # a full disk: what was not written cannot be written while Python shuts down either
-            _discard_output()
+            discard_output()
         line = " ".join(message.split())  # no line breaks
         print(f"hmmlm: error: {printable(line)}", file=sys.stderr)
         return 2
@@ -121,11 +121,6 @@ def _explain_encoding(argument: str) -> str:
         return "is not UTF-8: rename the file, or convert the text"
     encoding = sys.getfilesystemencoding()
     return f"is UTF-8, but this terminal is set to {encoding}: run with LC_ALL=C.UTF-8 or PYTHONUTF8=1"
-
-
-def _discard_output() -> None:
-    """Discard what could not be written to standard output."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_warning(

@@ -62,11 +62,13 @@ def _summary(folder: Path) -> dict[str, Any]:
         require_like(folder / RESULTS, test, {"perplexity": 0.0, "unknown_share": 0.0})
     except (InputError, KeyError, TypeError):  # not finished, damaged, or the perplexity is infinite
         test = {}
+    model = config.get("model", {})
+    kind = model.get("kind")
     return {
         "run": str(folder),
         "data": config["data"],
-        "model": config.get("model", {}).get("kind"),
-        "states": config.get("model", {}).get("states"),
+        "model": kind,
+        "states": None if kind == "union" else model.get("states"),  # a union has those of the saved model
         "finished": (folder / "final").exists(),
         "steps": history[-1]["step"] if history else 0,
         "valid_perplexity": min(perplexities, default=None),
