@@ -66,7 +66,7 @@ def test_triton_replays_agree_with_the_scan(
 ) -> None:
     from hmmlm.ops.scan import triton
 
-    monkeypatch.setattr(triton, "_LIBRARY_STATES", 1 if library else 2**20)
+    monkeypatch.setattr(triton, "LIBRARY_STATES", 1 if library else 2**20)
     scans, parameters, found = RecordedScans(), make_parameters(), []
     for number in range(EAGER + 3):
         evidence = draw(number, carried, restarts)

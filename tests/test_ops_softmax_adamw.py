@@ -149,21 +149,20 @@ def test_the_reference_has_the_gradient_of_every_word() -> None:
 @outside_interpreter
 @pytest.mark.parametrize("vocab", [300, 40_000])
 def test_the_kernels_compile(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hmmlm.ops.scan import triton as scans
-    from hmmlm.ops.scan.triton import KernelForward, accumulate_words, make_chain
+    from hmmlm.ops.scan import kernel_chain, kernel_counts
     from hmmlm.ops.softmax_adamw import triton as updates
     from hmmlm.ops.softmax_adamw.naive import Moments
 
     states, batch, steps = 512, 200, 4
     _, evidence = make_logits((1, vocab, batch, steps), "cpu")
     logits = Parameters(torch.zeros(states), torch.zeros(states, states), torch.zeros(states, vocab))
-    launches = compiled.record(monkeypatch, scans)
-    chain = make_chain(logits, evidence, torch.bfloat16, normalized=False)
+    launches = compiled.record(monkeypatch, kernel_chain, kernel_counts)
+    chain = kernel_chain.make_chain(logits, evidence, torch.bfloat16, normalized=False)
     joint, row = torch.zeros(2, steps + 1, batch, states, dtype=torch.bfloat16), torch.zeros(steps, batch)
     seed, done = torch.zeros(batch), torch.zeros(batch, dtype=torch.bool)
-    result = KernelForward(chain.scores, joint, row, row, seed, chain.scores[0], seed, done)
+    result = kernel_chain.KernelForward(chain.scores, joint, row, row, seed, chain.scores[0], seed, done)
     updating = compiled.record(monkeypatch, updates)
-    _, _, gradient, parts = accumulate_words(chain, result, seed)
+    _, _, gradient, parts = kernel_counts.accumulate_words(chain, result, seed)
     names = ["mark_words_kernel", "normalizer_kernel", "gather_kernel"]
     names += ["sum_words_kernel", "join_words_kernel", "weigh_kernel"]
     assert [kernel.__name__ for kernel, _, _ in launches] == names

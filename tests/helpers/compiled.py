@@ -36,14 +36,15 @@ class Recorder:
         return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
 
 
-def record(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list:
-    """Return a list that every later launch of a kernel of `module` is added to."""
+def record(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> list:
+    """Return a list that every later launch of a kernel by one of the modules is added to."""
     from triton.runtime import JITFunction
 
     launches: list = []
-    for name, value in vars(module).copy().items():
-        if isinstance(value, JITFunction) and name.endswith("_kernel"):
-            monkeypatch.setattr(module, name, Recorder(value, launches))
+    for module in modules:
+        for name, value in vars(module).copy().items():
+            if isinstance(value, JITFunction) and name.endswith("_kernel"):
+                monkeypatch.setattr(module, name, Recorder(value, launches))
     return launches
 
 

@@ -45,7 +45,7 @@ def serves(parameters: Parameters, evidence: Evidence, products: torch.dtype, im
 
 def prepare(parameters: Parameters, products: torch.dtype) -> FixedModel | None:
     """Prepare a model; None if its transitions differ so much that no result would be sound."""
-    from hmmlm.ops.scan.triton import transition_probs
+    from hmmlm.ops.scan.kernel_chain import transition_probs
 
     states, dtype = len(parameters.log_start), parameters.log_start.dtype
     log_least = math.log(least_mass(FLOOR[dtype], states, dtype)) + float(log_column_ratio(parameters.log_transition))

@@ -1,0 +1,167 @@
+"""A batch prepared for the GPU kernels of the scan: time-major, with the emission scores of its tokens."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from hmmlm.ops.graph import side_by_side
+from hmmlm.ops.scan.kernels import gather_kernel
+from hmmlm.ops.scan.naive import Evidence, Parameters
+from hmmlm.ops.scan.word_kernels import mark_words_kernel, normalizer_kernel
+
+# Number of states from which products use the library. The fused kernel reads its operands Z/64 and B/128 times from
+# the cache: 100 MB for a step of 200 sequences with 2,048 states, which takes longer than two additional launches.
+LIBRARY_STATES = 2048
+_GATHER = {"BLOCK_Z": 64, "BLOCK_N": 32, "num_warps": 4}
+_NORMALIZE = 4096  # logits of a row that are read at once
+_MARK = 128
+
+
+class Normalizers(NamedTuple):
+    """What is kept of logits; log-probabilities of emissions are not."""
+
+    edges: Tensor  # [V+1] the places of a word among the sorted tokens are edges[word] up to edges[word + 1]
+    log_normalizer: Tensor  # [Z]
+    spread: Tensor  # [Z] Σ p² over the words that are not in the batch
+    log_transition: Tensor  # [Z, Z]
+    both: Tensor | None  # [2, Z, Z] the transition probabilities and their transpose, if `step_kernel` reads them
+
+
+class KernelChain(NamedTuple):
+    """A batch prepared for the recursions: time-major, in the given order."""
+
+    start: Tensor  # [Z] probabilities
+    transition: Tensor  # [Z, Z] probabilities, in the dtype of products
+    scores: Tensor  # [T, B, Z] log p(x_t | z), 0 where x_t is missing
+    log_peak: Tensor  # [T, B] maximum of scores over states
+    words: Tensor  # [T·B] all tokens, sorted
+    order: Tensor  # [T·B] position t·B + b of each
+    initial: Tensor | None  # [B, Z]
+    restart: Tensor | None  # [T, B] uint8; always set if `initial` is
+    evidence: Evidence
+    normalizers: Normalizers | None = None
+
+    @property
+    def flags(self) -> Tensor:
+        """Return the restart flags, or a placeholder that kernels with RESTARTS=False do not read."""
+        return self.start if self.restart is None else self.restart
+
+    def sort(self, values: Tensor) -> Tensor:
+        return values
+
+    def unsort(self, values: Tensor) -> Tensor:
+        """Return `values` unchanged: sequences keep their order."""
+        return values
+
+
+class KernelForward(NamedTuple):
+    """Result of both recursions, or of the filter alone if nothing is kept."""
+
+    predicted: Tensor  # [T, B, Z] p(z_t | x_1..t−1); [1, B, Z] if nothing is kept
+    joint: Tensor  # [2, T+1, B, Z]: α_t at [0, t+1]; values proportional to p(x_t.. | z_t) at [1, t]
+    agreement: Tensor  # [T, B] Σ_z predicted_t(z) joint[1, t](z)
+    scale: Tensor  # [T, B] p(x_t | x_1..t−1) / peak of x_t
+    log_likelihood: Tensor  # [B]
+    final: Tensor  # [B, Z]
+    meeting: Tensor  # [B] least agreement, relative to the mass before joint[1] was divided
+    suspect: Tensor  # [B] as `scaled.suspicious`, or because `meeting` is too small
+
+
+def make_chain(
+    parameters: Parameters,
+    evidence: Evidence,
+    products: torch.dtype,
+    transition: Tensor | None = None,
+    normalized: bool = True,
+) -> KernelChain:
+    """Convert the batch to time-major order, sort its tokens and gather their emission scores.
+
+    Args:
+        transition: of `transition_probs`, if computed before.
+        normalized: False if `parameters` are logits, whose rows become probabilities by a softmax.
+    """
+    log_start, log_transition, log_emission = (p.contiguous() for p in parameters)
+    (batch, steps), (states, n_words) = evidence.tokens.shape, log_emission.shape
+    narrow = torch.int16 if n_words + 1 < 2**15 else torch.int32  # half the radix sort passes
+    tokens = evidence.tokens.t().to(narrow, memory_format=torch.contiguous_format).flatten()
+    scores, log_peak = log_start.new_empty(steps, batch, states), log_start.new_empty(steps, batch)
+
+    normalizers = None
+    if normalized:
+        words, order = tokens.sort(stable=True)
+        start = log_start.exp()
+        if transition is None:
+            transition = transition_probs(log_transition, products)
+    else:
+        (words, order, edges), (log_normalizer, spread), (start, log_transition, transition, both) = side_by_side(
+            log_start.device,
+            lambda: _sort(tokens, n_words),
+            lambda: _normalize(log_emission, tokens),
+            lambda: _softmax(log_start, log_transition, products),
+        )
+        normalizers = Normalizers(edges, log_normalizer, spread, log_transition, both)
+    gather_kernel[(triton.cdiv(len(words), _GATHER["BLOCK_N"]),)](
+        log_emission,
+        log_start if normalizers is None else normalizers.log_normalizer,
+        words,
+        order,
+        scores,
+        log_peak,
+        len(words),
+        n_words,
+        NORMALIZED=normalized,
+        STATES=states,
+        **_GATHER,
+    )
+    initial = None if evidence.initial is None else evidence.initial.to(log_start.dtype)
+    restart = None if evidence.restart is None else evidence.restart.t().contiguous().view(torch.uint8)
+    if restart is None and initial is not None:  # as in a graph: all of its kernels must be compiled before
+        restart = torch.zeros(steps, batch, dtype=torch.uint8, device=words.device)
+    return KernelChain(start, transition, scores, log_peak, words, order, initial, restart, evidence, normalizers)
+
+
+def _sort(tokens: Tensor, n_words: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens [N] in the order of words, the place of each before, and the edges of the words."""
+    words, order = tokens.sort(stable=True)
+    return words, order, find_edges(words, n_words)
+
+
+def _softmax(start: Tensor, transition: Tensor, products: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return start, log-transition and transition probabilities of logits, and `both` of `Normalizers`."""
+    log_transition = transition.log_softmax(1)
+    probs = transition_probs(log_transition, products)
+    both = torch.stack((probs, probs.t())) if len(probs) < LIBRARY_STATES else None
+    return start.softmax(0), log_transition, probs, both
+
+
+def _normalize(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute log_normalizer and spread of `Normalizers` from logits [Z, V] and a batch of tokens [N]."""
+    states, n_words = logits.shape
+    log_normalizer, spread = logits.new_empty(states), logits.new_empty(states)
+    absent = torch.ones(n_words, dtype=torch.uint8, device=logits.device)
+    mark_words_kernel[(triton.cdiv(len(tokens), _MARK),)](tokens, absent, len(tokens), BLOCK=_MARK)
+    block = min(_NORMALIZE, triton.next_power_of_2(n_words))
+    normalizer_kernel[(states,)](
+        logits,
+        absent,
+        log_normalizer,
+        spread,
+        n_words,
+        BLOCK=block,
+        num_warps=8 if block >= 2048 else 4,
+    )
+    return log_normalizer, spread
+
+
+def transition_probs(log_transition: Tensor, products: torch.dtype) -> Tensor:
+    """Return the transition probabilities [Z, Z] in the dtype of products."""
+    probs = torch.empty(log_transition.shape, dtype=products, device=log_transition.device)
+    return torch.exp(log_transition, out=probs)  # rounded in the same pass
+
+
+def find_edges(words: Tensor, n_words: int) -> Tensor:
+    """Return [V+1] int32: the places of word v in the sorted `words` are edges[v] up to edges[v + 1]."""
+    every = torch.arange(n_words + 1, dtype=words.dtype, device=words.device)
+    return torch.searchsorted(words, every, out_int32=True)
