@@ -716,7 +716,7 @@ def main() -> None:
     distilled.add_argument("--budget", type=float, default=500.0, help="seconds")
     distilled.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="without distil, RUN exists")
     distilled.add_argument("--tokens", type=int, default=8_000_000, help="sampled tokens of the distillation")
-    distilled.add_argument("--text-length", type=int, default=256, help="tokens of a sampled text")
+    distilled.add_argument("--text-length", type=int, default=255, help="tokens of a sampled text after its first")
     distilled.add_argument("--hmm-states", type=int, default=4096)
     distilled.add_argument("--epochs", type=int, default=4)
     agreement = parts.add_parser("agreement", parents=[common])
