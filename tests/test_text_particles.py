@@ -75,21 +75,32 @@ def test_bad_arguments_are_named() -> None:
         sample_particles(model, torch.tensor([[4]]), guide, position, num=0)
 
 
-def test_texts_of_a_guide_without_an_end_are_accepted() -> None:
-    model, hmm = tiny_llama(6, eos=1, pad=5), HMM(*(p.log() for p in random_hmm(3, 5, 1)))
-    guide = Guide(hmm, containing([2, 3], 5) & ~containing([4], 5), 7)  # the model's end token 1 is like any other
-    particles = sample_particles(model, torch.tensor([[4]]), guide, guide.begin(), num=200, seed=0)
-    lengths = set()
-    for row in particles.tokens.tolist():
-        ends = [
-            n
-            for n, token in enumerate(row, 1)
-            if token == 1 and guide.automaton.accepting[guide.automaton.read(row[:n])]
-        ]
-        text = row[: ends[0]] if ends else row
-        assert guide.automaton.accepting[guide.automaton.read(text)] and set(row[len(text) :]) <= {1}
-        lengths.add(len(text))
-    assert len(lengths) > 1
+def test_texts_of_a_guide_without_an_end_follow_the_model() -> None:
+    model, hmm = tiny_llama(5, eos=1, pad=0), HMM(*(p.log() for p in random_hmm(3, 5, 1)))
+    guide = Guide(hmm, containing([2], 5) & ~containing([4], 5), 5)  # the model's end token 1 is like any other
+
+    def accepted(text: tuple[int, ...]) -> bool:
+        return bool(guide.automaton.accepting[guide.automaton.read(list(text))])
+
+    exact: dict[tuple[int, ...], float] = {}
+    for text in itertools.product(range(5), repeat=5):
+        ends = [n for n in range(1, 6) if text[n - 1] == 1 and accepted(text[:n])]
+        text = text[: ends[0]] if ends else text
+        if accepted(text) and text not in exact:
+            row = torch.tensor([[4, *text]])
+            with torch.no_grad():
+                log_probs = model(row[:, :-1]).logits[0].double().log_softmax(1)
+            exact[text] = float(log_probs.gather(1, row[0, 1:, None]).sum().exp())
+    particles = sample_particles(model, torch.tensor([[4]]), guide, guide.begin(), num=4000, seed=0)
+    assert abs(particles.log_evidence - math.log(sum(exact.values()))) < 0.03
+    lengths = dict.fromkeys(range(1, 6), 0.0)
+    for row, log_weight in zip(particles.tokens.tolist(), particles.log_weights.tolist(), strict=True):
+        length = next(n for n in range(1, 6) if tuple(row[:n]) in exact)
+        assert set(row[length:]) <= {1}
+        lengths[length] += math.exp(log_weight)
+    for length, found in lengths.items():
+        expected = sum(p for text, p in exact.items() if len(text) == length) / sum(exact.values())
+        assert abs(found - expected) < 0.05
 
 
 def test_a_model_with_other_end_tokens_does_not_end_texts_early() -> None:

@@ -118,6 +118,10 @@ def sample_particles(
             if going[row]:
                 states[row] = automaton.step(states[row], token)
                 going[row] = not (token in ends and accepting[states[row]] if ends else settled[states[row]])
+        # Nothing can go wrong with a text that is over, whatever the HMM expected after its last token: ψ is 1.
+        over = ~torch.tensor(going, device=device)
+        log_weights -= torch.where(over, log_ahead, 0.0)
+        log_ahead = torch.where(over, 0.0, log_ahead)
         share = log_weights.log_softmax(0)
         if float((2 * share).logsumexp(0).neg().exp()) < resample_below * num:
             log_evidence += float(log_weights.logsumexp(0)) - math.log(num)
