@@ -27,7 +27,9 @@ class StudyParser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     try:
-        return _main(list(sys.argv[1:] if argv is None else argv))
+        code = _main(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()  # here, where errors are handled
+        return code
     except InputError as error:
         print(f"papers: error: {error}", file=sys.stderr)
         return 2

@@ -4,6 +4,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -274,3 +276,14 @@ def test_records_replace_those_of_the_same_run_and_keep_others(tmp_path: Path) -
         add_record(file, changed)
     kept = {(r["row"], r["seed"]): r["metrics"]["valid_perplexity"] for r in json.loads(file.read_text())}
     assert kept == {("a", 0): 2.0, ("a", 1): 3.0}
+
+
+def test_a_list_that_nobody_reads_ends_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    root = Path(__file__).parents[1]
+    result = subprocess.run(
+        [sys.executable, "-m", "papers", "--list"], cwd=root, stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, "")

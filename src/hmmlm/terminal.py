@@ -1,4 +1,4 @@
-"""Texts as a terminal shows them: without control characters, and wrapped to its width."""
+"""Texts as a terminal shows them: without control characters, and wrapped to its width; output that nobody reads."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def _fill(line: str, width: int, indent: str) -> str:
 
 
 def discard_output() -> None:
-    """Discard what could not be written to standard output, because whoever read it has closed it."""
+    """Discard what could not be written to standard output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
