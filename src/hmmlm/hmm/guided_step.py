@@ -27,7 +27,6 @@ _MOST_ALONE = 4096  # tokens of a call that are scored alone
 _PROGRAMS = (0, 8, 64, 512)  # of a row that score these: few sizes, so that few graphs are recorded
 _GRAPHS = 64  # kept, by shape
 _WORDS = 1024  # tokens of a program
-_WIDEST = 32_768  # tokens that a program normalizes at once
 _MOST_ROWS = 32  # of a product with the emissions by `emit_kernel`; more by the library, whose products need many
 _EMIT = {"BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 4}
 
@@ -148,8 +147,9 @@ class _Step:
         self.kind = guided_kernels.kind_of(shape.dtype)
         (rows, width), device, states = shape[:2], hmm.device, hmm.states
         self.host = torch.zeros(guided_kernels.HEADER + rows * guided_kernels.OF_ROW, dtype=torch.int64)
+        self.outcome = torch.zeros(2, dtype=torch.int32)  # of `found`
         if device.type == "cuda":
-            self.host = self.host.pin_memory()
+            self.host, self.outcome = self.host.pin_memory(), self.outcome.pin_memory()
         self.numbers = self.host.numpy()
         self.packet = torch.empty_like(self.host, device=device)
         self.probs, self.moved = torch.empty(2, rows, states, device=device)
@@ -158,6 +158,8 @@ class _Step:
         self.sums = torch.empty(len(self.weights), self.matrix.shape[1], device=device)
         self.tops = torch.empty(len(self.weights), device=device)
         self.steered = torch.empty(rows, width, device=device)
+        self.blocks = -(-width // _WORDS)
+        self.summaries = torch.empty(rows, self.blocks + shape.programs, 4, device=device)
         self.found = torch.zeros(2, dtype=torch.int32, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs = 0
@@ -167,7 +169,6 @@ class _Step:
         out, log_states = torch.empty_like(scores), torch.empty(len(scores), self.hmm.states, device=scores.device)
         log_masses = torch.empty(len(scores), device=scores.device)
         self.numbers[:] = packet_of(rows, (scores, out, log_states, log_masses))
-        self.packet.copy_(self.host, non_blocking=True)
         if self.graph is None and self.runs and scores.is_cuda:  # the first run has compiled the kernels
             self.graph, _ = record(self.launch, "thread_local")  # other threads may go on
         self.runs += 1
@@ -175,16 +176,19 @@ class _Step:
             self.launch()
         else:
             self.graph.replay()
-        doubtful, changed = self.found.tolist()
+        if scores.is_cuda:
+            torch.cuda.current_stream(scores.device).synchronize()
+        doubtful, changed = self.outcome.tolist()
         return None if doubtful else StepResult(out, log_states, changed, log_masses)
 
     def launch(self) -> None:
-        """Launch the kernels."""
+        """Launch the kernels, and the copies of what they read and found."""
         kernels, hmm, packet, found = self.kernels, self.hmm, self.packet, self.found
         count, width, _, places, programs, first, weight = self.shape
         states, words, columns = hmm.states, hmm.vocab_size, self.matrix.shape[1]
         least, forward = least_sum(states, torch.float32), hmm.forward_product
         block = min(4096, _power_of_2(states))
+        packet.copy_(self.host, non_blocking=True)
         found.zero_()
         if not first:
             kernels.read_kernel[(count,)](packet, hmm.log_emission, self.probs, found, states, words, BLOCK=block)
@@ -209,12 +213,14 @@ class _Step:
             kernels.emit_kernel[(-(-columns // _EMIT["BLOCK_N"]),)](
                 self.weights, self.matrix, self.sums, rows, states, columns, BLOCK_M=tile, **_EMIT
             )
-        kernels.combine_kernel[(count, -(-width // _WORDS))](
+        entries = self.summaries.shape[1]
+        kernels.combine_kernel[(count, self.blocks)](
             packet,
             self.sums,
             self.tops,
             packet if self.column_of is None else self.column_of,
             self.steered,
+            self.summaries,
             found,
             words,
             columns,
@@ -222,6 +228,7 @@ class _Step:
             least,
             weight,
             places,
+            entries,
             KIND=self.kind,
             SHARED=self.column_of is not None,
             BLOCK=_WORDS,
@@ -231,18 +238,28 @@ class _Step:
                 packet,
                 hmm.log_emission,
                 self.steered,
+                self.summaries,
                 states,
                 words,
                 width,
                 weight,
+                entries,
                 KIND=self.kind,
                 MOST_PLACES=MOST_PLACES,
                 BLOCK=block,
             )
-        whole = min(_WIDEST, _power_of_2(width))  # a program has a row to itself: in as few pieces as possible
-        kernels.finish_kernel[(count,)](
-            packet, self.steered, found, width, KIND=self.kind, BLOCK=whole, num_warps=max(4, whole // 1024)
+        kernels.finish_kernel[(count, self.blocks)](
+            packet,
+            self.steered,
+            self.summaries,
+            found,
+            width,
+            ENTRIES=entries,
+            ENTRIES_WIDTH=_power_of_2(entries),
+            KIND=self.kind,
+            BLOCK=_WORDS,
         )
+        self.outcome.copy_(found, non_blocking=True)
 
 
 def packet_of(rows: StepRows, tensors: Sequence[Tensor]) -> list[int]:

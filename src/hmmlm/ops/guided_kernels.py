@@ -7,6 +7,9 @@ MOST_PLACES rows of the table or −1, then (token, row of the table) of each of
 thus serves every guide.
 
 A sum that underflow may have changed sets `found[0]`: the result must then not be used.
+
+Rows are normalized in two kernels: the programs that compute steered scores each store a summary of theirs, and those
+that divide read all summaries of a row.
 """
 # mypy: allow-untyped-defs
 # (kernel arguments are Triton's own pointers and numbers)
@@ -157,6 +160,19 @@ def emit_kernel(
 
 
 @triton.jit
+def _store_summary(summaries, number, top, mass, most, same):
+    """Store the summary of some tokens of a row.
+
+    These are the largest steered score, Σ exp(steered − that), the largest score before, and whether a token has both.
+    """
+    at = summaries + number.to(tl.int64) * 4
+    tl.store(at, top)
+    tl.store(at + 1, mass)
+    tl.store(at + 2, most)
+    tl.store(at + 3, same)
+
+
+@triton.jit
 def _steer(score, chance, WEIGHT):
     """Return score + WEIGHT · min(chance, 0), −inf where chance is."""
     return tl.where(chance == -float("inf"), -float("inf"), score + WEIGHT * tl.minimum(chance, 0.0))
@@ -169,6 +185,7 @@ def combine_kernel(
     tops,
     column_of,
     steered,
+    summaries,
     found,
     WORDS,
     COLUMNS,
@@ -176,6 +193,7 @@ def combine_kernel(
     LEAST,
     WEIGHT,
     PLACES,
+    ENTRIES,
     KIND: tl.constexpr,
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -209,6 +227,12 @@ def combine_kernel(
         chance = tl.where(possible, tl.log(joint) + top - tl.log(plain) - tl.load(tops + first), -float("inf"))
         result = _steer(score, chance, WEIGHT)
     tl.store(steered + row.to(tl.int64) * WIDTH + v, result, mask=v < WIDTH)
+    result = tl.where(v < WIDTH, result, -float("inf"))
+    score = tl.where(v < WIDTH, score, -float("inf"))
+    top, most = tl.max(result, 0), tl.max(score, 0)
+    mass = tl.sum(tl.exp(result - tl.where(top == -float("inf"), 0.0, top)), 0)
+    same = tl.max(((result == top) & (score == most)).to(tl.float32), 0)
+    _store_summary(summaries, row * ENTRIES + tl.program_id(1), top, mass, most, same)
 
 
 @triton.jit
@@ -216,10 +240,12 @@ def alone_kernel(
     packet,
     log_emission,
     steered,
+    summaries,
     STATES,
     WORDS,
     WIDTH,
     WEIGHT,
+    ENTRIES,
     KIND: tl.constexpr,
     MOST_PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -230,6 +256,7 @@ def alone_kernel(
     table_of_row, plan = _floats(tl.load(at + 3)), _integers(tl.load(at + 4))
     count = tl.load(plan, mask=tl.load(at + 2) != 0, other=0).to(tl.int32)
     states = _floats(tl.load(packet + 2)) + row * STATES
+    top, most, mass, same = -float("inf"), -float("inf"), 0.0, 0.0
     for number in range(tl.program_id(1), count, tl.num_programs(1)):
         pair = plan + 1 + MOST_PLACES + 2 * number
         token, table = tl.load(pair), table_of_row + tl.load(pair + 1) * STATES
@@ -256,42 +283,53 @@ def alone_kernel(
                 high_sum += tl.exp(plain + tl.load(table + z, mask=inside, other=-float("inf")) - high_top)
             chance = tl.log(tl.sum(high_sum, 0)) + high_top - tl.log(tl.sum(low_sum, 0)) - low_top
         score = tl.load(tl.load(packet).to(tl.pointer_type(KIND)) + row * WIDTH + token).to(tl.float32)
-        tl.store(steered + row * WIDTH + token, _steer(score, chance, WEIGHT))
+        value = _steer(score, chance, WEIGHT)
+        tl.store(steered + row * WIDTH + token, value)
+        same = tl.where((value > top) | (score > most), 0.0, same)
+        if value > -float("inf"):
+            higher = tl.maximum(top, value)
+            mass = mass * tl.exp(top - higher) + tl.exp(value - higher)
+            top = higher
+        most = tl.maximum(most, score)
+        same = tl.where((value == top) & (score == most), 1.0, same)
+    _store_summary(summaries, (row + 1) * ENTRIES - tl.num_programs(1) + tl.program_id(1), top, mass, most, same)
 
 
 @triton.jit
-def finish_kernel(packet, steered, found, WIDTH, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row: normalize, by a mass that is stored; found[1] counts rows with another most likely token."""
+def finish_kernel(
+    packet,
+    steered,
+    summaries,
+    found,
+    WIDTH,
+    ENTRIES: tl.constexpr,
+    ENTRIES_WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row and block of tokens: normalize, by a mass that is stored.
+
+    found[1] counts the rows whose most likely token became another.
+    """
     row = tl.program_id(0)
-    scores = tl.load(packet).to(tl.pointer_type(KIND)) + row.to(tl.int64) * WIDTH
-    out = tl.load(packet + 1).to(tl.pointer_type(KIND)) + row.to(tl.int64) * WIDTH
-    steered += row.to(tl.int64) * WIDTH
-    tops = tl.full([BLOCK], -float("inf"), tl.float32)
-    befores = tl.full([BLOCK], -float("inf"), tl.float32)
-    for first in range(0, WIDTH, BLOCK):
-        v = first + tl.arange(0, BLOCK)
-        tops = tl.maximum(tops, tl.load(steered + v, mask=v < WIDTH, other=-float("inf")))
-        before = tl.load(scores + v, mask=v < WIDTH, other=-float("inf")).to(tl.float32)
-        befores = tl.maximum(befores, before)
+    entry = tl.arange(0, ENTRIES_WIDTH)
+    at, there = summaries + (row * ENTRIES + entry).to(tl.int64) * 4, entry < ENTRIES
+    tops = tl.load(at, mask=there, other=-float("inf"))
+    befores = tl.load(at + 2, mask=there, other=-float("inf"))
     top, most = tl.max(tops, 0), tl.max(befores, 0)
+    shares = tl.where(tops == -float("inf"), 0.0, tl.load(at + 1, mask=there, other=0.0) * tl.exp(tops - top))
+    mass = tl.sum(shares, 0)
     constrained = tl.load(packet + _HEADER + row * _OF_ROW + 2) != 0
-    total = tl.zeros([BLOCK], tl.float32)
-    same = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, WIDTH, BLOCK):
-        v = first + tl.arange(0, BLOCK)
-        value = tl.load(steered + v, mask=v < WIDTH, other=-float("inf"))
-        before = tl.load(scores + v, mask=v < WIDTH, other=-float("inf")).to(tl.float32)
-        total += tl.exp(value - top)
-        same |= ((value == top) & (before == most) & (v < WIDTH)).to(tl.int32)
-    mass = tl.sum(total, 0)
-    if constrained:
-        if (mass >= 1.0) == 0:  # or NaN: every token is impossible
-            tl.store(found, 1)
-        if tl.max(same, 0) == 0:
-            tl.atomic_add(found + 1, 1)
     shift = tl.where(constrained, top + tl.log(mass), 0.0)
-    tl.store(_floats(tl.load(packet + 3)) + row, shift)
-    for first in range(0, WIDTH, BLOCK):
-        v = first + tl.arange(0, BLOCK)
-        value = tl.load(steered + v, mask=v < WIDTH, other=0.0) - shift
-        tl.store(out + v, value.to(KIND), mask=v < WIDTH)
+    if tl.program_id(1) == 0:
+        tl.store(_floats(tl.load(packet + 3)) + row, shift)
+        if constrained:
+            if (mass >= 1.0) == 0:  # or NaN: every token is impossible
+                tl.store(found, 1)
+            same = (tops == top) & (befores == most) & (tl.load(at + 3, mask=there, other=0.0) > 0.0)
+            if tl.max(same.to(tl.int32), 0) == 0:
+                tl.atomic_add(found + 1, 1)
+    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    out = tl.load(packet + 1).to(tl.pointer_type(KIND)) + row.to(tl.int64) * WIDTH
+    value = tl.load(steered + row.to(tl.int64) * WIDTH + v, mask=v < WIDTH, other=0.0) - shift
+    tl.store(out + v, value.to(KIND), mask=v < WIDTH)
