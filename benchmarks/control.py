@@ -57,13 +57,13 @@ class Recorder:
         named = [
             f"--{name.replace('_', '-')} {value}"
             for name, value in vars(options).items()
-            if name in ("constraints", "rows", "length")
+            if name in ("constraints", "rows", "length", "calls")
         ]
         self._command = " ".join(
             [
                 "python -m benchmarks.control",
                 options.part,
-                *(["MODEL RUN"] if options.part in ("texts", "overhead") else []),
+                *(["MODEL RUN"] if options.part in ("texts", "overhead", "positions") else []),
                 *named,
             ]
         )
@@ -189,7 +189,9 @@ def measure_calls(options: argparse.Namespace) -> None:
 
                 for name, make in makers.items():
                     kept: list[Any] = []
-                    call_times(name, make())  # compiles, and wakes a GPU that was idle
+                    begin = time.perf_counter()
+                    while time.perf_counter() < begin + 0.3:  # compiles, and wakes a GPU that was idle
+                        call_times(name, make())
                     setup = seconds(lambda make=make, kept=kept: kept.append(make()), device)
                     times = sorted(call_times(name, kept[0]))
                     metrics = {"ms_per_call": 1e3 * times[len(times) // 2], "setup_ms": 1e3 * setup}
