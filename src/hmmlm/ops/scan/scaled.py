@@ -157,7 +157,7 @@ def _filter(chain: ScaledChain, keep: bool, group: int) -> tuple[ScaledForward, 
     inside = _inside(chain)
     alpha, mass, least = like.new_empty(0), like.new_ones(1, batch), like.new_ones(())
     predicted = like.new_empty(batch, states)  # p(z_t | x_1..t−1) times the mass since the last normalization
-    previous = chain.initial
+    previous, same = chain.initial, like.dtype == chain.transition.dtype
     for first in range(0, steps, span):
         end = min(first + span, steps)
         before = mass[-1:]
@@ -168,13 +168,13 @@ def _filter(chain: ScaledChain, keep: bool, group: int) -> tuple[ScaledForward, 
             if rows < batch:
                 here[rows:] = 0.0
                 here, guess = here[:rows], guess[:rows]
+                previous = None if previous is None else previous[:rows]
             if previous is None:
                 guess.copy_(chain.start.expand(rows, -1))
             else:
-                previous = previous if rows == previous.shape[0] else previous[:rows]
                 if t % group == 0 and t > 0:
                     previous = previous / previous.sum(1, keepdim=True).clamp_min_(tiny)
-                if previous.dtype == chain.transition.dtype:
+                if same:
                     torch.mm(previous, chain.transition, out=guess)
                 else:
                     guess.copy_(move(previous, chain.transition))
@@ -238,7 +238,7 @@ def backward(chain: ScaledChain, result: ScaledForward, seed: Tensor) -> tuple[T
     tiny = torch.finfo(seed.dtype).tiny
     weights = chain.emission.index_select(0, chain.words.reshape(-1)).view(steps, batch, states)
     weights.div_(result.scale.clamp_min(tiny)[..., None])
-    messages, reverse = torch.empty_like(weights), chain.transition.t()
+    messages, reverse = torch.empty_like(weights), chain.transition.t().contiguous()  # products with a view are slower
     same = reverse.dtype == weights.dtype
     floor, lost = FLOOR[seed.dtype], None
     if capturing(seed) or not bool(result.alpha.amin() >= floor):
