@@ -177,24 +177,29 @@ def measure_calls(options: argparse.Namespace) -> None:
                     makers[name] = lambda line=line: theirs.processor(their_model, line, length, [1], [], END)  # type: ignore[misc]
                 results: dict[str, Tensor] = {}
 
-                def call_times(name: str, processor: Any) -> list[float]:
-                    """Return the duration of a call for each token, without the first two."""
-                    times = []
+                def call_times(processors: dict[str, Any]) -> dict[str, list[float]]:
+                    """Return the duration of each processor's call for each token, without the first two.
+
+                    They take turns, so that a machine that is slow for a while is so for all of them.
+                    """
+                    times: dict[str, list[float]] = {name: [] for name in processors}
                     for step in range(options.calls):
                         given = torch.cat([ids, texts[:, :step]], 1)
-                        with torch.no_grad():
-                            call = lambda: results.__setitem__(name, processor(given, scores))  # noqa: E731
-                            times.append(seconds(call, device))
-                    return times[2:]
+                        for name, processor in processors.items():
+                            with torch.no_grad():
+                                call = lambda: results.__setitem__(name, processor(given, scores))  # noqa: E731
+                                times[name].append(seconds(call, device))
+                    return {name: spent[2:] for name, spent in times.items()}
 
-                for name, make in makers.items():
-                    kept: list[Any] = []
-                    begin = time.perf_counter()
-                    while time.perf_counter() < begin + 0.3:  # compiles, and wakes a GPU that was idle
-                        call_times(name, make())
-                    setup = seconds(lambda make=make, kept=kept: kept.append(make()), device)
-                    times = sorted(call_times(name, kept[0]))
-                    metrics = {"ms_per_call": 1e3 * times[len(times) // 2], "setup_ms": 1e3 * setup}
+                begin = time.perf_counter()
+                while time.perf_counter() < begin + 0.3:  # compiles, and wakes a GPU that was idle
+                    call_times({name: make() for name, make in makers.items()})
+                made: dict[str, Any] = {}
+                setups = {
+                    name: seconds(lambda: made.__setitem__(name, make()), device) for name, make in makers.items()
+                }
+                for name, spent in call_times(made).items():
+                    metrics = {"ms_per_call": 1e3 * sorted(spent)[len(spent) // 2], "setup_ms": 1e3 * setups[name]}
                     if name != "steered":
                         ours, other = results["steered"].exp(), results[name].exp()
                         metrics["largest_difference"] = float((ours - other).abs().max())
