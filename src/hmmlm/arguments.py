@@ -39,17 +39,21 @@ def check_arguments(function: Function) -> Function:
     """
 
     @cache  # on the first call: annotations may name what is defined later in their module
-    def expected() -> tuple[tuple[str, ...], dict[str, Any]]:
+    def expected() -> tuple[tuple[str, ...], dict[str, Any], dict[str, Callable[[object], bool]]]:
         parameters = signature(function).parameters
         kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
         named = {name: p.annotation for name, p in parameters.items() if p.kind in kinds and name != "self"}
         named = {name: hint for name, hint in named.items() if hint is not Parameter.empty}
-        return tuple(parameters), get_type_hints(types.SimpleNamespace(__annotations__=named), function.__globals__)
+        hints = get_type_hints(types.SimpleNamespace(__annotations__=named), function.__globals__)
+        plain = {name: _test_of(hint) for name, hint in hints.items() if not _sequences_of(hint)}
+        return tuple(parameters), hints, plain
 
     @wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        names, hints = expected()
+        names, hints, plain = expected()
         for name, value in chain(zip(names, args, strict=False), kwargs.items()):
+            if name in plain and plain[name](value):
+                continue
             if name in hints:
                 check_type(name, value, hints[name])
         return function(*args, **kwargs)

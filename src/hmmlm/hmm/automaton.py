@@ -83,7 +83,7 @@ class Automaton:
 
     @property
     def vocab_size(self) -> int:
-        return len(self.class_of)
+        return self.class_of.shape[0]
 
     @check_arguments
     def read(self, tokens: Sequence[int], state: int = 0) -> int:

@@ -36,8 +36,9 @@ class Plan(NamedTuple):
 
     table: Tensor  # [rows, Z]
     group_of: Tensor  # [V] int16: the place of each token
-    places: int  # rows for many tokens
+    places: int  # rows for many tokens, rounded up to a power of 2
     alone: int  # tokens that are scored alone
+    programs: int  # that score these
     numbers: Tensor  # for the kernels (see `ops.guided_kernels`)
     addresses: tuple[int, int, int]  # of group_of, table and numbers
 
@@ -53,7 +54,9 @@ def make_plan(table: Tensor, group_of: Tensor, places: Sequence[int], alone: Seq
     filled = [*places, *[-1] * MOST_PLACES][:MOST_PLACES]
     numbers = torch.tensor([len(alone), *filled, *chain.from_iterable(alone)], device=table.device)
     addresses = group_of.data_ptr(), table.data_ptr(), numbers.data_ptr()
-    return Plan(table, group_of, len(places), len(alone), numbers, addresses)
+    rounded = 1 << (max(1, len(places)) - 1).bit_length()
+    programs = next((size for size in _PROGRAMS if size >= len(alone)), _PROGRAMS[-1])
+    return Plan(table, group_of, rounded, len(alone), programs, numbers, addresses)
 
 
 def with_table(plan: Plan, table: Tensor) -> Plan:
@@ -100,11 +103,13 @@ class GuidedSteps:
         They do not where underflow may have changed a sum, or a text is impossible. Some row must have a plan; the
         resulting states of those without are not to be used.
         """
-        plans = [plan for plan in rows.plans if plan is not None]
-        places, alone = max([plan.places for plan in plans]), [plan.alone for plan in plans]
-        if places > MOST_PLACES or sum(alone) > _MOST_ALONE or scores.dtype not in KINDS:
+        places = alone = programs = 0
+        for plan in rows.plans:
+            if plan is not None:
+                places, programs = max(places, plan.places), max(programs, plan.programs)
+                alone += plan.alone
+        if places > MOST_PLACES or alone > _MOST_ALONE or scores.dtype not in KINDS:
             return None
-        places, programs = _power_of_2(max(1, places)), _programs(max(alone))
         count, width = scores.shape
         shape = _Shape(count, width, scores.dtype, places, programs, rows.tokens is None, weight)
         with self._lock:
@@ -115,10 +120,6 @@ class GuidedSteps:
             if len(self._graphs) > _GRAPHS:
                 self._graphs.popitem(last=False)
             return step.run(rows, scores.contiguous())
-
-
-def _programs(alone: int) -> int:
-    return next((size for size in _PROGRAMS if size >= alone), _PROGRAMS[-1])
 
 
 def _power_of_2(least: int) -> int:
@@ -166,8 +167,8 @@ class _Step:
 
     def run(self, rows: StepRows, scores: Tensor) -> StepResult | None:
         """Run the kernels for rows and scores [B, V]."""
-        out, log_states = torch.empty_like(scores), torch.empty(len(scores), self.hmm.states, device=scores.device)
-        log_masses = torch.empty(len(scores), device=scores.device)
+        out, log_states = torch.empty_like(scores), torch.empty_like(self.moved)
+        log_masses = self.moved.new_empty(self.shape.rows)
         self.numbers[:] = packet_of(rows, (scores, out, log_states, log_masses))
         if self.graph is None and self.runs and scores.is_cuda:  # the first run has compiled the kernels
             self.graph, _ = record(self.launch, "thread_local")  # other threads may go on
