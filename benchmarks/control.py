@@ -153,6 +153,10 @@ def seconds(call: Callable[[], Any], device: str) -> float:
 def measure_calls(options: argparse.Namespace) -> None:
     """Time processors of random HMMs for one and three keyphrases, and compare their probabilities with Ctrl-G's."""
     recorder, device, length = Recorder(options), options.device, options.length
+    if options.calls > length - 10:
+        sys.exit(
+            f"--calls {options.calls}: at most {length - 10}, so that three phrases can follow within {length} tokens"
+        )
     theirs = CtrlG(options.ctrl_g, options.compile) if options.ctrl_g else None
     for states in options.states:
         hmm = random_model(states, device)
@@ -198,9 +202,11 @@ def measure_calls(options: argparse.Namespace) -> None:
                 setups = {
                     name: seconds(lambda: made.__setitem__(name, make()), device) for name, make in makers.items()
                 }
-                for name, spent in call_times(made).items():
-                    metrics = {"ms_per_call": 1e3 * sorted(spent)[len(spent) // 2], "setup_ms": 1e3 * setups[name]}
+                medians = {name: sorted(spent)[len(spent) // 2] for name, spent in call_times(made).items()}
+                for name, median in medians.items():
+                    metrics = {"ms_per_call": 1e3 * median, "setup_ms": 1e3 * setups[name]}
                     if name != "steered":
+                        metrics["times_steered"] = median / medians["steered"]
                         ours, other = results["steered"].exp(), results[name].exp()
                         metrics["largest_difference"] = float((ours - other).abs().max())
                     recorder.add(

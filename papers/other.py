@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from papers.study import Lines, Study, StudyRow
+from papers.rows import Results
+from papers.study import Lines, Study, StudyRow, Summary
 
 BLOCKED_CPU = Study(
     name="blocked-cpu",
@@ -52,21 +53,58 @@ SPEED = Study(
     },
 )
 
+
+def _part_of_control(row: str) -> str:
+    """Return the heading of the table of `CONTROL` that a row stands in."""
+    headings = {
+        "one call": "Time of a call for one token, with random HMMs",
+        "agreement": "Agreement with Ctrl-G, with random HMMs",
+        "position of a word": "Tokens before a word that must occur",
+        "one word": "Overhead of steering",
+        "automaton states": "A large automaton",
+        "distilled": "The distilled HMM",
+    }
+    return next((heading for part, heading in headings.items() if part in row), "Texts under constraints")
+
+
+def _call_times(results: Results) -> list[list[str]]:
+    """Return how many times longer Ctrl-G takes for each kind of call."""
+    times = {row.name: row.mean("times_steered") for row in results["control"]}
+    lines = [["", "Ctrl-G, eager", "Ctrl-G, compiled"]]
+    for call in dict.fromkeys(name.partition("one call, ")[2] for name, value in times.items() if value):
+        found = [times.get(f"Ctrl-G, {kind}, one call, {call}") for kind in ("eager", "compiled")]
+        lines.append([call, *(f"× {value:.1f}" if value else "" for value in found)])
+    return lines
+
+
 CONTROL = Study(
     name="control",
     title="Steering a model of 15M parameters by an HMM distilled from it, beside Ctrl-G's own code",
     made_by="python -m benchmarks.control all",
     columns=(),
+    part_of=_part_of_control,
+    summaries=(
+        Summary(
+            "Calls beside Ctrl-G's",
+            "The time of a call of Ctrl-G's processor as a multiple of that of `Steering`, in one run.",
+            _call_times,
+        ),
+    ),
     headers={
         "satisfied": "satisfied",
         "log_prob_per_token": "log p per token",
         "feasible_log_prob_per_token": "log p per token where exact samples exist",
         "ms_per_token": "ms per token",
         "times_unconstrained": "× unconstrained",
+        "times_with_setup": "× unconstrained, with set-up",
         "ms_per_call": "ms per call",
+        "times_steered": "× steered",
         "setup_ms": "set-up, ms",
         "setup_s": "set-up, s",
+        "request_s": "request, s",
         "largest_difference": "largest difference from ours",
+        "largest_difference_of_steered": "of steered probabilities",
+        "largest_difference_of_logs": "of log-probabilities",
         "tokens_before_the_word": "tokens before the word",
         "times_exact": "× exact",
         "constraints": "constraints",

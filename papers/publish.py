@@ -93,7 +93,10 @@ def _section(
     study: Study, rows: Sequence[MeasuredRow], records: Sequence[Record], results: Results, figures: Path
 ) -> list[str]:
     """Return the lines of a study's section; its figure is written to `figures`."""
-    parts = [[f'<a id="{study.name}"></a>'], [f"## {study.title}"], study_table(study, rows)]
+    parts = [[f'<a id="{study.name}"></a>'], [f"## {study.title}"]]
+    for heading in dict.fromkeys(study.part_of(row.name) for row in rows):
+        parts += [[f"### {heading}"]] if heading else []
+        parts.append(study_table(study, [row for row in rows if study.part_of(row.name) == heading]))
     figure = draw(study, rows)
     if figure is not None:
         figure.savefig(figures / f"{study.name}.png", dpi=150)

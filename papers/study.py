@@ -215,6 +215,8 @@ class Study:
     """Columns of its table, of those in `papers.tables`; empty columns are left out."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Headers of further metrics that its records have."""
+    part_of: Callable[[str], str] = lambda row: ""
+    """Heading of the table that a row stands in, where rows of different kinds need tables of their own."""
     claims: tuple[Claim, ...] = ()
     summaries: tuple[Summary, ...] = ()
 

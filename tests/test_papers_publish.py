@@ -112,6 +112,17 @@ def test_an_entry_is_all_that_a_new_study_needs(repository: Path) -> None:
     )
 
 
+def test_rows_of_different_kinds_stand_in_tables_of_their_own(repository: Path) -> None:
+    calls = {"steered": {"ms_per_call": 2.0}, "Ctrl-G, eager": {"ms_per_call": 9.0, "times_steered": 4.5}}
+    records = [{"row": f"{name}, one call, 64 states", "metrics": metrics} for name, metrics in calls.items()]
+    write(repository, "control", [*records, {"row": "distilled", "metrics": {"perplexity": 30.0}}])
+    text = page(repository)
+    times, distilled = text.split("### The distilled HMM")
+    times = times.split("### Time of a call")[1]
+    assert "| steered, one call, 64 states | 2 |" in times and "perplexity |" not in times
+    assert "| distilled | 30 |" in distilled and "| 64 states | × 4.5 |  |" in distilled
+
+
 def test_headlines_are_the_rows_that_have_one() -> None:
     results = results_of({"chiu2020-table1": [record("PTB, VL-HMM 2^15", 110.0, 0), record("PTB, FF 5-gram 256", 1.0)]})
     link = "[chiu2020-table1](docs/reproduction/results.md#chiu2020-table1)"
