@@ -9,7 +9,8 @@ from hmmlm.ops.common import FLOOR, NEG_INF, exp
 
 _TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}  # relative mass that a sum may lose to underflow
 _WIDE = 4  # columns per row of a wide matrix
-_FEW_ROWS, _FEW_STATES = 3, 100  # sizes up to which a transposed product with a wide matrix is slower
+_FEW_STATES = 100  # rows up to which a wide matrix is stored as others are
+_FEW_ROWS, _MANY_ROWS = 3, 48  # of weights, between which a transposed product with a wide matrix is faster
 _CELLS = 2**22  # largest intermediate when sums are recomputed in log space
 _DOUBLE_CELLS = 2**26  # largest matrix of which a float64 copy is kept
 
@@ -39,7 +40,8 @@ class LogMatrix:
         peak = log_values.amax(0)
         self.log_values = log_values
         self.peak = torch.where(peak == NEG_INF, 0.0, peak)  # [m]
-        self._wide = not log_values.is_cuda and log_values.shape[1] > _WIDE * len(log_values)
+        rows, columns = log_values.shape
+        self._wide = not log_values.is_cuda and rows > _FEW_STATES and columns > _WIDE * rows
         # Entries of at most 1.
         self.scaled = (
             exp(log_values.t().contiguous() - self.peak[:, None]).t() if self._wide else exp(log_values - self.peak)
@@ -89,7 +91,7 @@ class LogMatrix:
         shifted = log_weights if top is None else log_weights - top
         # Denormal numbers would slow the product down.
         weights = torch.nn.functional.threshold(shifted.exp(), FLOOR[self.log_values.dtype], 0.0)
-        if self._wide and weights.dim() == 2 and len(weights) > _FEW_ROWS and len(self.log_values) > _FEW_STATES:
+        if self._wide and weights.dim() == 2 and _FEW_ROWS < len(weights) <= _MANY_ROWS:
             return (self.scaled.t() @ weights.t()).t().contiguous()
         return weights @ self.scaled
 
