@@ -54,9 +54,8 @@ def make_plan(table: Tensor, group_of: Tensor, places: Sequence[int], alone: Seq
     filled = [*places, *[-1] * MOST_PLACES][:MOST_PLACES]
     numbers = torch.tensor([len(alone), *filled, *chain.from_iterable(alone)], device=table.device)
     addresses = group_of.data_ptr(), table.data_ptr(), numbers.data_ptr()
-    rounded = 1 << (max(1, len(places)) - 1).bit_length()
     programs = next((size for size in _PROGRAMS if size >= len(alone)), _PROGRAMS[-1])
-    return Plan(table, group_of, rounded, len(alone), programs, numbers, addresses)
+    return Plan(table, group_of, _power_of_2(max(1, len(places))), len(alone), programs, numbers, addresses)
 
 
 def with_table(plan: Plan, table: Tensor) -> Plan:
