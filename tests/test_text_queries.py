@@ -164,7 +164,7 @@ def test_states_are_viterbi_states_with_their_posteriors(
     kind: str, reading: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm = make_lm(kind, reading)
-    monkeypatch.setattr("hmmlm.text.lm._BATCH_TOKENS", 8)
+    monkeypatch.setattr("hmmlm.text.sequences._BATCH_TOKENS", 8)
     texts = [TEXT, "dog sat", "", "the cat the dog sat"]
     for text, found in zip(texts, lm.states(texts), strict=True):
         assert [word for word, _, _ in found] == [lm.tokenizer.token(i) for i in lm.encode(text)]

@@ -21,8 +21,9 @@ from hmmlm.arguments import check_arguments
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import check_count, padded
-from hmmlm.text.lm import LanguageModel, length_batches
+from hmmlm.text.lm import LanguageModel
 from hmmlm.text.predictors import HmmContext, HmmPredictor, Predictor
+from hmmlm.text.sequences import length_batches
 
 ORDER = 3
 """Words of the longest sequences that are found again, the predicted one included."""
