@@ -49,7 +49,8 @@ class Guides:
                 raise InputError("tokens: a largest number needs a text that ends: leave out ended=False")
             max_new_tokens = min(max_new_tokens, most + 1)  # with <eos>
         too_short = InputError(
-            f"no line of at most {max_new_tokens} tokens{', <eos> counted,' if ended else ''} satisfies "
+            f"no line of at most {max_new_tokens} token{'s' if max_new_tokens > 1 else ''}"
+            f"{', <eos> counted,' if ended else ''} satisfies "
             f"{' and '.join(constraint.names)} under this model: allow more tokens, or relax the constraint"
         )
         words = constraint.words[0]
