@@ -73,7 +73,8 @@ def main(arguments: list[str] | None = None) -> None:
     cuda = given.device == "cuda"
     fabric = Fabric(accelerator=given.device, devices=1, precision="bf16-mixed" if cuda else "32-true")
     base = {name: max(2, size // given.shrink) for name, size in BASES[given.device].items()}
-    measure(Row("scalar", **base), fabric)  # the first model also loads libraries
+    for states in (max(2, base["states"] // 4), base["states"]):  # the first models of either kind also load libraries
+        measure(Row("scalar", **base | {"states": states}), fabric)
     for axis in given.axes:
         for multiple in MULTIPLES:
             sizes = base | {AXES[axis]: max(2, int(base[AXES[axis]] * multiple))}
