@@ -67,7 +67,7 @@ COLUMNS: dict[str, Callable[[MeasuredRow, Sequence[MeasuredRow]], str]] = {
     "tokens": _tokens,
     "tokens per second": _mean("tokens_per_second", "{:,.0f}"),
     "ms per step": _mean("step_ms", "{:.2f}"),
-    "peak GB": _mean("peak_memory_gb", "{:.2f}"),
+    "peak GB": _mean("peak_memory_gb", "{:.3g}"),
     "minutes": _mean("seconds", scale=60),
     "sequences left out": lambda row, _: number(row.mean("skipped") or None, "{:.3g}"),
     "seeds": seeds,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import curves, speed
+from hmmlm.report.plots import logarithmic, new_figure
 from papers.catalogue import STUDIES
 from papers.drawing import draw
 from papers.records import read_records
@@ -25,3 +26,12 @@ def test_time_and_memory_of_every_point_of_an_axis(tmp_path: Path, monkeypatch: 
         measured_rows(STUDIES["time-curves-cpu"], read_records(tmp_path / "time-curves-cpu.json")),
     )
     assert figure is not None and "states: slope" in str(figure.axes[0].get_legend_handles_labels()[1])
+
+
+def test_small_values_can_be_read_off_a_logarithmic_axis() -> None:
+    figure, axes = new_figure(6, 4)
+    axes.plot([1, 2], [0.005, 9.0])
+    logarithmic(axes)
+    figure.canvas.draw()
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(set(labels)) == len(labels) and {"0.01", "1.5", "7"} <= set(labels)

@@ -168,7 +168,9 @@ def logarithmic(axes: Axes) -> None:
     low, high = axes.get_ylim()
     between = (1.5, 2.0, 3.0, 5.0, 7.0) if high < 1e4 * low else ()  # over many decades, powers of ten suffice
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, *between)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: perplexity_text(value, 0)))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:g}" if value < 10 else perplexity_text(value, 0))
+    )
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
