@@ -72,6 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     cuda = given.device == "cuda"
     fabric = Fabric(accelerator=given.device, devices=1, precision="bf16-mixed" if cuda else "32-true")
+    if cuda:
+        torch.cuda.init()  # statistics of memory exist only then
     base = {name: max(2, size // given.shrink) for name, size in BASES[given.device].items()}
     for states in (max(2, base["states"] // 4), base["states"]):  # the first models of either kind also load libraries
         measure(Row("scalar", **base | {"states": states}), fabric)

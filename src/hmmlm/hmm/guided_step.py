@@ -27,8 +27,15 @@ _MOST_ALONE = 4096  # tokens of a call that are scored alone
 _PROGRAMS = (0, 8, 64, 512)  # of a row that score these: few sizes, so that few graphs are recorded
 _GRAPHS = 64  # kept, by shape
 _WORDS = 1024  # tokens of a program
-_MOST_ROWS = 32  # of a product with the emissions by `emit_kernel`; more by the library, whose products need many
-_EMIT = {"BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 4}
+_MOST_ROWS = 32  # of a product by `product_kernel`; more by the library, whose products need many
+_SMALL = 512  # states, for which the library is faster with two rows
+# Blocks of that kernel, by rows of a tile. Few columns are divided further, into parts of the states.
+_MOVE = {rows: {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4} for rows in (16, 32)}
+_MOVE_PROGRAMS = 256
+_EMIT = {
+    16: {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
+    32: {"BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 4, "num_stages": 4},
+}
 
 
 class Plan(NamedTuple):
@@ -60,8 +67,8 @@ def make_plan(table: Tensor, group_of: Tensor, places: Sequence[int], alone: Seq
 
 def with_table(plan: Plan, table: Tensor) -> Plan:
     """Return the plan of another table, whose rows are of the same automaton states."""
-    group_of, _, numbers = plan.addresses
-    return plan._replace(table=table, addresses=(group_of, table.data_ptr(), numbers))
+    (group_of, _, numbers), (_, *others, _) = plan.addresses, plan
+    return Plan(table, *others, (group_of, table.data_ptr(), numbers))
 
 
 class StepRows(NamedTuple):
@@ -146,13 +153,16 @@ class _Step:
         self.kernels, self.hmm, self.shape = guided_kernels, hmm, shape
         self.kind = guided_kernels.kind_of(shape.dtype)
         (rows, width), device, states = shape[:2], hmm.device, hmm.states
-        self.host = torch.zeros(guided_kernels.HEADER + rows * guided_kernels.OF_ROW, dtype=torch.int64)
-        self.outcome = torch.zeros(2, dtype=torch.int32)  # of `found`
+        self.written = torch.zeros(guided_kernels.HEADER + rows * guided_kernels.OF_ROW, dtype=torch.int64)
+        self.found = torch.zeros(1 + rows, dtype=torch.int32)
         if device.type == "cuda":
-            self.host, self.outcome = self.host.pin_memory(), self.outcome.pin_memory()
-        self.numbers = self.host.numpy()
-        self.packet = torch.empty_like(self.host, device=device)
-        self.probs, self.moved = torch.empty(2, rows, states, device=device)
+            self.written, self.found = self.written.pin_memory(), self.found.pin_memory()
+        self.numbers, self.reports = self.written.numpy(), self.found.numpy()
+        self.packet = torch.empty_like(self.written, device=device)
+        self.probs = torch.empty(rows, states, device=device)
+        blocks = -(-states // _MOVE[16]["BLOCK_N"])
+        self.parts = max(1, min(_MOVE_PROGRAMS // blocks, blocks)) if _has_blocks(rows, states) else 1
+        self.moved = torch.empty(self.parts, rows, states, device=device)
         self.weights = torch.empty(rows * (1 + shape.places), states, device=device)
         self.matrix, self.column_of = hmm.emissions.matrix.scaled, hmm.emissions.column_of
         self.sums = torch.empty(len(self.weights), self.matrix.shape[1], device=device)
@@ -160,15 +170,15 @@ class _Step:
         self.steered = torch.empty(rows, width, device=device)
         self.blocks = -(-width // _WORDS)
         self.summaries = torch.empty(rows, self.blocks + shape.programs, 4, device=device)
-        self.found = torch.zeros(2, dtype=torch.int32, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs = 0
 
     def run(self, rows: StepRows, scores: Tensor) -> StepResult | None:
         """Run the kernels for rows and scores [B, V]."""
-        out, log_states = torch.empty_like(scores), torch.empty_like(self.moved)
-        log_masses = self.moved.new_empty(self.shape.rows)
+        out, log_states = torch.empty_like(scores), torch.empty_like(self.probs)
+        log_masses = self.probs.new_empty(self.shape.rows)
         self.numbers[:] = packet_of(rows, (scores, out, log_states, log_masses))
+        self.reports[:] = 0
         if self.graph is None and self.runs and scores.is_cuda:  # the first run has compiled the kernels
             self.graph, _ = record(self.launch, "thread_local")  # other threads may go on
         self.runs += 1
@@ -177,22 +187,22 @@ class _Step:
         else:
             self.graph.replay()
         if scores.is_cuda:
-            torch.cuda.current_stream(scores.device).synchronize()
-        doubtful, changed = self.outcome.tolist()
-        return None if doubtful else StepResult(out, log_states, changed, log_masses)
+            torch.accelerator.current_stream(scores.device.index).synchronize()
+        doubtful, *changed = self.reports.tolist()
+        return None if doubtful else StepResult(out, log_states, sum(changed), log_masses)
 
     def launch(self) -> None:
-        """Launch the kernels, and the copies of what they read and found."""
+        """Launch the kernels."""
         kernels, hmm, packet, found = self.kernels, self.hmm, self.packet, self.found
         count, width, _, places, programs, first, weight = self.shape
         states, words, columns = hmm.states, hmm.vocab_size, self.matrix.shape[1]
         least, forward = least_sum(states, torch.float32), hmm.forward_product
         block = min(4096, _power_of_2(states))
-        packet.copy_(self.host, non_blocking=True)
-        found.zero_()
+        kernels.read_kernel[(count,)](
+            self.written, packet, hmm.log_emission, self.probs, found, states, words, FIRST=first, BLOCK=block
+        )
         if not first:
-            kernels.read_kernel[(count,)](packet, hmm.log_emission, self.probs, found, states, words, BLOCK=block)
-            torch.mm(self.probs, forward.scaled, out=self.moved)
+            self.multiply(self.probs, forward.scaled, self.moved, _MOVE)
         kernels.weigh_kernel[(count, 1 + places)](
             packet,
             self.moved,
@@ -203,16 +213,10 @@ class _Step:
             states,
             least,
             FIRST=first,
+            PARTS=self.parts,
             BLOCK=block,
         )
-        rows = len(self.weights)
-        if rows > _MOST_ROWS:
-            torch.mm(self.weights, self.matrix, out=self.sums)
-        else:
-            tile = 16 if rows <= 16 else 32
-            kernels.emit_kernel[(-(-columns // _EMIT["BLOCK_N"]),)](
-                self.weights, self.matrix, self.sums, rows, states, columns, BLOCK_M=tile, **_EMIT
-            )
+        self.multiply(self.weights, self.matrix, self.sums[None], _EMIT)
         entries = self.summaries.shape[1]
         kernels.combine_kernel[(count, self.blocks)](
             packet,
@@ -259,7 +263,27 @@ class _Step:
             KIND=self.kind,
             BLOCK=_WORDS,
         )
-        self.outcome.copy_(found, non_blocking=True)
+
+    def multiply(self, rows: Tensor, matrix: Tensor, out: Tensor, blocks: dict[int, dict[str, int]]) -> None:
+        """Launch the product of rows [n, Z] and a matrix [Z, columns], of parts of the states: out [parts, n, columns].
+
+        Args:
+            blocks: by the rows of a tile.
+        """
+        parts, count, columns = out.shape
+        if not _has_blocks(count, len(matrix)):
+            torch.mm(rows, matrix, out=out[0])
+        else:
+            tile = 16 if count <= 16 else 32
+            chosen = blocks[tile]
+            self.kernels.product_kernel[(-(-columns // chosen["BLOCK_N"]), parts)](
+                rows, matrix, out, count, len(matrix), columns, BLOCK_M=tile, **chosen
+            )
+
+
+def _has_blocks(rows: int, states: int) -> bool:
+    """Return whether `product_kernel` multiplies this number of rows."""
+    return rows <= _MOST_ROWS and (rows > 2 or states > _SMALL)
 
 
 def packet_of(rows: StepRows, tensors: Sequence[Tensor]) -> list[int]:

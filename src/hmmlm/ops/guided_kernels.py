@@ -6,7 +6,10 @@ three 0 if it is not constrained. A plan is an array of integers too: [number of
 MOST_PLACES rows of the table or −1, then (token, row of the table) of each of these tokens]. One recorded CUDA graph
 thus serves every guide.
 
-A sum that underflow may have changed sets `found[0]`: the result must then not be used.
+The packet that the host writes, and `found`, to which kernels report, lie in memory of the host that the GPU can
+access: a graph without copies is launched faster. The first kernel copies the packet for the others. A sum that
+underflow may have changed sets found[0]: the result must then not be used. found[1 + row] is set where the most likely
+token became another.
 
 Rows are normalized in two kernels: the programs that compute steered scores each store a summary of theirs, and those
 that divide read all summaries of a row.
@@ -41,10 +44,20 @@ def _integers(address):
 
 
 @triton.jit
-def read_kernel(packet, log_emission, probs, found, STATES, WORDS, BLOCK: tl.constexpr):
-    """One program per row: probs[row, z] = p(z | tokens so far, token); without a token, the state as it is."""
-    row = tl.program_id(0)
-    at = packet + _HEADER + row * _OF_ROW
+def read_kernel(written, packet, log_emission, probs, found, STATES, WORDS, FIRST: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per row: copy `written` to `packet`, and probs[row, z] = p(z | tokens so far, token) unless FIRST.
+
+    Without a token, it is the state as it is.
+    """
+    row, number = tl.program_id(0), tl.arange(0, 8)
+    begin = tl.where(row == 0, 0, _HEADER + row * _OF_ROW)
+    end = _HEADER + (row + 1) * _OF_ROW
+    for first in range(begin, end, 8):
+        numbers = tl.load(written + first + number, mask=first + number < end)
+        tl.store(packet + first + number, numbers, mask=first + number < end)
+    if FIRST:
+        return
+    at = written + _HEADER + row * _OF_ROW
     state, token = _floats(tl.load(at)), tl.load(at + 1)
     out = probs + row.to(tl.int64) * STATES
     reading = token + tl.zeros([BLOCK], tl.int64) >= 0
@@ -72,12 +85,14 @@ def read_kernel(packet, log_emission, probs, found, STATES, WORDS, BLOCK: tl.con
 
 
 @triton.jit
-def _log_state(state, moved, peak, z, STATES, FIRST: tl.constexpr):
+def _log_state(state, moved, peak, z, STATES, STRIDE, FIRST: tl.constexpr, PARTS: tl.constexpr):
     """Return log p(z of the next token | tokens so far); and the scaled probability it is from."""
     if FIRST:
         value = tl.load(state + z, mask=z < STATES, other=-float("inf"))
         return value, tl.full(z.shape, 1.0, tl.float32)
     scaled = tl.load(moved + z, mask=z < STATES, other=1.0)
+    for part in tl.static_range(1, PARTS):
+        scaled += tl.load(moved + part * STRIDE + z, mask=z < STATES, other=0.0)
     return tl.where(z < STATES, tl.log(scaled) + tl.load(peak + z, mask=z < STATES, other=0.0), -float("inf")), scaled
 
 
@@ -92,17 +107,19 @@ def weigh_kernel(
     STATES,
     LEAST,
     FIRST: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program per row and place (0: none): weights = exp(log p(z) + table − top), and top, their largest value.
 
-    moved [B, Z] · exp(peak) are the probabilities of states, which are stored for later calls.
+    Sums over the PARTS of moved [PARTS, B, Z] · exp(peak) are the probabilities of states, stored for later calls.
     """
     row, place = tl.program_id(0), tl.program_id(1)
     at = packet + _HEADER + row * _OF_ROW
     states = _floats(tl.load(packet + 2)) + row.to(tl.int64) * STATES
     state = _floats(tl.load(at))
     moved += row.to(tl.int64) * STATES
+    stride = tl.num_programs(0).to(tl.int64) * STATES
     constrained = tl.load(at + 2) != 0
     of_table = tl.load(_integers(tl.load(at + 4)) + place, mask=constrained & (place > 0), other=-1)
     table = _floats(tl.load(at + 3)) + of_table * STATES
@@ -111,7 +128,7 @@ def weigh_kernel(
     faint = tl.zeros([BLOCK], tl.int32)
     for first in range(0, STATES, BLOCK):
         z = first + tl.arange(0, BLOCK)
-        value, scaled = _log_state(state, moved, peak, z, STATES, FIRST)
+        value, scaled = _log_state(state, moved, peak, z, STATES, stride, FIRST, PARTS)
         faint |= (scaled < LEAST).to(tl.int32)
         if place == 0:
             tl.store(states + z, value, mask=z < STATES)
@@ -124,14 +141,14 @@ def weigh_kernel(
     shift = tl.where(top == -float("inf"), 0.0, top)
     for first in range(0, STATES, BLOCK):
         z = first + tl.arange(0, BLOCK)
-        value, _ = _log_state(state, moved, peak, z, STATES, FIRST)
+        value, _ = _log_state(state, moved, peak, z, STATES, stride, FIRST, PARTS)
         value += tl.load(table + z, mask=adding & (z < STATES), other=0.0)
         weight = tl.where(top == -float("inf"), 0.0, tl.exp(value - shift))
         tl.store(weights + index.to(tl.int64) * STATES + z, weight, mask=z < STATES)
 
 
 @triton.jit
-def emit_kernel(
+def product_kernel(
     weights,
     matrix,
     sums,
@@ -142,13 +159,15 @@ def emit_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program per block of columns: sums [ROWS ≤ BLOCK_M, COLUMNS] = weights [ROWS, STATES] · matrix.
+    """One program per block of columns and part of the states: sums [part, ROWS ≤ BLOCK_M, COLUMNS] = weights · matrix.
 
     Three products of parts of 11 bits are as accurate as one in float32.
     """
     m, n = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    sums += part.to(tl.int64) * ROWS * COLUMNS
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for first in range(0, STATES, BLOCK_K):
+    for first in range(part * BLOCK_K, STATES, parts * BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         inside = k < STATES
         at = weights + m[:, None] * STATES + k[None, :]
@@ -307,10 +326,7 @@ def finish_kernel(
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row and block of tokens: normalize, by a mass that is stored.
-
-    found[1] counts the rows whose most likely token became another.
-    """
+    """One program per row and block of tokens: normalize, by a mass that is stored."""
     row = tl.program_id(0)
     entry = tl.arange(0, ENTRIES_WIDTH)
     at, there = summaries + (row * ENTRIES + entry).to(tl.int64) * 4, entry < ENTRIES
@@ -328,7 +344,7 @@ def finish_kernel(
                 tl.store(found, 1)
             same = (tops == top) & (befores == most) & (tl.load(at + 3, mask=there, other=0.0) > 0.0)
             if tl.max(same.to(tl.int32), 0) == 0:
-                tl.atomic_add(found + 1, 1)
+                tl.store(found + 1 + row, 1)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     out = tl.load(packet + 1).to(tl.pointer_type(KIND)) + row.to(tl.int64) * WIDTH
     value = tl.load(steered + row.to(tl.int64) * WIDTH + v, mask=v < WIDTH, other=0.0) - shift

@@ -22,6 +22,7 @@ from hmmlm.hmm.guided_step import StepRows
 from hmmlm.ops.common import NEG_INF
 
 _DOUBTFUL = 4  # calls whose sums may have underflowed in the kernels of a step, after which these are not tried again
+_INTEGERS = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
 _KEPT_TOKENS = 64  # positions of texts shorter than the current ones by more are computed again if needed
 
 
@@ -120,7 +121,7 @@ class Steering:
         self.guides, self.weight = [guide for guide, _ in guided], float(weight)
         if any(guide.hmm is not self.guides[0].hmm for guide in self.guides):
             raise InputError("the guides of a batch need the same HMM: make them with one LanguageModel")
-        self._positions = [position for _, position in guided]
+        self._positions, self._words = [position for _, position in guided], self.guides[0].automaton.vocab_size
         self._changed: int | Tensor = 0
         self._steps, self._device = self.guides[0].hmm.guided_steps(), self.guides[0].hmm.device
         self._doubtful = 0  # calls for which they did not serve
@@ -141,26 +142,24 @@ class Steering:
         """How often the most likely token became another, over all calls."""
         return SteeringReport(self._tokens, int(self._changed))
 
-    @torch.no_grad()
     @check_arguments
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return steered scores [B, V] for prompt and generated tokens [B, T], and scores [B, V] of the next token.
 
         V may exceed the HMM's vocabulary: tokens outside it are forbidden until every continuation is accepted.
         """
-        words = self.guides[0].automaton.vocab_size
-        whole = not (input_ids.dtype.is_floating_point or input_ids.dtype.is_complex or input_ids.dtype == torch.bool)
-        if input_ids.dim() != 2 or not whole or scores.dim() != 2 or not 0 < input_ids.shape[0] == scores.shape[0]:
+        fitting = input_ids.dim() == scores.dim() == 2 and 0 < input_ids.shape[0] == scores.shape[0]
+        if not fitting or input_ids.dtype not in _INTEGERS:
             raise InputError(
                 f"input_ids must be integers [rows, tokens] and scores [rows, words], not {list(input_ids.shape)} of "
                 f"{str(input_ids.dtype).removeprefix('torch.')} and {list(scores.shape)}"
             )
         if not scores.dtype.is_floating_point:
             raise InputError(f"scores must be log-probabilities, not {str(scores.dtype).removeprefix('torch.')}")
-        if scores.shape[1] < words:
+        if scores.shape[1] < self._words:
             raise InputError(
-                f"the scores are for {scores.shape[1]:,} tokens, but the guide is for {words:,}: both models need "
-                "the same tokenizer"
+                f"the scores are for {scores.shape[1]:,} tokens, but the guide is for {self._words:,}: both models "
+                "need the same tokenizer"
             )
         ids = input_ids.to("cpu", torch.int64, copy=True).numpy()
         before, numbers = self._find(ids)
@@ -267,7 +266,7 @@ class Steering:
 
     def _nodes_after(self, before: _Texts, numbers: Sequence[int], tokens: Sequence[int]) -> list[Node]:
         """Return the nodes of texts after one more token each."""
-        words, known, roots, guides = self.guides[0].automaton.vocab_size, before.nodes, before.roots, self.guides
+        words, known, roots, guides = self._words, before.nodes, before.roots, self.guides
         nodes = list[Node]()
         for number, token in zip(numbers, tokens, strict=True):
             node = known[number]
@@ -324,6 +323,7 @@ class Steering:
             log_states[going] = advance_states(hmm, log_states[going], [tokens[number] for number in going])
         return _Texts(ids, begun.roots, nodes, log_states)
 
+    @torch.no_grad()
     def _score(self, texts: _Texts, scores: Tensor) -> Tensor:
         """Return steered scores [B, V] of texts."""
         self.log_masses = masses = scores.new_zeros(len(scores))
@@ -356,7 +356,7 @@ class Steering:
         over = [number for number in settled if ends[number] is not None]
         if not over:
             return scores
-        scores = scores.clone()
+        scores = scores.detach().clone()
         scores[over] = NEG_INF
         scores[over, [ends[n] for n in over]] = 0.0
         return scores
