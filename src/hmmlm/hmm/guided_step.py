@@ -67,8 +67,8 @@ def make_plan(table: Tensor, group_of: Tensor, places: Sequence[int], alone: Seq
 
 def with_table(plan: Plan, table: Tensor) -> Plan:
     """Return the plan of another table, whose rows are of the same automaton states."""
-    (group_of, _, numbers), (_, *others, _) = plan.addresses, plan
-    return Plan(table, *others, (group_of, table.data_ptr(), numbers))
+    _, group_of, places, alone, programs, numbers, addresses = plan
+    return Plan(table, group_of, places, alone, programs, numbers, (addresses[0], table.data_ptr(), addresses[2]))
 
 
 class StepRows(NamedTuple):
