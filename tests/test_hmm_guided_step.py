@@ -1,4 +1,7 @@
-"""The kernels of a token under constraints agree with log space, and leave to it what they cannot do."""
+"""The fast steps of a token under constraints agree with log space, and leave to it what they cannot do.
+
+They are NumPy's on a CPU, and kernels in Triton's interpreter.
+"""
 
 import copy
 
@@ -41,17 +44,27 @@ def run(steering: Steering, texts: Tensor, scores: Tensor, prompt: int = 2) -> l
     return found
 
 
-@in_interpreter
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(
     ("few", "dtype", "weight"),
-    [(0, torch.float32, 1.0), (2, torch.float32, 0.5), (256, torch.float32, 0.0), (2, torch.bfloat16, 1.0)],
+    [
+        (0, torch.float32, 1.0),
+        (2, torch.float32, 0.5),
+        (256, torch.float32, 0.0),
+        pytest.param(2, torch.bfloat16, 1.0, marks=in_interpreter),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*before the constraint was satisfied")
-def test_triton_steps_agree_with_log_space(
-    few: int, dtype: torch.dtype, weight: float, monkeypatch: pytest.MonkeyPatch
+def test_steps_agree_with_log_space_also_with_triton(
+    few: int, dtype: torch.dtype, weight: float, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constraints, "FEW", few)
     hmm, generator = random_model(few), torch.Generator().manual_seed(1)
+    if shared:  # columns of emissions that are stored once
+        log_emission = hmm.log_emission.clone()
+        log_emission[:, 3:] = log_emission[:, 3:4]
+        hmm = HMM(hmm.log_start, hmm.log_transition, log_emission.log_softmax(1))
+        assert hmm.column_of_word is not None
     guides = [Guide(hmm, line, LENGTH) for line in lines()]
     pairs = [(guide, guide.begin()) for guide in guides]
     # The first two rows are of one guide; those that end are not constrained any more.
@@ -71,9 +84,8 @@ def test_triton_steps_agree_with_log_space(
         assert kernels.report == portable.report and kernels.report.changed > 0
 
 
-@in_interpreter
 @pytest.mark.filterwarnings("ignore:.*before the constraint was satisfied")
-def test_triton_steps_follow_beams_and_drafts() -> None:
+def test_steps_follow_beams_and_drafts_also_with_triton() -> None:
     guide, generator = Guide(random_model(3), lines()[1], LENGTH), torch.Generator().manual_seed(2)
     kernels, portable = Steering(guide, guide.begin()), Steering(guide, guide.begin())
     portable._steps = None
@@ -95,9 +107,8 @@ def test_triton_steps_follow_beams_and_drafts() -> None:
     assert kernels._steps is not None and not kernels._doubtful and kernels.report == portable.report
 
 
-@in_interpreter
 @pytest.mark.filterwarnings("ignore:.*before the constraint was satisfied")
-def test_triton_steps_leave_what_underflows_to_log_space() -> None:
+def test_steps_leave_what_underflows_to_log_space_also_with_triton() -> None:
     hmm = random_model(0)
     log_emission = hmm.log_emission.clone()
     log_emission[:, 1] = torch.tensor([-100.0, -120.0, -90.0, -200.0, -150.0])
@@ -114,7 +125,6 @@ def test_triton_steps_leave_what_underflows_to_log_space() -> None:
     assert kernels._doubtful
 
 
-@in_interpreter
 def test_a_model_that_has_steered_can_be_copied_also_with_triton() -> None:
     hmm = random_model(2)
     guide = Guide(hmm, lines()[2], LENGTH)

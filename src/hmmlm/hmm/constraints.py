@@ -25,6 +25,7 @@ from hmmlm.errors import InputError
 from hmmlm.hmm.ahead import CELLS, Ahead, Edges, live_states, tables_ahead
 from hmmlm.hmm.automaton import Automaton, check_words
 from hmmlm.hmm.checks import check_count
+from hmmlm.hmm.guided_cpu import CpuPlan, CpuSteps, make_cpu_plan
 from hmmlm.hmm.guided_step import Plan, make_plan, with_table
 from hmmlm.hmm.logmatrix import log_ratio
 from hmmlm.hmm.queries import HiddenMarkovModel
@@ -58,7 +59,7 @@ class Node:
     automaton: int
     remaining: int
     settled: bool  # whether every continuation is accepted
-    plan: Plan | None = None  # once it is needed
+    plan: Plan | CpuPlan | None = None  # once it is needed
 
 
 class Moves(NamedTuple):
@@ -101,7 +102,7 @@ class Guide:
         self._known_cells: dict[int, Tensor] = {}
         self._nodes: dict[tuple[int, int], Node] = {}
         self._known_reached: dict[tuple[int, int], Reached] = {}
-        self._plans: dict[tuple[int, int], Plan] = {}
+        self._plans: dict[tuple[int, int], Plan | CpuPlan] = {}
         live = live_states(automaton, length)
         rows = sum(int(mask.sum()) for mask in live) + int(live[-1].sum()) * (length - len(live))
         size = rows * hmm.states * hmm.dtype.itemsize / 1e9
@@ -269,7 +270,7 @@ class Guide:
         settled: list[bool] = self.automaton.settled().tolist()
         return settled
 
-    def plan(self, node: Node) -> Plan:
+    def plan(self, node: Node) -> Plan | CpuPlan:
         """Return which rows of a table score the tokens after a node."""
         if node.plan is None:
             ahead = self._table(node.remaining)
@@ -279,11 +280,19 @@ class Guide:
                 if len(self._plans) == KNOWN_MOVES:
                     self._plans.clear()
                     self._nodes.clear()  # which hold the tokens of plans
-                places, tokens, rows = self.reached(node.automaton, node.remaining)
-                alone, group_of = list(zip(tokens.tolist(), rows, strict=True)), self.moves(node.automaton).group_of
-                plan = self._plans[key] = make_plan(ahead.log_probs, group_of, places, alone)
-            node.plan = with_table(plan, ahead.log_probs)
+                plan = self._plans[key] = self._make_plan(node, ahead)
+            if isinstance(plan, CpuPlan):
+                node.plan = plan._replace(table=ahead.log_probs.numpy())
+            else:
+                node.plan = with_table(plan, ahead.log_probs)
         return node.plan
+
+    def _make_plan(self, node: Node, ahead: Ahead) -> Plan | CpuPlan:
+        moves, reached = self.moves(node.automaton), self.reached(node.automaton, node.remaining)
+        if isinstance(self.hmm.guided_steps(), CpuSteps):
+            return make_cpu_plan(ahead.log_probs, reached, moves.few_tokens, self.cells(node.automaton))
+        alone = list(zip(reached.tokens.tolist(), reached.rows, strict=True))
+        return make_plan(ahead.log_probs, moves.group_of, reached.places, alone)
 
     @check_arguments
     def next_token(self, position: Position) -> Tensor:

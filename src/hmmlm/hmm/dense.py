@@ -24,6 +24,7 @@ from hmmlm.hmm.checks import (
     move,
 )
 from hmmlm.hmm.emissions import EmissionMatrix
+from hmmlm.hmm.guided_cpu import CpuSteps
 from hmmlm.hmm.guided_step import GuidedSteps
 from hmmlm.hmm.lattice import Lattice, SortedBatch
 from hmmlm.hmm.logmatrix import LogMatrix
@@ -269,12 +270,16 @@ class HMM(HiddenMarkovModel):
         there = self.log_start.is_cuda or "TRITON_INTERPRET" in os.environ
         return there and self.dtype == torch.float32 and installed("triton")
 
-    def guided_steps(self) -> GuidedSteps | None:
-        return self._guided_steps if self.has_kernels else None
+    def guided_steps(self) -> GuidedSteps | CpuSteps | None:
+        return self._guided_steps if self.has_kernels or self._has_cpu_steps else None
+
+    @property
+    def _has_cpu_steps(self) -> bool:
+        return self.device.type == "cpu" and self.dtype == torch.float32
 
     @cached_property
-    def _guided_steps(self) -> GuidedSteps:
-        return GuidedSteps(self)
+    def _guided_steps(self) -> GuidedSteps | CpuSteps:
+        return GuidedSteps(self) if self.has_kernels else CpuSteps(self)
 
     @cached_property
     def row_peaks(self) -> Tensor:

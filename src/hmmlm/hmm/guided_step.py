@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
 from threading import Lock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from hmmlm.ops.graph import record
 if TYPE_CHECKING:
     from hmmlm.hmm.dense import HMM
 
+AnyPlan = TypeVar("AnyPlan")
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 """Types of scores."""
 MOST_PLACES = 8  # automaton states that many tokens of a row lead to
@@ -71,13 +72,13 @@ def with_table(plan: Plan, table: Tensor) -> Plan:
     return Plan(table, group_of, places, alone, programs, numbers, (addresses[0], table.data_ptr(), addresses[2]))
 
 
-class StepRows(NamedTuple):
+class StepRows(NamedTuple, Generic[AnyPlan]):
     """The rows of a call."""
 
     log_states: Tensor  # [n, Z]
     of_row: Sequence[int]  # [B] the index in log_states of each row
     tokens: Sequence[int] | None  # [B] read first by the rows with a plan
-    plans: Sequence[Plan | None]  # [B]; None: no token is constrained any more
+    plans: Sequence[AnyPlan | None]  # [B]; None: no token is constrained any more
 
 
 class StepResult(NamedTuple):
@@ -103,7 +104,7 @@ class GuidedSteps:
     def __setstate__(self, hmm: HMM) -> None:
         self.__init__(hmm)  # type: ignore[misc]
 
-    def run(self, rows: StepRows, scores: Tensor, weight: float) -> StepResult | None:
+    def run(self, rows: StepRows[Plan], scores: Tensor, weight: float) -> StepResult | None:
         """Return steered scores for scores [B, V]; None if the kernels do not serve.
 
         They do not where underflow may have changed a sum, or a text is impossible. Some row must have a plan; the
@@ -173,7 +174,7 @@ class _Step:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs = 0
 
-    def run(self, rows: StepRows, scores: Tensor) -> StepResult | None:
+    def run(self, rows: StepRows[Plan], scores: Tensor) -> StepResult | None:
         """Run the kernels for rows and scores [B, V]."""
         out, log_states = torch.empty_like(scores), torch.empty_like(self.probs)
         log_masses = self.probs.new_empty(self.shape.rows)
@@ -286,7 +287,7 @@ def _has_blocks(rows: int, states: int) -> bool:
     return rows <= _MOST_ROWS and (rows > 2 or states > _SMALL)
 
 
-def packet_of(rows: StepRows, tensors: Sequence[Tensor]) -> list[int]:
+def packet_of(rows: StepRows[Plan], tensors: Sequence[Tensor]) -> list[int]:
     """Return the packet (see `ops.guided_kernels`) of rows; `tensors`: scores, results, log-states and masses."""
     numbers = [tensor.data_ptr() for tensor in tensors]
     log_states, of_row, tokens, plans = rows

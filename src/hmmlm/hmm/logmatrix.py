@@ -90,9 +90,14 @@ class LogMatrix:
         """Compute Σ_i exp(log_weights[..., i] − top) · scaled[i, j] [..., m]."""
         shifted = log_weights if top is None else log_weights - top
         # Denormal numbers would slow the product down.
-        weights = torch.nn.functional.threshold(shifted.exp(), FLOOR[self.log_values.dtype], 0.0)
+        return self.multiply(
+            torch.nn.functional.threshold(shifted.exp(), FLOOR[self.log_values.dtype], 0.0)
+        ).contiguous()
+
+    def multiply(self, weights: Tensor) -> Tensor:
+        """Compute Σ_i weights[..., i] · scaled[i, j] [..., m], stored by rows or by columns."""
         if self._wide and weights.dim() == 2 and _FEW_ROWS < len(weights) <= _MANY_ROWS:
-            return (self.scaled.t() @ weights.t()).t().contiguous()
+            return (self.scaled.t() @ weights.t()).t()
         return weights @ self.scaled
 
     def _logs(self, sums: Tensor, log_weights: Tensor, top: Tensor | None) -> Tensor:

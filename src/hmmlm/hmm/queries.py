@@ -21,6 +21,7 @@ from hmmlm.hmm.checks import (
     check_log_state,
     check_tokens,
 )
+from hmmlm.hmm.guided_cpu import CpuSteps
 from hmmlm.hmm.guided_step import GuidedSteps
 from hmmlm.hmm.lattice import Lattice, SortedBatch, add_first, continuing, endings, first_rows, some_rows
 from hmmlm.hmm.protocol import Carry, Counts, Filtered, Predictions, Scan, Support
@@ -357,8 +358,8 @@ class HiddenMarkovModel(Recursions):
         """Return log p(z_1) [Z]."""
         return self.log_start_scores().detach()
 
-    def guided_steps(self) -> GuidedSteps | None:
-        """Return the kernels of a token under constraints; None if there are none for this model."""
+    def guided_steps(self) -> GuidedSteps | CpuSteps | None:
+        """Return the fast steps of a token under constraints; None if there are none for this model."""
         return None
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from hmmlm.hmm.constraints import Guide, Node, Position, advance_states, chances
 from hmmlm.hmm.guided_step import StepRows
 from hmmlm.ops.common import NEG_INF
 
-_DOUBTFUL = 4  # calls whose sums may have underflowed in the kernels of a step, after which these are not tried again
+_DOUBTFUL = 4  # calls whose sums may have underflowed in the fast steps, after which these are not tried again
 _INTEGERS = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
 _KEPT_TOKENS = 64  # positions of texts shorter than the current ones by more are computed again if needed
 
@@ -280,7 +280,7 @@ class Steering:
     def _replay(
         self, before: _Texts, numbers: Sequence[int], ids: np.ndarray, scores: Tensor
     ) -> tuple[_Texts, Tensor] | None:
-        """Return texts of ids [B, T] and steered scores [B, V], by the kernels of a step; None if these do not serve.
+        """Return texts of ids [B, T] and steered scores [B, V], by fast steps; None if these do not serve.
 
         Args:
             before: of `_find`: texts of T or T − 1 tokens.
@@ -292,7 +292,7 @@ class Steering:
         tokens: list[int] | None = ids[:, -1].tolist() if before.length < ids.shape[1] else None
         nodes = [before.nodes[n] for n in numbers] if tokens is None else self._nodes_after(before, numbers, tokens)
         guides, rows = self.guides, zip(roots, nodes, strict=True)
-        plans = [None if node.settled else node.plan or guides[root].plan(node) for root, node in rows]
+        plans: list[Any] = [None if node.settled else node.plan or guides[root].plan(node) for root, node in rows]
         constrained = len(plans) - plans.count(None)
         if not constrained:
             self.log_masses = torch.zeros(len(ids), device=scores.device)
