@@ -44,7 +44,7 @@ class EmissionMatrix:
         bags = (place % _BAG == 0).nonzero()[:, 0]
         sums = torch.nn.functional.embedding_bag(
             column,
-            matrix.scaled.t().contiguous(),
+            matrix.by_columns,
             bags,
             mode="sum",
             per_sample_weights=counts * matrix.peak[column].exp(),

@@ -47,6 +47,16 @@ class LogMatrix:
             exp(log_values.t().contiguous() - self.peak[:, None]).t() if self._wide else exp(log_values - self.peak)
         )
 
+    @property
+    def by_columns(self) -> Tensor:
+        """`scaled`, transposed [m, n] and contiguous."""
+        small = not self.log_values.is_cuda and len(self.log_values) <= _FEW_STATES
+        return self._columns if small else self.scaled.t().contiguous()  # which a wide one is already
+
+    @cached_property
+    def _columns(self) -> Tensor:
+        return self.scaled.t().contiguous()
+
     @cached_property
     def _possible(self) -> Tensor:
         return (self.log_values > NEG_INF).to(self.log_values.dtype)
