@@ -125,8 +125,8 @@ def test_any_size(n: int, m: int, h: int, with_bias: bool, seed: int) -> None:
 
 
 @outside_interpreter
-def test_chunks_of_rows_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "_CHUNK", 40)
+def test_tiles_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "_CPU_TILE", (3, 5))
     assert_linear_agrees("chunked", linear_inputs(17, 20, 3, True, seed=2))
 
 
