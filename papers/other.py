@@ -14,6 +14,13 @@ BLOCKED_CPU = Study(
     made_by="python -m benchmarks.blocked_cpu",
     headers={"as_it_comes_ms": "shared tiles, ms", "a_tile_a_step_ms": "one tile per step, ms"},
 )
+EVALUATION_CPU = Study(
+    name="evaluation-cpu",
+    title="`hmmlm eval` of a large blocked model on the CPU, start and loading included",
+    device="CPU",
+    made_by="python -m benchmarks.evaluation",
+    headers={"seconds": "s", "tokens_per_second": "tokens/s"},
+)
 STEERING = Study(
     name="steering",
     title="A language model steered to a word, beside the exact answer",
