@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
         del hmm
         times = [command_seconds(model, text) for _ in range(options.repeats)]
     tokens, seconds = sum(len(line.split()) + 1 for line in lines), sorted(times)[len(times) // 2]
-    metrics = {"seconds": round(seconds, 1), "tokens_per_second": round(tokens / seconds)}
+    metrics = {"command_seconds": round(seconds, 1), "tokens_per_second": round(tokens / seconds)}
     print(metrics, [round(each, 1) for each in times], flush=True)
     record = {
         "row": f"blocked, {options.states:,} states, {options.data.name if options.data else 'drawn text'}",

@@ -19,7 +19,7 @@ EVALUATION_CPU = Study(
     title="`hmmlm eval` of a large blocked model on the CPU, start and loading included",
     device="CPU",
     made_by="python -m benchmarks.evaluation",
-    headers={"seconds": "s", "tokens_per_second": "tokens/s"},
+    headers={"command_seconds": "s"},
 )
 STEERING = Study(
     name="steering",
