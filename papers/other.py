@@ -88,7 +88,7 @@ CONTROL = Study(
     name="control",
     title="Steering a model of 15M parameters by an HMM distilled from it, beside Ctrl-G's own code",
     made_by="python -m benchmarks.control all",
-    columns=(),
+    columns=("minutes",),
     part_of=_part_of_control,
     summaries=(
         Summary(
@@ -117,8 +117,6 @@ CONTROL = Study(
         "constraints": "constraints",
         "feasible": "with exact samples",
         "table_gb": "tables, GB",
-        "seconds": "s",
-        "epochs": "epochs",
         "perplexity": "perplexity",
     },
 )
