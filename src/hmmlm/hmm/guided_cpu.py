@@ -73,7 +73,7 @@ class CpuSteps:
             return None
         whole = len(constrained) == len(scores)
         before = scores.detach() if whole else scores[constrained].detach()
-        after = _steer(before, chances, weight)
+        after = steer(before, chances, weight)
         best, choices = after.numpy().argmax(1), before.numpy().argmax(1)
         every, steered = np.arange(len(after)), after.numpy()
         top = steered[every, best]
@@ -160,8 +160,8 @@ def _log_ratios(numerators: np.ndarray, denominators: np.ndarray) -> np.ndarray:
         return np.where(possible, np.log(ratios) + (top - base)[:, 0], NEG_INF)
 
 
-def _steer(scores: Tensor, chances: Tensor, weight: float) -> Tensor:
-    """Return scores [n, V] with weight · chances [n, W ≤ V] added; −inf for tokens beyond W."""
+def steer(scores: Tensor, chances: Tensor, weight: float) -> Tensor:
+    """Return scores [n, V] with weight · chances [n, W ≤ V] added; −inf for tokens beyond W. Overwrites chances."""
     if weight != 1:
         # A weight of 0 would make NaN of impossible tokens.
         chances = torch.where(chances == NEG_INF, NEG_INF, weight * chances)

@@ -18,6 +18,7 @@ from hmmlm.errors import InputError, InputWarning
 from hmmlm.hmm.automaton import check_words
 from hmmlm.hmm.checks import check_number
 from hmmlm.hmm.constraints import Guide, Node, Position, advance_states, chances_of
+from hmmlm.hmm.guided_cpu import steer
 from hmmlm.hmm.guided_step import StepRows
 from hmmlm.ops.common import NEG_INF
 
@@ -362,20 +363,15 @@ class Steering:
         return scores
 
     def _combine(self, scores: Tensor, chances: Tensor) -> tuple[Tensor, Tensor]:
-        """Return normalized scores [n, V] weighted by chances [n, W ≤ V], and `log_masses` [n]."""
-        if self.weight != 1:
-            # A weight of 0 would make NaN of impossible tokens.
-            chances = torch.where(chances == NEG_INF, NEG_INF, self.weight * chances)
-        words = chances.shape[1]
-        steered = scores[:, :words] + chances
+        """Return normalized scores [n, V] weighted by chances [n, W ≤ V], and `log_masses` [n]. Overwrites chances."""
+        possible = chances.amax(1) > NEG_INF
+        steered = steer(scores, chances, self.weight)
         top = steered.amax(1)
-        if bool(((top == NEG_INF) & (chances.amax(1) > NEG_INF)).any()):
+        if bool(((top == NEG_INF) & possible).any()):
             raise InputError(
                 "the model gives probability zero to every token that the constraint allows: look for what forbids "
                 "tokens in generate, such as min_new_tokens, bad_words_ids or suppress_tokens"
             )
-        if words < scores.shape[1]:
-            steered = torch.nn.functional.pad(steered, (0, scores.shape[1] - words), value=NEG_INF)
         # Normalized, so that the scores of beams, which are sums over tokens, are log-probabilities.
         steered = steered.log_softmax(1)
         return steered, top - steered.amax(1)
