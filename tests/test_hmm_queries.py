@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, blocked, blocked_products, dense, logmatrix
+from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, blocked, blocked_products, dense, logmatrix, origins
 from hmmlm.ops.scan import Evidence, Parameters, naive
 
 NEG_INF = -math.inf
@@ -468,7 +468,7 @@ def test_products_of_probabilities_agree_with_log_space_in_every_cell(
     assert used or sharpness > 4
     assert not used or sharpness < 90 or dtype == torch.float64  # underflow is noticed
     monkeypatch.setattr(dense, "_BULK_CELLS", 0)
-    monkeypatch.setattr(dense, "_CACHE_CELLS", 50)
+    monkeypatch.setattr(origins, "_CACHE_CELLS", 50)
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
     for got, want in zip(fast, results(), strict=True):
         torch.testing.assert_close(got, want, **close)

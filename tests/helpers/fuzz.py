@@ -17,7 +17,7 @@ from torch import Tensor
 
 from helpers.extended import LONG, NEG_INF, Array, Paths, Truth, accepted, infill_blanks, log_sum, widen
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, UnionHMM, blocked, blocked_products, dense
+from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, UnionHMM, blocked, blocked_products, dense, origins
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.constraints import Guide
 from hmmlm.ops.blocked_scan import CarriedRows, blocked_scan
@@ -450,7 +450,7 @@ def error_of(call: Callable[[], object]) -> str:
 @contextmanager
 def small_pieces(small: bool) -> Iterator[None]:
     """Let queries of small models take the paths of large ones: step by step, in pieces, without a table."""
-    sizes = [(dense, "_BULK_CELLS", 0), (dense, "_CELLS", 8), (dense, "_CACHE_CELLS", 8), (blocked, "_CELLS", 8)]
+    sizes = [(dense, "_BULK_CELLS", 0), (origins, "_CELLS", 8), (origins, "_CACHE_CELLS", 8), (blocked, "_CELLS", 8)]
     sizes += [(blocked, "_TABLE_CELLS", 0), (blocked_products, "_CELLS", 8)]
     before = [getattr(module, name) for module, name, _ in sizes]
     for module, name, value in sizes if small else []:

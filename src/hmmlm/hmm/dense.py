@@ -28,6 +28,7 @@ from hmmlm.hmm.guided_cpu import CpuSteps
 from hmmlm.hmm.guided_step import GuidedSteps
 from hmmlm.hmm.lattice import Lattice, SortedBatch
 from hmmlm.hmm.logmatrix import LogMatrix
+from hmmlm.hmm.origins import best_origins, entropy_of_origins
 from hmmlm.hmm.products import Observations, filter_products, message_products
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
 from hmmlm.hmm.queries import HiddenMarkovModel
@@ -37,11 +38,8 @@ from hmmlm.ops.maximize_rows import maximize_rows
 from hmmlm.ops.scan import Evidence, Parameters, loops_pay, scan
 from hmmlm.ops.scan.scaled import distinct
 
-_CELLS = 2**24  # largest intermediate
 _RANDOM_CELLS = 2**30  # probabilities of a random model: 8 GB while they are drawn
 _BULK_CELLS = 2**25  # largest [T, B, Z] tensor of a recursion over all steps at once
-_CACHE_CELLS = 2**17  # largest intermediate of `pull_max` on a CPU: fits in its cache
-_FAINT = 1e-20  # scaled predictions below this make the entropy of origins inexact in products
 
 
 class Stacked(NamedTuple):
@@ -271,11 +269,8 @@ class HMM(HiddenMarkovModel):
         return there and self.dtype == torch.float32 and installed("triton")
 
     def guided_steps(self) -> GuidedSteps | CpuSteps | None:
-        return self._guided_steps if self.has_kernels or self._has_cpu_steps else None
-
-    @property
-    def _has_cpu_steps(self) -> bool:
-        return self.device.type == "cpu" and self.dtype == torch.float32
+        on_cpu = self.device.type == "cpu" and self.dtype == torch.float32
+        return self._guided_steps if on_cpu or self.has_kernels else None
 
     @cached_property
     def _guided_steps(self) -> GuidedSteps | CpuSteps:
@@ -370,39 +365,10 @@ class HMM(HiddenMarkovModel):
         return (values @ self.backward_product.scaled).mul_(self.row_peaks)
 
     def pull_max(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
-        """See `Primitives.pull_max`; sums are taken in pieces that stay in the CPU's cache."""
-        batch, states = log_probs.shape
-        cells = _CACHE_CELLS if log_probs.device.type == "cpu" else _CELLS
-        if batch * states * states <= cells:
-            return (log_probs[:, None, :] + self._into).amax(2)
-        columns = max(1, min(states, cells // states))
-        rows = max(1, cells // (states * columns))
-        out, buffer = torch.empty_like(log_probs), log_probs.new_empty(rows, columns, states)
-        for j in range(0, states, columns):
-            piece = self._into[j : j + columns]
-            for b in range(0, batch, rows):
-                sums = buffer[: min(rows, batch - b), : piece.shape[0]]
-                torch.add(log_probs[b : b + rows, None, :], piece, out=sums)
-                torch.amax(sums, 2, out=out[b : b + rows, j : j + columns])
-        return out
+        return best_origins(log_probs, self._into)
 
     def origin_entropy(self, log_probs: Tensor, source: Support, target: Support) -> Tensor:
-        """See `Primitives.origin_entropy`; from two products, except where the prediction is too small for them.
-
-        With f the distribution, A' the transition with each column divided by its largest entry and q' = f A':
-        H_j = log q'_j − Σ_i f_i A'_ij (log f_i + log A'_ij) / q'_j.
-        """
-        matrix, probs = self.forward_product, log_probs.exp()
-        predicted = probs @ matrix.scaled
-        mean = torch.xlogy(probs, probs) @ matrix.scaled + probs @ torch.xlogy(matrix.scaled, matrix.scaled)
-        faint = predicted < _FAINT
-        result = torch.where(faint, 0.0, predicted.log() - mean / predicted).clamp_min(0)
-        for b in faint.any(1).nonzero().flatten().tolist():
-            for columns in faint[b].nonzero().flatten().split(max(1, _CELLS // self.states)):
-                conditional = (log_probs[b] + self._into[columns]).log_softmax(1)
-                entropy = -torch.where(conditional == NEG_INF, 0.0, conditional.exp() * conditional).sum(1)
-                result[b, columns] = entropy.nan_to_num(0.0)  # NaN: a state without predecessors
-        return result
+        return entropy_of_origins(log_probs, self.forward_product, self._into)
 
     def transitions_into(self, source: Support, states: Tensor) -> Tensor:
         return self._into[states]
