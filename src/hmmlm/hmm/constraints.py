@@ -26,7 +26,7 @@ from hmmlm.hmm.ahead import CELLS, Ahead, Edges, live_states, tables_ahead
 from hmmlm.hmm.automaton import Automaton, check_words
 from hmmlm.hmm.checks import check_count
 from hmmlm.hmm.guided_cpu import CpuPlan, CpuSteps, make_cpu_plan
-from hmmlm.hmm.guided_step import Plan, make_plan, with_table
+from hmmlm.hmm.guided_step import Plan, make_plan
 from hmmlm.hmm.logmatrix import log_ratio
 from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.ops.common import NEG_INF, logsumexp
@@ -281,10 +281,7 @@ class Guide:
                     self._plans.clear()
                     self._nodes.clear()  # which hold the tokens of plans
                 plan = self._plans[key] = self._make_plan(node, ahead)
-            if isinstance(plan, CpuPlan):
-                node.plan = plan._replace(table=ahead.log_probs.numpy())
-            else:
-                node.plan = with_table(plan, ahead.log_probs)
+            node.plan = plan.with_table(ahead.log_probs)
         return node.plan
 
     def _make_plan(self, node: Node, ahead: Ahead) -> Plan | CpuPlan:

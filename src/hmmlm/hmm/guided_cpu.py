@@ -36,6 +36,10 @@ class CpuPlan(NamedTuple):
     few: np.ndarray  # the tokens of no place
     cells: Tensor | None  # [V] of `Guide.cells`
 
+    def with_table(self, table: Tensor) -> CpuPlan:
+        """Return the plan of another table, whose rows are of the same automaton states."""
+        return self._replace(table=table.numpy())
+
 
 def make_cpu_plan(table: Tensor, reached: Reached, few: Tensor, cells: Tensor | None) -> CpuPlan:
     """Return the plan of a table [rows, Z]; for the others see `Guide`."""

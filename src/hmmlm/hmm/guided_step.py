@@ -50,6 +50,11 @@ class Plan(NamedTuple):
     numbers: Tensor  # for the kernels (see `ops.guided_kernels`)
     addresses: tuple[int, int, int]  # of group_of, table and numbers
 
+    def with_table(self, table: Tensor) -> Plan:
+        """Return the plan of another table, whose rows are of the same automaton states."""
+        _, group_of, places, alone, programs, numbers, addresses = self
+        return Plan(table, group_of, places, alone, programs, numbers, (addresses[0], table.data_ptr(), addresses[2]))
+
 
 def make_plan(table: Tensor, group_of: Tensor, places: Sequence[int], alone: Sequence[tuple[int, int]]) -> Plan:
     """Return the plan of a table [rows, Z].
@@ -64,12 +69,6 @@ def make_plan(table: Tensor, group_of: Tensor, places: Sequence[int], alone: Seq
     addresses = group_of.data_ptr(), table.data_ptr(), numbers.data_ptr()
     programs = next((size for size in _PROGRAMS if size >= len(alone)), _PROGRAMS[-1])
     return Plan(table, group_of, _power_of_2(max(1, len(places))), len(alone), programs, numbers, addresses)
-
-
-def with_table(plan: Plan, table: Tensor) -> Plan:
-    """Return the plan of another table, whose rows are of the same automaton states."""
-    _, group_of, places, alone, programs, numbers, addresses = plan
-    return Plan(table, group_of, places, alone, programs, numbers, (addresses[0], table.data_ptr(), addresses[2]))
 
 
 class StepRows(NamedTuple, Generic[AnyPlan]):
