@@ -6,6 +6,7 @@
     python -m benchmarks.control positions MODEL RUN --out results/control.json
     python -m benchmarks.control overhead MODEL RUN --out results/control.json
     python -m benchmarks.control large --out results/control.json
+    python -m benchmarks.control regexes MODEL RUN --out results/control.json
     python -m benchmarks.control all MODEL RUN --ctrl-g CTRLG --budget 500 --out results/control.json
 
 MODEL is a causal model of transformers, RUN a model of hmmlm with the same tokenizer, CTRLG a checkout of
@@ -13,9 +14,9 @@ github.com/joshuacnf/Ctrl-G (eager unless --compile; optional except for `agreem
 random HMMs. `texts` takes its constraints from texts that the model generates: three of their words in any order, a
 regular expression, their beginning and end, their number of words; "rejection" draws texts without a constraint and
 keeps those that satisfy it, and particles are drawn by their weights.
-`positions` counts the tokens before a word that must occur. `all` measures all --parts, each until its share of
---budget seconds is spent, and distils MODEL into the new folder RUN for those that need it; results are written as they
-come.
+`positions` counts the tokens before a word that must occur, `regexes` times automata over the tokens of RUN. `all`
+measures all --parts, each until its share of --budget seconds is spent, and distils MODEL into the new folder RUN for
+those that need it; results are written as they come.
 """
 
 # ruff: noqa: B023 (functions of a loop are called in it)
@@ -47,6 +48,7 @@ from papers.records import add_record, commit, machine
 WORDS = 32_000
 END = 2
 KINDS = ("three words", "regex", "infilling", "number of words")
+REGEXES = (r"[A-Z][a-z]+ (is|was) .*", r"\d{3}-\d{4}", r"[A-Z].*\. The .*")
 
 
 class Recorder:
@@ -63,7 +65,7 @@ class Recorder:
             [
                 "python -m benchmarks.control",
                 options.part,
-                *(["MODEL RUN"] if options.part in ("texts", "overhead", "positions") else []),
+                *(["MODEL RUN"] if options.part in ("texts", "overhead", "positions", "regexes") else []),
                 *named,
             ]
         )
@@ -621,6 +623,18 @@ def measure_overhead(options: argparse.Namespace) -> None:
     recorder.add("steered, one word", metrics, rows=options.rows, states=guide.hmm.states)
 
 
+def measure_regexes(options: argparse.Namespace) -> None:
+    """Time the automata of regular expressions that a model has not read before."""
+    recorder, lm = Recorder(options), hmmlm.load(options.run)
+    assert isinstance(lm, LanguageModel)
+    once = seconds(lambda: lm.automaton(regex="x"), options.device)  # also spells the tokens
+    lm.automaton(regex="[a-z]+ (x|y).*")  # warms up
+    for pattern in REGEXES:
+        spent = seconds(lambda: lm.automaton(regex=pattern), options.device)
+        metrics = {"compile_ms": 1e3 * spent, "first_ms": 1e3 * once}
+        recorder.add(f"regular expression {pattern}", metrics, tokens=lm.hmm.vocab_size)
+
+
 def sampling_speed(options: argparse.Namespace) -> float:
     """Return how many tokens of the model are sampled per second."""
     from hmmlm.device import pick_device
@@ -667,6 +681,7 @@ PARTS: dict[str, tuple[float, Callable[[argparse.Namespace], None], dict[str, An
     "distil": (25, distil, {}),
     "texts": (55, measure_texts, {}),
     "overhead": (3, measure_overhead, {"rows": 1}),
+    "regexes": (1, measure_regexes, {}),
     "positions": (6, measure_positions, {}),
 }
 """The parts of `all`: share of the time, function and options; those that are needed most come first."""
@@ -740,6 +755,7 @@ def main() -> None:
     parts.add_parser("texts", parents=[common, texts, constrained, weighted])
     parts.add_parser("positions", parents=[common, texts, positions, weighted])
     parts.add_parser("overhead", parents=[common, texts, overhead])
+    parts.add_parser("regexes", parents=[common, texts])
     parts.add_parser("all", parents=[common, texts, calls, constrained, positions, weighted, overhead, distilled])
     options = parser.parse_args()
     measure = measure_all if options.part == "all" else PARTS[options.part][1]

@@ -14,11 +14,11 @@ BLOCKED_CPU = Study(
     made_by="python -m benchmarks.blocked_cpu",
     headers={"as_it_comes_ms": "shared tiles, ms", "a_tile_a_step_ms": "one tile per step, ms"},
 )
-EVALUATION_CPU = Study(
-    name="evaluation-cpu",
-    title="`hmmlm eval` of a large blocked model on the CPU, start and loading included",
+COMMANDS_CPU = Study(
+    name="commands-cpu",
+    title="Commands on the CPU, start and loading included",
     device="CPU",
-    made_by="python -m benchmarks.evaluation",
+    made_by="python -m benchmarks.commands",
     headers={"command_seconds": "s"},
 )
 STEERING = Study(
@@ -70,6 +70,7 @@ def _part_of_control(row: str) -> str:
         "one word": "Overhead of steering",
         "automaton states": "A large automaton",
         "distilled": "The distilled HMM",
+        "regular expression": "Automata of regular expressions",
     }
     return next((heading for part, heading in headings.items() if part in row), "Texts under constraints")
 
@@ -109,6 +110,8 @@ CONTROL = Study(
         "setup_ms": "set-up, ms",
         "setup_s": "set-up, s",
         "request_s": "request, s",
+        "compile_ms": "ms",
+        "first_ms": "the first one of a tokenizer, ms",
         "largest_difference": "largest difference from ours",
         "largest_difference_of_steered": "of steered probabilities",
         "largest_difference_of_logs": "of log-probabilities",
