@@ -35,7 +35,7 @@ from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.hmm.recorded_scan import RecordedScans
 from hmmlm.ops.common import NEG_INF, Impl, installed, logsumexp
 from hmmlm.ops.maximize_rows import maximize_rows
-from hmmlm.ops.scan import Evidence, Parameters, loops_pay, scan
+from hmmlm.ops.scan import Evidence, Parameters, path_loops_pay, scan
 from hmmlm.ops.scan.scaled import distinct
 
 _RANDOM_CELLS = 2**30  # probabilities of a random model: 8 GB while they are drawn
@@ -332,11 +332,12 @@ class HMM(HiddenMarkovModel):
     @torch.no_grad()
     def viterbi(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Tensor, Tensor]:
         """See `HiddenMarkovModel.viterbi`; in compiled loops where these are faster."""
-        if self.impl not in ("auto", "compiled") or not loops_pay(self.states, self.device):
+        batch = self._batch(tokens, lengths)
+        pays = path_loops_pay(self.states, len(batch.tokens), self.device)
+        if not pays or self.impl not in ("auto", "compiled"):
             return super().viterbi(tokens, lengths)
         from hmmlm.ops.scan.compiled import best_paths
 
-        batch = self._batch(tokens, lengths)
         path, log_prob = best_paths(self.detach().parameters, batch.tokens, batch.active)
         if bool((log_prob == NEG_INF).any()):
             self._possible(tokens, lengths)  # names the impossible token

@@ -2,7 +2,8 @@
 
 The compiler vectorizes a loop only if it can prove that its arrays do not overlap, and keeps no sums in registers from
 one row of a matrix to the next. With these a product of small matrices takes a quarter of the time. Functions are
-called from compiled code; matrices are C-contiguous, and their rows as long as `padded_width` says.
+called from compiled code; matrices are C-contiguous, and their rows whole vectors. A tile is ROWS × `vectors` such
+vectors, one or more side by side in every row, whose sums are independent: that hides the latency of additions.
 """
 # mypy: allow-untyped-defs
 # (arguments are types of numba or values of LLVM)
@@ -16,12 +17,10 @@ from numba.extending import intrinsic, models, register_model
 
 LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8  # float32 numbers of one or two registers
 
+ROWS = 8  # of a tile
+
 _operation: Any = intrinsic  # its type is that of the function as the compiler sees it, with one argument more
-
-
-def padded_width(states: int) -> int:
-    """Return the smallest multiple of LANES that is no less than `states`."""
-    return -(-states // LANES) * LANES
+_literal: Any = intrinsic(prefer_literal=True)  # whose integer arguments are known when it is compiled
 
 
 class Lanes(types.Type):
@@ -85,17 +84,6 @@ def add(_, a, b):
 
 
 @_operation
-def add_product(_, total, number, lanes):
-    """Return total + number · lanes, rounded once."""
-
-    def generate(context, builder, signature, args):
-        factor = _repeat(builder, args[0].type, args[1])
-        return builder.fadd(builder.fmul(factor, args[2], flags=("contract",)), args[0], flags=("contract",))
-
-    return lanes(lanes, lanes.dtype, lanes), generate
-
-
-@_operation
 def add_number(_, lanes, number):
     """Return lanes + number."""
 
@@ -148,6 +136,122 @@ def total(_, lanes):
 def largest(_, lanes):
     """Return the largest lane."""
     return lanes.dtype(lanes), _reduction(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+
+
+@_literal
+def fill_tile(_, number, vectors):
+    """Return a tile of ROWS × `vectors` vectors with a number everywhere."""
+    tile = types.UniTuple(Lanes(number), ROWS * vectors.literal_value)
+
+    def generate(context, builder, signature, args):
+        vector = _repeat(builder, context.get_value_type(Lanes(number)), args[0])
+        return _pack(builder, [vector] * tile.count)
+
+    return tile(number, vectors), generate
+
+
+@_operation
+def store_tile(_, matrix, row, column, tile):
+    """Write a tile to ROWS rows from matrix[row, column] on."""
+
+    def generate(context, builder, signature, args):
+        array, first, left, values = args
+        for k, pointer in enumerate(_pointers(context, builder, signature.args[0], array, first, left, tile.count)):
+            builder.store(builder.extract_value(values, k), pointer, align=tile.dtype.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(matrix, types.intp, types.intp, tile), generate
+
+
+@_literal
+def load_tile(_, matrix, row, column, vectors):
+    """Return the tile of ROWS rows from matrix[row, column] on."""
+    tile = types.UniTuple(Lanes(matrix.dtype), ROWS * vectors.literal_value)
+
+    def generate(context, builder, signature, args):
+        array, first, left, _ = args
+        places = _pointers(context, builder, signature.args[0], array, first, left, tile.count)
+        return _pack(builder, [builder.load(place, align=matrix.dtype.bitwidth // 8) for place in places])
+
+    return tile(matrix, types.intp, types.intp, vectors), generate
+
+
+@_operation
+def add_products(_, tile, values, row, column, matrix, at):
+    """Return the tile plus the products of ROWS numbers from values[row, column] down and the vectors of matrix[at]."""
+    return _accumulation(_multiply_add, tile, values, matrix, down=True)
+
+
+@_operation
+def add_outer(_, tile, values, row, column, matrix, at, left):
+    """Return the tile plus products of ROWS numbers from values[row, column] on and those from matrix[at, left]."""
+    return _accumulation(_multiply_add, tile, values, matrix, down=False)
+
+
+@_operation
+def raise_to_sums(_, tile, values, row, column, matrix, at):
+    """Return the larger of the tile and the sums of ROWS numbers from values[row, column] down and matrix[at]."""
+
+    def combine(builder, total, number, vector):
+        found = builder.fadd(number, vector)
+        return builder.select(builder.fcmp_ordered(">", found, total), found, total)
+
+    return _accumulation(combine, tile, values, matrix, down=True)
+
+
+def _multiply_add(builder, total, number, vector):
+    return builder.fadd(builder.fmul(number, vector, flags=("contract",)), total, flags=("contract",))
+
+
+def _accumulation(combine, tile, values, matrix, down):
+    """Return signature and code that combines each vector of a tile with a number of its row and a vector of a matrix.
+
+    The numbers of the rows are below each other (`down`) or side by side. Vectors start at column 0 then, else at
+    a column that is one argument more.
+    """
+
+    def generate(context, builder, signature, args):
+        totals, numbers, row, column, source, at, *left = args
+        vectors, size = tile.count // ROWS, tile.dtype.dtype.bitwidth // 8
+
+        def beside(place, count):
+            return builder.add(place, context.get_constant(types.intp, count))
+
+        left = left[0] if left else context.get_constant(types.intp, 0)
+        parts = [
+            builder.load(_pointer(context, builder, matrix, source, at, beside(left, LANES * k)), align=size)
+            for k in range(vectors)
+        ]
+        array, pieces = context.make_array(values)(context, builder, numbers), []
+        for k in range(ROWS):
+            place = [beside(row, k), column] if down else [row, beside(column, k)]
+            number = builder.load(cgutils.get_item_pointer(context, builder, values, array, place, wraparound=False))
+            factor = _repeat(builder, parts[0].type, number)
+            pieces += [
+                combine(builder, builder.extract_value(totals, k * vectors + i), factor, part)
+                for i, part in enumerate(parts)
+            ]
+        return _pack(builder, pieces)
+
+    places = (types.intp,) * (1 if down else 2)
+    return tile(tile, values, types.intp, types.intp, matrix, *places), generate
+
+
+def _pointers(context, builder, kind, array, row, column, count):
+    """Return the addresses of the `count` vectors of a tile whose first is at [row, column] of a matrix."""
+    for k in range(count):
+        down, right = divmod(k, count // ROWS)
+        place = builder.add(row, context.get_constant(types.intp, down))
+        side = builder.add(column, context.get_constant(types.intp, LANES * right))
+        yield _pointer(context, builder, kind, array, place, side)
+
+
+def _pack(builder, vectors):
+    """Return vectors as an array, the value of a tuple."""
+    packed = ir.Constant(ir.ArrayType(vectors[0].type, len(vectors)), ir.Undefined)
+    for k, vector in enumerate(vectors):
+        packed = builder.insert_value(packed, vector, k)
+    return packed
 
 
 def _reduction(combine):

@@ -1,13 +1,13 @@
 """Dense HMM: log-likelihood, its gradient and the final filtered distribution.
 
-`impl`: "naive" computes in log space, "scaled" with scaled probabilities, "compiled" the same in CPU loops for few
-states (numba), "triton" the same in GPU kernels; "auto" selects the fastest that supports the problem. Parameters are
-log-probabilities (start [Z], transition [Z, Z], emission [Z, V]).
+`impl`: "naive" computes in log space, "scaled" with scaled probabilities, "compiled" the same in CPU loops (numba,
+for up to hundreds of states), "triton" the same in GPU kernels; "auto" selects the fastest that supports the problem.
+Parameters are log-probabilities (start [Z], transition [Z, Z], emission [Z, V]).
 """
 
-from hmmlm.ops.scan.api import loops_pay, scan
+from hmmlm.ops.scan.api import path_loops_pay, scan
 from hmmlm.ops.scan.divided import divided_scan
 from hmmlm.ops.scan.naive import Evidence, Parameters
 from hmmlm.ops.scan.softmax import PendingGradient, softmax_scan
 
-__all__ = ["Evidence", "Parameters", "PendingGradient", "divided_scan", "loops_pay", "scan", "softmax_scan"]
+__all__ = ["Evidence", "Parameters", "PendingGradient", "divided_scan", "path_loops_pay", "scan", "softmax_scan"]

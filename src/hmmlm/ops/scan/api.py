@@ -31,7 +31,8 @@ from hmmlm.ops.scan import naive, scaled
 from hmmlm.ops.scan.naive import Evidence, Parameters
 
 LOG_SPACE_CELLS = 2**25  # largest [rows, Z, Z] intermediate of the log-space recursion
-LOOP_STATES = 64  # most states for which compiled loops are faster than tensor operations on two cores
+LOOP_STATES = 256  # most states for which compiled loops are faster than tensor operations on two cores
+LOOP_PATH_STATES, LOOP_SEQUENCES = 1024, 8  # for best paths: most states, or least sequences
 LARGE = 2**20  # emissions whose gradient the C library would return to the system
 KERNEL_CELLS = 2**30  # largest [T, B, Z] that the Triton kernels allocate
 
@@ -57,7 +58,16 @@ def scan(parameters: Parameters, evidence: Evidence, impl: Impl = "auto") -> Sca
 
 def loops_pay(states: int, device: torch.device) -> bool:
     """Return whether compiled loops over the steps are faster than tensor operations, and numba works here."""
-    return device.type == "cpu" and states <= LOOP_STATES and installed("numba") and _importable("numba")
+    return states <= LOOP_STATES and _loops_work(device)
+
+
+def path_loops_pay(states: int, batch: int, device: torch.device) -> bool:
+    """Return the same for best paths, whose steps are no matrix products."""
+    return (states <= LOOP_PATH_STATES or batch >= LOOP_SEQUENCES) and _loops_work(device)
+
+
+def _loops_work(device: torch.device) -> bool:
+    return device.type == "cpu" and installed("numba") and _importable("numba")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""The scaled recursions of `scaled.py` as compiled loops, for few states on a CPU (`hmmlm.ops.loops`).
+"""The scaled recursions of `scaled.py` as compiled loops on a CPU (`hmmlm.ops.loops`), sequences divided among threads.
 
 Every step is normalized, so the bounds on what underflow can lose are those of `scaled` with groups of one step.
 """
@@ -12,18 +12,24 @@ from torch import Tensor
 
 from hmmlm.ops import loops
 from hmmlm.ops.common import FLOOR
-from hmmlm.ops.lanes import padded_width
+from hmmlm.ops.lanes import LANES, ROWS
 from hmmlm.ops.scan import scaled
 from hmmlm.ops.scan.naive import Evidence, Parameters
 from hmmlm.ops.scan.scaled import ScaledForward, sort_by_length
+from hmmlm.ops.threads import run_parts
+from hmmlm.ops.tiles import pack, packed_shape, padded_width
 
 STEPS_PER_SHIFT = 16  # of Viterbi, between two subtractions of the largest score: float32 then suffices for any length
+MOST_ROWS = 64  # sequences that go through a step together: what they share is read once
+PATH_CELLS = 2**24  # of scores [T, rows, W] that Viterbi keeps, where a tile has no more
+THREAD_WORK = 2**24  # products of two numbers that take some times as long as a thread to start
+CELL_WORK = 128  # products in the time of a cell of the table
 
 
 class CompiledChain(NamedTuple):
     """A batch prepared for the loops: time-major, longest sequence first, rows padded to W numbers."""
 
-    table: np.ndarray  # [1 + Z + U, W] start, transition and emissions: see `loops.prepare_chain`
+    table: np.ndarray  # [1 + Z + U, W] start, transition and emissions: see `loops.fill_table`
     log_peak: np.ndarray  # [U] log max_z p(word | z)
     words: np.ndarray  # [T, B] row of the emissions for each token
     vocabulary: np.ndarray  # [U] token of each row of the emissions
@@ -57,9 +63,8 @@ class CompiledChain(NamedTuple):
 class CompiledForward(NamedTuple):
     """Result of the filter."""
 
-    alpha: np.ndarray  # [T·B, W] p(z_t | x_1..t), or [0, W]; not set where a sequence has ended
+    alpha: np.ndarray  # [(1 + T)·B, W] p(z_t | x_1..t), zero where a sequence has ended, or [0, W]
     scale: np.ndarray  # [T, B] p(x_t | x_1..t−1) / peak of x_t, one where a sequence has ended
-    least: float  # smallest scale
     log_likelihood: Tensor  # [B]
     final: Tensor  # [B, Z]
 
@@ -68,8 +73,9 @@ def make_chain(parameters: Parameters, evidence: Evidence, products: torch.dtype
     """Convert parameters to probabilities; see `scaled.make_chain`. Products are in the dtype of the parameters."""
     dtype = parameters.log_start.dtype
     ordered, _, order = sort_by_length(evidence, dtype)
-    table, log_peak, vocabulary, words, log_ratio = _make_table(parameters, ordered.tokens, math.log(FLOOR[dtype]))
-    np.exp(table, out=table)  # in this thread: torch's exp was slower beside other processes
+    table, log_peak, vocabulary, words, log_ratio = _make_table(
+        parameters, ordered.tokens, math.log(FLOOR[dtype]), to_probs=True
+    )
     (steps, batch), states = words.shape, parameters.log_start.shape[0]
     lengths = np.full(batch, steps) if ordered.lengths is None else _array(ordered.lengths)
     initial = np.empty((0, states), table.dtype) if ordered.initial is None else _array(ordered.initial)
@@ -80,22 +86,32 @@ def make_chain(parameters: Parameters, evidence: Evidence, products: torch.dtype
 def forward(chain: CompiledChain, keep: bool = True) -> CompiledForward:
     """Run the filter; see `scaled.forward`."""
     (steps, batch), states, dtype = chain.words.shape, chain.initial.shape[1], chain.table.dtype
-    alpha = np.empty((steps * batch if keep else 0, chain.table.shape[1]), dtype)
+    # Where a sequence has ended, the distributions are zero: products with them must be finite.
+    allocate = np.empty if chain.lengths[-1] == steps else np.zeros
+    alpha = allocate(((1 + steps) * batch if keep else 0, chain.table.shape[1] + LANES), dtype)
     scale, final, log_likelihood = np.ones((steps, batch), dtype), np.empty((batch, states), dtype), np.empty(batch)
-    least = loops.run_filter(
-        chain.table,
-        chain.log_peak,
-        chain.words,
-        chain.lengths,
-        chain.initial,
-        chain.restart,
-        *_bounds(dtype),
-        alpha,
-        scale,
-        final,
-        log_likelihood,
-    )
-    return CompiledForward(alpha, scale, least, torch.from_numpy(log_likelihood.astype(dtype)), torch.from_numpy(final))
+    strips, groups = _strips(chain.table, states), _groups(chain.lengths, steps, states)
+
+    def run(part: int) -> None:
+        for group in groups[part]:
+            loops.run_filter(
+                chain.table,
+                strips,
+                chain.log_peak,
+                chain.words,
+                chain.lengths,
+                chain.initial,
+                chain.restart,
+                *_bounds(dtype),
+                *group,
+                alpha,
+                scale,
+                final,
+                log_likelihood,
+            )
+
+    run_parts(run, len(groups))
+    return CompiledForward(alpha, scale, torch.from_numpy(log_likelihood.astype(dtype)), torch.from_numpy(final))
 
 
 def doubtful(parameters: Parameters, chain: CompiledChain, result: CompiledForward) -> Tensor:
@@ -103,7 +119,8 @@ def doubtful(parameters: Parameters, chain: CompiledChain, result: CompiledForwa
     (states,), dtype = parameters.log_start.shape, parameters.log_start.dtype
     floor = FLOOR[dtype]
     margin = math.log(scaled.least_mass(floor, states, dtype)) + chain.log_ratio
-    if result.least > 0 and math.log(result.least) >= margin:
+    least = float(result.scale.min())  # NaN if one is
+    if least > 0 and math.log(least) >= margin:
         return torch.zeros(chain.words.shape[1], dtype=torch.bool)
     scale = torch.from_numpy(result.scale)
     found = ScaledForward(None, scale, result.log_likelihood, result.final, floor)
@@ -114,27 +131,40 @@ def accumulate(
     chain: CompiledChain, result: CompiledForward, seed: Tensor, shape: torch.Size
 ) -> tuple[Parameters, Tensor]:
     """Compute the expected counts; see `scaled.accumulate`."""
-    states, width, dtype = shape[0], chain.table.shape[1], chain.table.dtype
-    rows = chain.words.shape[1], 1, states, len(chain.vocabulary)
-    entering, starts, transitions, by_word = (np.zeros((n, width), dtype) for n in rows)
-    loops.run_backward(
-        chain.table,
-        chain.words,
-        chain.lengths,
-        chain.initial,
-        chain.restart,
-        _array(seed),
-        *_bounds(dtype),
-        result.alpha,
-        result.scale,
-        entering,
-        starts,
-        transitions,
-        by_word,
-    )
+    (steps, batch), states, width = chain.words.shape, shape[0], chain.table.shape[1]
+    dtype, entering, given = chain.table.dtype, np.empty((batch, width), chain.table.dtype), _array(seed)
+    strips, groups = _strips(chain.table, states, transposed=True), _groups(chain.lengths, steps, states)
+
+    def run(part: int) -> tuple[np.ndarray, np.ndarray]:
+        transitions = np.zeros((-(-states // ROWS) * ROWS, width), dtype)
+        by_word = np.zeros((1 + len(chain.vocabulary), width), dtype)
+        for group in groups[part]:
+            loops.run_backward(
+                chain.table,
+                strips,
+                chain.words,
+                chain.lengths,
+                chain.initial,
+                chain.restart,
+                given,
+                *_bounds(dtype),
+                *group,
+                result.alpha,
+                result.scale,
+                entering,
+                transitions,
+                by_word,
+            )
+        return transitions, by_word
+
+    (transitions, by_word), *others = run_parts(run, len(groups))
+    for other in others:
+        transitions += other[0]
+        by_word += other[1]
     emission = seed.new_empty(shape)
-    loops.spread_words(by_word, chain.vocabulary, emission.numpy())
-    start, transition = starts[0] * chain.table[0], transitions * chain.table[1 : 1 + states]
+    share = _shares(states, len(groups))
+    run_parts(lambda k: loops.spread_words(by_word[1:], chain.vocabulary, *share[k], emission.numpy()), len(share))
+    start, transition = by_word[0] * chain.table[0], transitions[:states] * chain.table[1 : 1 + states]
     counts = Parameters(
         torch.from_numpy(start[:states]), torch.from_numpy(transition)[:, :states].contiguous(), emission
     )
@@ -148,25 +178,80 @@ def best_paths(parameters: Parameters, tokens: Tensor, active: list[int]) -> tup
         tokens: [B, T], longest sequence first.
         active: number of sequences at each step.
     """
-    table, log_peak, _, words, _ = _make_table(parameters, tokens, -math.inf)
-    path, log_prob = np.full(tokens.shape, -1), np.empty(tokens.shape[0])
-    lowest = table.dtype.type(np.finfo(table.dtype).min)
-    loops.find_best_paths(table, log_peak, words, _lengths(active), STEPS_PER_SHIFT, lowest, path, log_prob)
+    table, log_peak, _, words, _ = _make_table(parameters, tokens, -math.inf, to_probs=False)
+    path, log_prob, lengths = np.full(tokens.shape, -1), np.empty(tokens.shape[0]), _lengths(active)
+    lowest, states = table.dtype.type(np.finfo(table.dtype).min), len(parameters.log_start)
+    into, strips = table[1 : 1 + states, :states].T.copy(), _strips(table, states)
+    most = max(ROWS, min(MOST_ROWS, PATH_CELLS // (len(active) * table.shape[1]) // ROWS * ROWS))
+    groups = _groups(lengths, len(active), states, most)
+
+    def run(part: int) -> None:
+        for group in groups[part]:
+            loops.find_best_paths(
+                table, strips, into, log_peak, words, lengths, STEPS_PER_SHIFT, lowest, *group, path, log_prob
+            )
+
+    run_parts(run, len(groups))
     return torch.from_numpy(path), torch.from_numpy(log_prob)
 
 
 def _make_table(
-    parameters: Parameters, tokens: Tensor, lowest: float
+    parameters: Parameters, tokens: Tensor, lowest: float, to_probs: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
-    """Return table, log_peak, vocabulary and words of `loops.prepare_chain`, and the log ratio."""
+    """Return table, log_peak, vocabulary, words and log_ratio of a chain.
+
+    The table has logarithms, or with `to_probs` probabilities; those below `lowest` are zero.
+    """
     arrays = [_array(log_probs) for log_probs in parameters]
     (states, size), (batch, steps), dtype = arrays[2].shape, tokens.shape, arrays[0].dtype
-    least = dtype.type(lowest)
-    most = min(batch * steps, size + 1)
-    table, log_peak = np.empty((1 + states + most, padded_width(states)), dtype), np.empty(most, dtype)
+    least, width, most = dtype.type(lowest), padded_width(states, dtype), min(batch * steps, size + 1)
     vocabulary, words = np.empty(most, np.int64), np.empty((steps, batch), np.int64)
-    count, log_ratio = loops.prepare_chain(_array(tokens), *arrays, least, table, log_peak, vocabulary, words)
-    return table[: 1 + states + count], log_peak[:count], vocabulary[:count], words, log_ratio
+    vocabulary = vocabulary[: loops.index_words(_array(tokens), size, vocabulary, words)]
+    table, log_peak = np.empty((1 + states + len(vocabulary), width), dtype), np.empty(len(vocabulary), dtype)
+    rows = _shares(len(table), _threads(CELL_WORK * table.size, len(table)))
+    low, high = np.full((len(rows), states), np.inf, dtype), np.full((len(rows), states), -np.inf, dtype)
+
+    def fill(part: int) -> None:
+        loops.fill_table(*arrays, vocabulary, *rows[part], least, table, log_peak, low[part], high[part])
+        if to_probs:
+            some = table[slice(*rows[part])]
+            np.exp(some, out=some)
+
+    run_parts(fill, len(rows))
+    return table, log_peak, vocabulary, words, loops.column_ratio(low, high)
+
+
+def _strips(table: np.ndarray, states: int, transposed: bool = False) -> np.ndarray:
+    """Return the transition matrix of a table, or its transpose, in strips; see `tiles.pack`."""
+    strips = np.empty(packed_shape(states, table.dtype), table.dtype)
+    pack(table[1 : 1 + states], transposed, strips)
+    return strips
+
+
+def _threads(work: int, most: int) -> int:
+    """Return the number of threads for some work, at least one and at most `most`."""
+    return max(1, min(torch.get_num_threads(), most, work // THREAD_WORK))
+
+
+def _groups(lengths: np.ndarray, steps: int, states: int, most: int = MOST_ROWS) -> list[list[tuple[int, int]]]:
+    """Return, for each thread, the groups of at most `most` sequences that it computes: first and last of each.
+
+    If lengths [B] differ, each thread has groups of long and of short sequences.
+    """
+    batch = len(lengths)
+    threads = _threads(batch * steps * states**2, -(-batch // ROWS))
+    rows = -(-batch // threads)
+    count = max(-(-rows // most), 1 if lengths[-1] == steps else 2)
+    size = -(-rows // count // ROWS) * ROWS
+    groups = [(first, min(first + size, batch)) for first in range(0, batch, size)]
+    both = 2 * threads
+    return [groups[k::both] + groups[both - 1 - k :: both] for k in range(threads)]
+
+
+def _shares(count: int, parts: int) -> list[tuple[int, int]]:
+    """Return first and last of about equal parts of `count`."""
+    size = -(-count // parts)
+    return [(first, min(first + size, count)) for first in range(0, count, size)]
 
 
 def _array(tensor: Tensor) -> np.ndarray:
