@@ -110,9 +110,9 @@ def check_tokens(tokens: ArrayLike, vocab_size: int, device: torch.device) -> Te
         hint = "; for one sequence use tokens[None]" if tokens.dim() == 1 else ""
         raise InputError(f"tokens must have shape [sequences, positions], not {list(tokens.shape)}{hint}")
     tokens = tokens.to(device, torch.int64)
-    wrong = (tokens < -1) | (tokens >= vocab_size)
-    if bool(wrong.any()):
-        row, position = wrong.nonzero()[0].tolist()
+    least, most = torch.stack(tokens.aminmax()).tolist()
+    if least < -1 or most >= vocab_size:
+        row, position = ((tokens < -1) | (tokens >= vocab_size)).nonzero()[0].tolist()
         raise InputError(
             f"token {tokens[row, position].item()} in sequence {row} at position {position} is outside the vocabulary "
             f"of size {vocab_size} (0 to {vocab_size - 1}; −1 for a missing token)"

@@ -21,6 +21,8 @@ class SortedBatch(NamedTuple):
 
     def unsort(self, values: Tensor, dim: int = 0) -> Tensor:
         """Return rows along `dim` in their original order."""
+        if self.active[-1] == len(self.order):  # all are equally long, and were not moved
+            return values
         return values.index_select(dim, self.order.argsort())
 
 

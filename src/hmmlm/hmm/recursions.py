@@ -28,7 +28,7 @@ class Recursions(Primitives):
         steps = checked.shape[1]
         if sizes is None:
             order, active = torch.arange(len(checked), device=self.device), [len(checked)] * steps
-            inside = torch.ones_like(checked, dtype=torch.bool)
+            inside = checked.new_ones((), dtype=torch.bool)
         else:
             order = sizes.argsort(descending=True, stable=True)
             checked = checked[order]
