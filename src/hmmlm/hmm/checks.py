@@ -109,7 +109,7 @@ def check_tokens(tokens: ArrayLike, vocab_size: int, device: torch.device) -> Te
     if tokens.dim() != 2:
         hint = "; for one sequence use tokens[None]" if tokens.dim() == 1 else ""
         raise InputError(f"tokens must have shape [sequences, positions], not {list(tokens.shape)}{hint}")
-    tokens = tokens.to(device, torch.int64)
+    tokens = tokens.long()
     least, most = torch.stack(tokens.aminmax()).tolist()
     if least < -1 or most >= vocab_size:
         row, position = ((tokens < -1) | (tokens >= vocab_size)).nonzero()[0].tolist()
@@ -117,7 +117,7 @@ def check_tokens(tokens: ArrayLike, vocab_size: int, device: torch.device) -> Te
             f"token {tokens[row, position].item()} in sequence {row} at position {position} is outside the vocabulary "
             f"of size {vocab_size} (0 to {vocab_size - 1}; −1 for a missing token)"
         )
-    return tokens
+    return tokens.to(device)  # after the check: a GPU would have to be waited for
 
 
 def check_lengths(lengths: ArrayLike | None, tokens: Tensor) -> Tensor | None:
