@@ -188,6 +188,20 @@ def test_an_unknown_implementation_is_named() -> None:
         scan(parameters, evidence, "torch")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("impl", ["scaled", "compiled"])
+def test_a_carry_below_the_floor_may_be_the_only_explanation(impl: Impl) -> None:
+    if impl == "compiled" and not installed("numba"):
+        pytest.skip("numba is not installed")
+    never = NEG_INF
+    transition = torch.tensor([[0.0, never], [0.0, -60.0]])
+    emission = torch.tensor([[0.0, never], [never, 0.0]])  # state 1 alone emits word 1, and only state 1 leads to it
+    parameters = Parameters(torch.tensor([0.0, never]), transition, emission)
+    initial = torch.tensor([[1.0, 2e-39]])
+    result = scan(parameters, Evidence(torch.tensor([[1]]), None, initial), impl)
+    torch.testing.assert_close(result.log_likelihood, torch.tensor([math.log(2e-39) - 60]))
+    torch.testing.assert_close(result.carry.probs, torch.tensor([[0.0, 1.0]]))
+
+
 # --- compiled loops ---
 
 

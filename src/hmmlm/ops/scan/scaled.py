@@ -372,6 +372,7 @@ def raised_chain(parameters: Parameters, chain: ScaledChain) -> ScaledChain:
         start=torch.where(parameters.log_start > NEG_INF, chain.start.clamp_min(floor), 0.0),
         transition=torch.where(parameters.log_transition > NEG_INF, chain.transition.clamp_min(floor), 0.0),
         emission=torch.where(possible, chain.emission.clamp_min(floor), 0.0),
+        initial=None if chain.initial is None else raised(chain.initial, floor),
     )
 
 
