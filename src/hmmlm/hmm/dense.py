@@ -329,19 +329,14 @@ class HMM(HiddenMarkovModel):
         messages.sub_((stacked.log_filtered + messages).logsumexp(2, keepdim=True))
         return active_rows(messages, lattice.batch)
 
-    @torch.no_grad()
-    def viterbi(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Tensor, Tensor]:
-        """See `HiddenMarkovModel.viterbi`; in compiled loops where these are faster."""
-        batch = self._batch(tokens, lengths)
+    def _best_paths(self, batch: SortedBatch) -> tuple[Tensor, Tensor]:
+        """See `HiddenMarkovModel._best_paths`; in compiled loops where these are faster."""
         pays = path_loops_pay(self.states, len(batch.tokens), self.device)
         if not pays or self.impl not in ("auto", "compiled"):
-            return super().viterbi(tokens, lengths)
+            return super()._best_paths(batch)
         from hmmlm.ops.scan.compiled import best_paths
 
-        path, log_prob = best_paths(self.detach().parameters, batch.tokens, batch.active)
-        if bool((log_prob == NEG_INF).any()):
-            self._possible(tokens, lengths)  # names the impossible token
-        return batch.unsort(path), batch.unsort(log_prob).to(self.dtype)
+        return best_paths(self.parameters, batch.tokens, batch.active)
 
     def restrict(self, values: Tensor, support: Support) -> Tensor:
         return values

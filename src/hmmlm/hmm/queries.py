@@ -140,15 +140,22 @@ class HiddenMarkovModel(Recursions):
     @torch.no_grad()
     def viterbi(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Tensor, Tensor]:
         """Find the most likely states [B, T] (−1 beyond a length) and their joint log-probability with the tokens."""
-        model, batch = self.detach(), self._batch(tokens, lengths)
+        batch = self._batch(tokens, lengths)
+        path, log_prob = self.detach()._best_paths(batch)
+        if bool((log_prob == NEG_INF).any()):
+            self._possible(tokens, lengths)  # names the impossible token
+        return batch.unsort(path), batch.unsort(log_prob).to(self.dtype)
+
+    def _best_paths(self, batch: SortedBatch) -> tuple[Tensor, Tensor]:
+        """Return the result of `viterbi` in the order of the batch, log-probabilities [B] in float64."""
         supports, kept = list[Support](), list[Tensor]()
         log_prob = torch.zeros(len(batch.tokens), dtype=torch.float64, device=self.device)
-        for t, (support, scores) in enumerate(model._observations(batch)):
+        for t, (support, scores) in enumerate(self._observations(batch)):
             rows = len(scores)
             if t:
-                best = model.pull_max(kept[-1][:rows], first_rows(supports[-1], rows), support) + scores
+                best = self.pull_max(kept[-1][:rows], first_rows(supports[-1], rows), support) + scores
             else:
-                best = model.restrict(model.log_start_scores().expand(rows, -1), support) + scores
+                best = self.restrict(self.log_start_scores().expand(rows, -1), support) + scores
             if t % _STEPS_PER_SHIFT == 0:  # float32 then suffices for any length
                 peak = finite(best.amax(1))
                 log_prob[:rows] += peak
@@ -157,16 +164,14 @@ class HiddenMarkovModel(Recursions):
             kept.append(best)
         for t, ending in endings(batch):
             log_prob[ending] += kept[t][ending].amax(1)
-        if bool((log_prob == NEG_INF).any()):
-            self._possible(tokens, lengths)  # names the impossible token
         path, states = torch.full_like(batch.tokens, -1), torch.empty(0, dtype=torch.long, device=self.device)
         for t in reversed(range(len(kept))):
             best, support, rows = kept[t], supports[t], len(states)
             if rows:
-                best = add_first(best, model.transitions_into(first_rows(support, rows), states))
-            states = model.state_ids(support, best.argmax(1))
+                best = add_first(best, self.transitions_into(first_rows(support, rows), states))
+            states = self.state_ids(support, best.argmax(1))
             path[: len(states), t] = states
-        return batch.unsort(path), batch.unsort(log_prob).to(self.dtype)
+        return path, log_prob
 
     @torch.no_grad()
     def sample(self, num: int, length: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:

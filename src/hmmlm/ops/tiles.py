@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import literally, njit
 
 from hmmlm.ops import lanes
 from hmmlm.ops.lanes import LANES, ROWS
@@ -68,45 +68,47 @@ def multiply(values, rows, strips, out):  # type: ignore[no-untyped-def]
         values, out: [R, W] with R a multiple of ROWS; values are zero in columns of the padding.
         strips: of the matrix; see `pack`.
     """
-    size, zero = strips.shape[1], strips.dtype.type(0)
-    depth = len(strips) * size // out.shape[1]
-    for column in range(0, out.shape[1], size):
-        strip = column // size * depth
-        for row in range(0, rows, ROWS):
-            if size > LANES:
-                wide = lanes.fill_tile(zero, VECTORS)
-                for i in range(0, depth, UNROLL):
-                    for k in range(i, i + UNROLL):
-                        wide = lanes.add_products(wide, values, row, k, strips, strip + k)
-                lanes.store_tile(out, row, column, wide)
-            else:
-                narrow = lanes.fill_tile(zero, 1)
-                for i in range(0, depth, UNROLL):
-                    for k in range(i, i + UNROLL):
-                        narrow = lanes.add_products(narrow, values, row, k, strips, strip + k)
-                lanes.store_tile(out, row, column, narrow)
+    if strips.shape[1] > LANES:
+        _multiply(values, rows, strips, out, VECTORS)
+    else:
+        _multiply(values, rows, strips, out, 1)
 
 
 @compiled
 def multiply_max(values, rows, strips, out):  # type: ignore[no-untyped-def]
     """Compute out[b, j] = max_i values[b, i] + matrix[i, j]; see `multiply`. Padding of values is −inf."""
+    if strips.shape[1] > LANES:
+        _multiply_max(values, rows, strips, out, VECTORS)
+    else:
+        _multiply_max(values, rows, strips, out, 1)
+
+
+@compiled
+def _multiply(values, rows, strips, out, vectors):  # type: ignore[no-untyped-def]
+    size, zero = strips.shape[1], strips.dtype.type(0)
+    depth = len(strips) * size // out.shape[1]
+    for column in range(0, out.shape[1], size):
+        strip = column // size * depth
+        for row in range(0, rows, ROWS):
+            tile = lanes.fill_tile(zero, literally(vectors))
+            for i in range(0, depth, UNROLL):
+                for k in range(i, i + UNROLL):
+                    tile = lanes.add_products(tile, values, row, k, strips, strip + k)
+            lanes.store_tile(out, row, column, tile)
+
+
+@compiled
+def _multiply_max(values, rows, strips, out, vectors):  # type: ignore[no-untyped-def]
     size, nothing = strips.shape[1], strips.dtype.type(-np.inf)
     depth = len(strips) * size // out.shape[1]
     for column in range(0, out.shape[1], size):
         strip = column // size * depth
         for row in range(0, rows, ROWS):
-            if size > LANES:
-                wide = lanes.fill_tile(nothing, VECTORS)
-                for i in range(0, depth, UNROLL):
-                    for k in range(i, i + UNROLL):
-                        wide = lanes.raise_to_sums(wide, values, row, k, strips, strip + k)
-                lanes.store_tile(out, row, column, wide)
-            else:
-                narrow = lanes.fill_tile(nothing, 1)
-                for i in range(0, depth, UNROLL):
-                    for k in range(i, i + UNROLL):
-                        narrow = lanes.raise_to_sums(narrow, values, row, k, strips, strip + k)
-                lanes.store_tile(out, row, column, narrow)
+            tile = lanes.fill_tile(nothing, literally(vectors))
+            for i in range(0, depth, UNROLL):
+                for k in range(i, i + UNROLL):
+                    tile = lanes.raise_to_sums(tile, values, row, k, strips, strip + k)
+            lanes.store_tile(out, row, column, tile)
 
 
 @compiled
@@ -118,24 +120,22 @@ def add_outer_products(before, first, stride, after, steps, rows, out):  # type:
         after: [≥ steps, ≥ rows, W].
         out: with R a multiple of ROWS.
     """
+    if out.shape[1] % (LANES * VECTORS) == 0:
+        _add_outer_products(before, first, stride, after, steps, rows, out, VECTORS)
+    else:
+        _add_outer_products(before, first, stride, after, steps, rows, out, 1)
+
+
+@compiled
+def _add_outer_products(before, first, stride, after, steps, rows, out, vectors):  # type: ignore[no-untyped-def]
     whole = rows - rows % UNROLL
-    for column in range(0, out.shape[1], LANES * VECTORS):
+    for column in range(0, out.shape[1], LANES * vectors):
         for row in range(0, len(out), ROWS):
-            if column + LANES * VECTORS <= out.shape[1]:
-                wide = lanes.load_tile(out, row, column, VECTORS)
-                for t in range(steps):
-                    for i in range(0, whole, UNROLL):
-                        for b in range(i, i + UNROLL):
-                            wide = lanes.add_outer(wide, before, first + t * stride + b, row, after[t], b, column)
-                    for b in range(whole, rows):
-                        wide = lanes.add_outer(wide, before, first + t * stride + b, row, after[t], b, column)
-                lanes.store_tile(out, row, column, wide)
-            else:
-                narrow = lanes.load_tile(out, row, column, 1)
-                for t in range(steps):
-                    for i in range(0, whole, UNROLL):
-                        for b in range(i, i + UNROLL):
-                            narrow = lanes.add_outer(narrow, before, first + t * stride + b, row, after[t], b, column)
-                    for b in range(whole, rows):
-                        narrow = lanes.add_outer(narrow, before, first + t * stride + b, row, after[t], b, column)
-                lanes.store_tile(out, row, column, narrow)
+            tile = lanes.load_tile(out, row, column, literally(vectors))
+            for t in range(steps):
+                for i in range(0, whole, UNROLL):
+                    for b in range(i, i + UNROLL):
+                        tile = lanes.add_outer(tile, before, first + t * stride + b, row, after[t], b, column)
+                for b in range(whole, rows):
+                    tile = lanes.add_outer(tile, before, first + t * stride + b, row, after[t], b, column)
+            lanes.store_tile(out, row, column, tile)

@@ -245,7 +245,7 @@ def _groups(lengths: np.ndarray, steps: int, states: int, most: int = MOST_ROWS)
     size = -(-rows // count // ROWS) * ROWS
     groups = [(first, min(first + size, batch)) for first in range(0, batch, size)]
     both = 2 * threads
-    return [groups[k::both] + groups[both - 1 - k :: both] for k in range(threads)]
+    return [groups[k::both] + groups[both - 1 - k :: both] for k in range(min(threads, len(groups)))]
 
 
 def _shares(count: int, parts: int) -> list[tuple[int, int]]:
