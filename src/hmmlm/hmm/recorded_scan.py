@@ -6,6 +6,7 @@ A step of the filter is two kernels, and launching them from Python takes severa
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from threading import Lock
 
 import torch
@@ -15,11 +16,12 @@ from hmmlm.hmm.protocol import Carry, Scan
 from hmmlm.ops.common import Impl, product_dtype
 from hmmlm.ops.graph import record
 from hmmlm.ops.scan import Evidence, Parameters
-from hmmlm.ops.scan.fixed import filter_fixed, prepare, serves
+from hmmlm.ops.scan.fixed import FixedModel, filter_fixed, prepare, serves
 
 EAGER = 8  # batches of a shape before it is recorded, which takes as long as several of them
 _SHAPES = 4  # whose graphs are kept
 _CELLS = 2**26  # largest [T, B, Z] of a graph, which keeps 400 MB then
+_EMISSIONS = 2**28  # largest [Z, V], of which a copy by word is kept: 1 GB
 _PRODUCT = 2**34  # largest B·Z²: the products of larger steps take longer than their launches
 _TRIALS = 4  # replays that may turn out unsound before the share of these matters
 
@@ -29,6 +31,7 @@ class RecordedScans:
 
     def __init__(self) -> None:
         self._model: tuple[object, ...] = ()
+        self._fixed: dict[torch.dtype, FixedModel | None] = {}  # by the dtype of products
         self._shapes: OrderedDict[tuple[object, ...], _Shape] = OrderedDict()
         self._lock = Lock()  # buffers are shared by all threads that use this model
 
@@ -42,7 +45,8 @@ class RecordedScans:
         may have changed a sequence.
         """
         (batch, steps), states = evidence.tokens.shape, len(parameters.log_start)
-        if batch * steps * states > _CELLS or batch * states**2 > _PRODUCT:
+        cells, emissions = batch * steps * states, parameters.log_emission.numel()
+        if cells > _CELLS or emissions > _EMISSIONS or batch * states**2 > _PRODUCT:
             return None
         products = product_dtype(parameters.log_start)
         if not serves(parameters, evidence, products, impl) or any(p.is_inference() for p in parameters):
@@ -52,12 +56,22 @@ class RecordedScans:
             model = tuple((p.data_ptr(), p._version) for p in parameters)
             if model != self._model:  # changed in place
                 self._model = model
+                self._fixed.clear()
                 self._shapes.clear()
             shape = self._shapes.pop((given, products), None) or _Shape()
             self._shapes[given, products] = shape
             if len(self._shapes) > _SHAPES:
                 self._shapes.popitem(last=False)
-            return shape.run(parameters, evidence, products)
+            return shape.run(lambda: self._prepare(parameters, products), evidence)
+
+    def _prepare(self, parameters: Parameters, products: torch.dtype) -> FixedModel | None:
+        """Return the model prepared for the filter, once for all shapes; None if nothing can be recorded."""
+        if products not in self._fixed:
+            try:
+                self._fixed[products] = prepare(parameters, products)
+            except torch.OutOfMemoryError:  # `scan` needs no copy of the emissions
+                self._fixed[products] = None
+        return self._fixed[products]
 
 
 class _Shape:
@@ -67,13 +81,13 @@ class _Shape:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs, self.replays, self.unsound = 0, 0, 0
 
-    def run(self, parameters: Parameters, evidence: Evidence, products: torch.dtype) -> Scan | None:
+    def run(self, prepare: Callable[[], FixedModel | None], evidence: Evidence) -> Scan | None:
         """Replay the graph; None if there is none yet, or it did not serve."""
         self.runs += 1
         if self.runs <= EAGER or 2 * self.unsound > self.replays + _TRIALS:
             return None
         if self.graph is None:
-            self.record(parameters, evidence, products)
+            self.record(prepare, evidence)
         if self.graph is None:
             return None
         for own, value in zip(self.evidence, evidence, strict=True):
@@ -89,14 +103,13 @@ class _Shape:
 
     @torch.inference_mode(False)  # the buffers outlive it
     @torch.no_grad()
-    def record(self, parameters: Parameters, evidence: Evidence, products: torch.dtype) -> None:
-        """Record the filter, unless no result would be sound."""
-        model = prepare(parameters, products)
+    def record(self, prepare: Callable[[], FixedModel | None], evidence: Evidence) -> None:
+        """Record the filter, unless nothing can be recorded."""
+        model = prepare()
         if model is None:
             self.unsound = _TRIALS  # do not try again
             return
         tokens, _, initial, restart = evidence
-        self.model = model  # the graph reads its tensors
         initial, restart = (None if value is None else _copy(value) for value in (initial, restart))
         self.evidence = Evidence(_copy(tokens), None, initial, restart)
         filter_fixed(model, self.evidence)  # compiles the kernels for these buffers

@@ -19,10 +19,12 @@ from hmmlm.ops.scan.scaled import least_mass, log_column_ratio
 
 
 class FixedModel(NamedTuple):
-    """A model, prepared for the filter."""
+    """A model, prepared for the filter: its emissions by word, so that a step reads those of a token in one piece."""
 
-    parameters: Parameters
+    start: Tensor  # [Z] probabilities
     transition: Tensor  # [Z, Z] probabilities, in the dtype of products
+    scores: Tensor  # [V+1, Z] log p(word | z); the first row is of a missing token
+    log_peak: Tensor  # [V+1] maximum of scores over states
     least_scale: float  # a step with a smaller one is not sound
 
 
@@ -45,21 +47,24 @@ def serves(parameters: Parameters, evidence: Evidence, products: torch.dtype, im
 
 def prepare(parameters: Parameters, products: torch.dtype) -> FixedModel | None:
     """Prepare a model; None if its transitions differ so much that no result would be sound."""
-    from hmmlm.ops.scan.kernel_chain import transition_probs
+    from hmmlm.ops.scan.kernel_chain import scores_by_word, transition_probs
 
     states, dtype = len(parameters.log_start), parameters.log_start.dtype
     log_least = math.log(least_mass(FLOOR[dtype], states, dtype)) + float(log_column_ratio(parameters.log_transition))
     if not log_least < 0:  # a scale is at most 1; NaN: the model is broken, which `scan` reports
         return None
-    return FixedModel(parameters, transition_probs(parameters.log_transition, products), math.exp(log_least))
+    transition = transition_probs(parameters.log_transition, products)
+    scores, log_peak = scores_by_word(parameters.log_emission)
+    return FixedModel(parameters.log_start.exp(), transition, scores, log_peak, math.exp(log_least))
 
 
 def filter_fixed(model: FixedModel, evidence: Evidence) -> FixedResult:
     """Run the filter without synchronizing with the device."""
     from hmmlm.ops.scan import triton
+    from hmmlm.ops.scan.kernel_chain import index_chain
 
     with without_autocast(evidence.tokens):
-        chain = triton.make_chain(model.parameters, evidence, model.transition.dtype, model.transition)
+        chain = index_chain(model.start, model.transition, model.scores, model.log_peak, evidence)
         result = triton.forward(chain, keep=False)
         sound = result.scale.amin() >= model.least_scale  # False for NaN
     return FixedResult(result.log_likelihood, result.final, sound)

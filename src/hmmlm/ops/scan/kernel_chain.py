@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.graph import side_by_side
 from hmmlm.ops.scan.kernels import gather_kernel
 from hmmlm.ops.scan.naive import Evidence, Parameters
@@ -29,24 +30,42 @@ class Normalizers(NamedTuple):
     both: Tensor | None  # [2, Z, Z] the transition probabilities and their transpose, if `step_kernel` reads them
 
 
+class SortedTokens(NamedTuple):
+    """The tokens of a batch in the order of words."""
+
+    words: Tensor  # [T·B]
+    order: Tensor  # [T·B] position t·B + b of each
+
+
 class KernelChain(NamedTuple):
     """A batch prepared for the recursions: time-major, in the given order."""
 
     start: Tensor  # [Z] probabilities
     transition: Tensor  # [Z, Z] probabilities, in the dtype of products
-    scores: Tensor  # [T, B, Z] log p(x_t | z), 0 where x_t is missing
-    log_peak: Tensor  # [T, B] maximum of scores over states
-    words: Tensor  # [T·B] all tokens, sorted
-    order: Tensor  # [T·B] position t·B + b of each
+    scores: Tensor  # [T, B, Z] log p(x_t | z), 0 where x_t is missing; [V+1, Z] if there are `places`
+    log_peak: Tensor  # [T, B] or [V+1] maximum of scores over states
+    places: Tensor | None  # [T·B] row of each position in the scores of all words
+    tokens: SortedTokens | None  # always set unless there are `places`
     initial: Tensor | None  # [B, Z]
     restart: Tensor | None  # [T, B] uint8; always set if `initial` is
     evidence: Evidence
     normalizers: Normalizers | None = None
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return the number of steps T, of sequences B and of states Z."""
+        batch, steps = self.evidence.tokens.shape
+        return steps, batch, len(self.start)
+
+    @property
     def flags(self) -> Tensor:
         """Return the restart flags, or a placeholder that kernels with RESTARTS=False do not read."""
         return self.start if self.restart is None else self.restart
+
+    @property
+    def rows(self) -> Tensor:
+        """Return `places`, or a placeholder that kernels with INDEXED=False do not read."""
+        return self.start if self.places is None else self.places
 
     def sort(self, values: Tensor) -> Tensor:
         return values
@@ -70,16 +89,11 @@ class KernelForward(NamedTuple):
 
 
 def make_chain(
-    parameters: Parameters,
-    evidence: Evidence,
-    products: torch.dtype,
-    transition: Tensor | None = None,
-    normalized: bool = True,
+    parameters: Parameters, evidence: Evidence, products: torch.dtype, normalized: bool = True
 ) -> KernelChain:
     """Convert the batch to time-major order, sort its tokens and gather their emission scores.
 
     Args:
-        transition: of `transition_probs`, if computed before.
         normalized: False if `parameters` are logits, whose rows become probabilities by a softmax.
     """
     log_start, log_transition, log_emission = (p.contiguous() for p in parameters)
@@ -91,9 +105,7 @@ def make_chain(
     normalizers = None
     if normalized:
         words, order = tokens.sort(stable=True)
-        start = log_start.exp()
-        if transition is None:
-            transition = transition_probs(log_transition, products)
+        start, transition = log_start.exp(), transition_probs(log_transition, products)
     else:
         (words, order, edges), (log_normalizer, spread), (start, log_transition, transition, both) = side_by_side(
             log_start.device,
@@ -115,11 +127,33 @@ def make_chain(
         STATES=states,
         **_GATHER,
     )
-    initial = None if evidence.initial is None else evidence.initial.to(log_start.dtype)
+    initial, restart = _beginnings(evidence, start)
+    by_word = SortedTokens(words, order)
+    return KernelChain(start, transition, scores, log_peak, None, by_word, initial, restart, evidence, normalizers)
+
+
+def index_chain(start: Tensor, transition: Tensor, scores: Tensor, log_peak: Tensor, evidence: Evidence) -> KernelChain:
+    """Convert the batch to time-major order; its kernels read the scores of all words, of `scores_by_word`."""
+    places = evidence.tokens.t().flatten().add(1).to(torch.int32)
+    return KernelChain(start, transition, scores, log_peak, places, None, *_beginnings(evidence, start), evidence)
+
+
+def scores_by_word(log_emission: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `scores` and `log_peak` of all words: [V+1, Z], with zeros for a missing token, −1, in row 0; [V+1]."""
+    states, n_words = log_emission.shape
+    scores = log_emission.new_zeros(n_words + 1, states)
+    scores[1:] = log_emission.t()
+    log_peak = scores.amax(1)
+    return scores, log_peak.masked_fill_(log_peak == NEG_INF, 0.0)
+
+
+def _beginnings(evidence: Evidence, start: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return `initial` and `restart` of a chain."""
+    initial = None if evidence.initial is None else evidence.initial.to(start.dtype)
     restart = None if evidence.restart is None else evidence.restart.t().contiguous().view(torch.uint8)
     if restart is None and initial is not None:  # as in a graph: all of its kernels must be compiled before
-        restart = torch.zeros(steps, batch, dtype=torch.uint8, device=words.device)
-    return KernelChain(start, transition, scores, log_peak, words, order, initial, restart, evidence, normalizers)
+        restart = torch.zeros(evidence.tokens.shape[::-1], dtype=torch.uint8, device=start.device)
+    return initial, restart
 
 
 def _sort(tokens: Tensor, n_words: int) -> tuple[Tensor, Tensor, Tensor]:

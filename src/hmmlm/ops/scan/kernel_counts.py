@@ -23,8 +23,9 @@ _JOINED = 16  # chunks whose sums are added at once
 def accumulate(chain: KernelChain, result: KernelForward, seed: Tensor, shape: torch.Size) -> tuple[Parameters, Tensor]:
     """Compute the expected counts; see `scaled.accumulate`."""
     start, transition, first = _state_counts(chain, result, seed)
+    assert chain.tokens is not None
     states, n_words = shape
-    edges = find_edges(chain.words, n_words)
+    edges = find_edges(chain.tokens.words, n_words)
     sums, _ = _word_sums(chain, result, seed, edges)
     emission = seed.new_empty(shape)
     expand_words_kernel[(triton.cdiv(n_words, _EXPAND["BLOCK_V"]), triton.cdiv(states, _EXPAND["BLOCK_Z"]))](
@@ -37,14 +38,15 @@ def accumulate_words(
     chain: KernelChain, result: KernelForward, seed: Tensor
 ) -> tuple[Tensor, Tensor, LogitGradient, GradientNorm]:
     """Compute the gradient of the logits of start [Z], transition [Z, Z] and emissions, and its norm."""
-    assert chain.normalizers is not None
+    assert chain.normalizers is not None and chain.tokens is not None
+    tokens = chain.tokens
     edges, log_normalizer, spread, log_transition, _ = chain.normalizers
     norms = seed.new_empty(2)
 
     def of_words() -> tuple[LogitGradient, Tensor]:
         sums, total = _word_sums(chain, result, seed, edges)
         scores = chain.scores.view(sums.shape)
-        gradient = LogitGradient(log_normalizer, spread, chain.words, chain.order, edges, scores, sums, total)
+        gradient = LogitGradient(log_normalizer, spread, *tokens, edges, scores, sums, total)
         return gradient, square_norm(gradient)
 
     def of_states() -> tuple[Tensor, Tensor]:
@@ -77,7 +79,7 @@ def _state_counts(chain: KernelChain, result: KernelForward, seed: Tensor) -> tu
 
 def _weights(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor]:
     """Compute w times seed [T, B, Z], and n parts [n, Z] of its sum over the positions where sequences begin."""
-    steps, batch, states = chain.scores.shape
+    steps, batch, states = chain.shape
     ahead = result.joint[1]
     weights = torch.empty_like(ahead[:steps])
     parts = min(_WEIGH_PARTS, triton.cdiv(batch, _WEIGH["BLOCK_B"]))
@@ -102,7 +104,7 @@ def _weights(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[T
 
 def _transition_counts(chain: KernelChain, result: KernelForward, weights: Tensor) -> Tensor:
     """Compute the expected counts of transitions [Z, Z] from `_weights`."""
-    (steps, _, states), first = chain.scores.shape, int(chain.initial is None)
+    (steps, _, states), first = chain.shape, int(chain.initial is None)
     alpha = result.joint[0]
     counts = matmul(alpha[first:steps].view(-1, states).t(), weights[first:].view(-1, states))
     return counts.mul_(chain.transition)
@@ -112,27 +114,29 @@ def _word_sums(chain: KernelChain, result: KernelForward, seed: Tensor, edges: T
     """Compute the expected counts of the words of the batch, weighted by seed [B].
 
     Returns:
-        sums [T·B, Z]: those of a word at its first place in the order of `chain.words`, the rest undefined.
+        sums [T·B, Z]: those of a word at its first place in the order of `chain.tokens`, the rest undefined.
         total [Z]: the sum over words.
     """
-    steps, batch, states = chain.scores.shape
-    chunks, blocks = triton.cdiv(len(chain.words), _SUM["BLOCK_N"]), triton.cdiv(states, _SUM["BLOCK_Z"])
+    steps, batch, states = chain.shape
+    assert chain.tokens is not None
+    words, order = chain.tokens
+    chunks, blocks = triton.cdiv(len(words), _SUM["BLOCK_N"]), triton.cdiv(states, _SUM["BLOCK_Z"])
     sums, totals = seed.new_empty(steps * batch, states), seed.new_empty(chunks, states)
     sum_words_kernel[(chunks, blocks)](
-        chain.words,
-        chain.order,
+        words,
+        order,
         result.predicted,
         result.joint[1],
         result.agreement,
         seed.contiguous(),
         sums,
         totals,
-        len(chain.words),
+        len(words),
         batch,
         STATES=states,
         PARTS=3 if result.joint.dtype == torch.float32 else 2,
         **_SUM,
     )
     if chunks > 1:
-        join_words_kernel[(chunks - 1, blocks)](chain.words, edges, sums, STATES=states, CHUNKS=_JOINED, **_SUM)
+        join_words_kernel[(chunks - 1, blocks)](words, edges, sums, STATES=states, CHUNKS=_JOINED, **_SUM)
     return sums, totals.sum(0)

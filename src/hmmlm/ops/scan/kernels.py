@@ -19,6 +19,14 @@ _TINY = tl.constexpr(1.1754944e-38)  # smallest normal float32; its inverse does
 
 
 @triton.jit
+def _place(places, row, mask, INDEXED: tl.constexpr):
+    """Return where the scores of a row are: in the row itself, or in the one of its word if INDEXED."""
+    if INDEXED:
+        row = tl.load(places + row, mask=mask, other=0).to(tl.int64)
+    return row
+
+
+@triton.jit
 def gather_kernel(
     log_emission,
     log_normalizer,
@@ -69,6 +77,7 @@ def step_kernel(
     start,
     scores,
     log_peak,
+    places,
     restart,
     predicted,
     partial,
@@ -79,6 +88,7 @@ def step_kernel(
     BEGINS: tl.constexpr,
     CARRIED: tl.constexpr,
     RESTARTS: tl.constexpr,
+    INDEXED: tl.constexpr,
     STATES: tl.constexpr,
     TILES: tl.constexpr,
     TILES_WIDTH: tl.constexpr,
@@ -104,9 +114,10 @@ def step_kernel(
     row = (t + back * (STEPS - 1 - 2 * t)).to(tl.int64) * BATCH + b
     joint += back.to(tl.int64) * (STEPS + 1) * BATCH * STATES
     partial += back.to(tl.int64) * STEPS * BATCH * TILES
-    peak = tl.load(log_peak + row, mask=here, other=0.0)
+    place = _place(places, row, here, INDEXED)
+    peak = tl.load(log_peak + place, mask=here, other=0.0)
     emission = tl.exp(
-        tl.load(scores + row[:, None] * STATES + z[None, :], mask=mask, other=-float("inf")) - peak[:, None]
+        tl.load(scores + place[:, None] * STATES + z[None, :], mask=mask, other=-float("inf")) - peak[:, None]
     )
     guess = tl.zeros([BLOCK_B, BLOCK_Z], tl.float32)
     anew = tl.where(back == 0, tl.load(start + z, mask=inside, other=0.0), 1.0)[None, :]
@@ -161,6 +172,7 @@ def divide_kernel(
     start,
     scores,
     log_peak,
+    places,
     restart,
     joint,
     partial,
@@ -170,6 +182,7 @@ def divide_kernel(
     BACK: tl.constexpr,
     BEGINS: tl.constexpr,
     RESTARTS: tl.constexpr,
+    INDEXED: tl.constexpr,
     STATES: tl.constexpr,
     BLOCK_Z: tl.constexpr,
 ):
@@ -178,7 +191,8 @@ def divide_kernel(
     z = tl.arange(0, BLOCK_Z)
     inside = z < STATES
     row = t.to(tl.int64) * BATCH + b
-    values = tl.load(scores + row * STATES + z, mask=inside, other=-float("inf"))
+    place = _place(places, row, True, INDEXED)
+    values = tl.load(scores + place * STATES + z, mask=inside, other=-float("inf"))
     at = guess + (t.to(tl.int64) * kept + b) * STATES + z
     fresh = BEGINS
     found = tl.zeros([BLOCK_Z], tl.float32)
@@ -191,7 +205,7 @@ def divide_kernel(
         if not BACK:
             found = tl.load(start + z, mask=inside, other=0.0)
             tl.store(at, found, mask=inside)
-    found = found * tl.exp(values - tl.load(log_peak + row))
+    found = found * tl.exp(values - tl.load(log_peak + place))
     mass = tl.sum(tl.where(inside, found, 0.0), 0)
     tl.store(partial + row, mass)
     some = mass >= _TINY
@@ -243,6 +257,7 @@ def finish_kernel(
     partial,
     log_peak,
     scores,
+    places,
     predicted,
     agreement,
     scale,
@@ -255,6 +270,7 @@ def finish_kernel(
     BATCH,
     LEAST_SCALE,
     LEAST_MEETING,
+    INDEXED: tl.constexpr,
     KEPT: tl.constexpr,
     DIVIDED: tl.constexpr,
     STATES: tl.constexpr,
@@ -278,7 +294,7 @@ def finish_kernel(
         mass = tl.sum(tl.load(partial + row[:, None] * TILES + part[None, :], mask=mask, other=0.0), 1)
         tl.store(scale + row, mass, mask=inside)
         mass = tl.where(inside, mass, 1.0)
-        peak = tl.load(log_peak + row, mask=inside, other=0.0)
+        peak = tl.load(log_peak + _place(places, row, inside, INDEXED), mask=inside, other=0.0)
         total += tl.log(mass.to(tl.float64)) + peak.to(tl.float64)
         least = tl.minimum(least, mass)
         bad |= (mass != mass).to(tl.int32)
@@ -296,11 +312,12 @@ def finish_kernel(
     row = last * BATCH + b
     mass = tl.sum(tl.load(partial + row * TILES + part, mask=part < TILES, other=0.0), 0)
     inverse = 1.0 / tl.maximum(mass, _TINY)
-    peak = tl.load(log_peak + row)
+    place = _place(places, row, True, INDEXED)
+    peak = tl.load(log_peak + place)
     for first in range(0, STATES, BLOCK_Z):
         z = first + tl.arange(0, BLOCK_Z)
         guess = tl.load(predicted + (last * kept + b) * STATES + z, mask=z < STATES, other=0.0)
-        emission = tl.exp(tl.load(scores + row * STATES + z, mask=z < STATES, other=-float("inf")) - peak)
+        emission = tl.exp(tl.load(scores + place * STATES + z, mask=z < STATES, other=-float("inf")) - peak)
         tl.store(final + b * STATES + z, guess * emission * inverse, mask=z < STATES)
 
 

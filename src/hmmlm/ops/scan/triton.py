@@ -52,7 +52,7 @@ def _tile(batch: int, states: int, directions: int, products: torch.dtype) -> di
 
 def forward(chain: KernelChain, keep: bool = True) -> KernelForward:
     """Run both recursions if `keep` (for `accumulate`), else only the filter."""
-    steps, batch, states = chain.scores.shape
+    steps, batch, states = chain.shape
     like, products, directions = chain.start, chain.transition.dtype, 2 if keep else 1
     joint = torch.empty(directions, steps + 1, batch, states, dtype=products, device=like.device)
     predicted = like.new_empty(steps if keep else 1, batch, states)
@@ -73,6 +73,7 @@ def forward(chain: KernelChain, keep: bool = True) -> KernelForward:
         partial,
         chain.log_peak,
         chain.scores,
+        chain.rows,
         predicted,
         agreement,
         scale,
@@ -85,6 +86,7 @@ def forward(chain: KernelChain, keep: bool = True) -> KernelForward:
         batch,
         least * scaled.SURE_RATIO,
         least,
+        INDEXED=chain.places is not None,
         KEPT=keep,
         DIVIDED=divided,
         STATES=states,
@@ -96,7 +98,7 @@ def forward(chain: KernelChain, keep: bool = True) -> KernelForward:
 
 def _with_kernel(chain: KernelChain, joint: Tensor, predicted: Tensor) -> Tensor:
     """Fill joint (not yet divided) and predicted; return the sums of joint per tile [directions, T, B, tiles]."""
-    steps, batch, states = chain.scores.shape
+    steps, batch, states = chain.shape
     directions, products, overlaps = len(joint), joint.dtype, _can_overlap(joint.device)
     tile = _tile(batch, states, directions, products)
     tiles = triton.cdiv(states, tile["BLOCK_Z"])
@@ -112,6 +114,7 @@ def _with_kernel(chain: KernelChain, joint: Tensor, predicted: Tensor) -> Tensor
             chain.start,
             chain.scores,
             chain.log_peak,
+            chain.rows,
             chain.flags,
             predicted,
             partial,
@@ -122,6 +125,7 @@ def _with_kernel(chain: KernelChain, joint: Tensor, predicted: Tensor) -> Tensor
             BEGINS=t == 0,
             CARRIED=chain.initial is not None,
             RESTARTS=chain.restart is not None,
+            INDEXED=chain.places is not None,
             STATES=states,
             TILES=tiles,
             TILES_WIDTH=triton.next_power_of_2(tiles),
@@ -144,7 +148,7 @@ def _with_library(chain: KernelChain, joint: Tensor, predicted: Tensor) -> Tenso
 
     The recursions run side by side: one multiplies while the other divides.
     """
-    steps, batch, _ = chain.scores.shape
+    steps, batch, _ = chain.shape
     partial = chain.start.new_empty(len(joint), steps, batch, 1)
     if len(joint) == 1:
         _recursion(chain, joint, predicted, partial, 0)
@@ -160,7 +164,7 @@ def _with_library(chain: KernelChain, joint: Tensor, predicted: Tensor) -> Tenso
 
 def _recursion(chain: KernelChain, joint: Tensor, guess: Tensor, partial: Tensor, back: int) -> None:
     """Fill joint[back] and partial[back], and guess [T, B, Z] or [1, B, Z] with the products before emissions."""
-    steps, batch, states = chain.scores.shape
+    steps, batch, states = chain.shape
     width = triton.next_power_of_2(states)
     transition = chain.transition.t() if back else chain.transition
     kept = len(guess) > 1
@@ -173,6 +177,7 @@ def _recursion(chain: KernelChain, joint: Tensor, guess: Tensor, partial: Tensor
             chain.start,
             chain.scores,
             chain.log_peak,
+            chain.rows,
             chain.flags,
             joint[back],
             partial[back],
@@ -182,6 +187,7 @@ def _recursion(chain: KernelChain, joint: Tensor, guess: Tensor, partial: Tensor
             BACK=back,
             BEGINS=begins,
             RESTARTS=chain.restart is not None,
+            INDEXED=chain.places is not None,
             STATES=states,
             BLOCK_Z=width,
             num_warps=min(16, max(4, width // 512)),
