@@ -43,6 +43,14 @@ def test_triton_gradients_agree_with_float64(size: tuple[int, int, int, int], op
 
 
 @in_interpreter
+def test_triton_gradients_of_rows_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hmmlm.ops.scan import kernel_chain
+
+    monkeypatch.setattr(kernel_chain, "_ROW", 16)
+    check_scan((37, 50, 4, 5), "cpu")
+
+
+@in_interpreter
 @pytest.mark.parametrize("name", UPDATES)
 def test_triton_updates_agree_with_adamw_of_torch(name: str) -> None:
     check_updates(UPDATES[name], "cpu", (37, 150, 9, 8))
@@ -71,7 +79,8 @@ def test_triton_multiplies_in_the_type_of_autocast() -> None:
             found = softmax_scan(Parameters(start, transition, logits.log_emission), evidence, "triton")
             expected = scan(Parameters(start, transition, logits.log_emission.log_softmax(1)), evidence, "triton")
         assert found is not None
-        torch.testing.assert_close(found[0].log_likelihood, expected.log_likelihood, rtol=1e-6, atol=0.0)
+        rtol = 1e-3 if enabled else 1e-6  # the interpreter truncates to bfloat16, a GPU rounds
+        torch.testing.assert_close(found[0].log_likelihood, expected.log_likelihood, rtol=rtol, atol=0.0)
         likelihoods.append(found[0].log_likelihood)
     assert not torch.equal(*likelihoods)
 
@@ -163,8 +172,8 @@ def test_the_kernels_compile(vocab: int, monkeypatch: pytest.MonkeyPatch) -> Non
     result = kernel_chain.KernelForward(chain.scores, joint, row, row, seed, chain.scores[0], seed, done)
     updating = compiled.record(monkeypatch, updates)
     _, _, gradient, parts = kernel_counts.accumulate_words(chain, result, seed)
-    names = ["mark_words_kernel", "normalizer_kernel", "gather_kernel"]
-    names += ["sum_words_kernel", "join_words_kernel", "weigh_kernel"]
+    names = ["mark_words_kernel", "normalizer_kernel", "softmax_kernel", "gather_kernel"]
+    names += ["sum_words_kernel", "join_words_kernel", "weigh_kernel", "softmax_gradient_kernel"]
     assert [kernel.__name__ for kernel, _, _ in launches] == names
     compiled.check(launches, "sum_words_kernel")
     moments = Moments(torch.zeros(()), torch.zeros(states, vocab), torch.zeros(states, vocab))
