@@ -64,6 +64,7 @@ def main() -> None:
             Path("results/blocked-cpu.json"),
             {
                 "row": row,
+                "recipe": "benchmarks/blocked_cpu.py",
                 "metrics": metrics,
                 "seed": 0,
                 "settings": {"batch": BATCH, "length": TIME, "hidden": HIDDEN, "words": WORDS},

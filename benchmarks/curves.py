@@ -85,6 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
             for curve, metrics in found.items():
                 record: dict[str, Any] = {
                     "row": point_name(axis, multiple),
+                    "recipe": "benchmarks/curves.py",
                     "metrics": {name: float(f"{value:.4g}") for name, value in metrics.items()},
                     "seed": 0,
                     "settings": sizes,

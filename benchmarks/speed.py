@@ -369,6 +369,7 @@ def main(arguments: list[str] | None = None) -> None:
             given.out,
             {
                 "row": name,
+                "recipe": "benchmarks/speed.py",
                 "metrics": metrics,
                 "seed": 0,
                 "settings": {"batch": row.batch, "length": row.length, "words": row.vocab, "states": row.states},
