@@ -9,6 +9,8 @@ model.
 Peers run in the same process, right after the row:
 
 - bare products: only the matrix products that cannot be avoided, as a CUDA graph: a lower bound;
+- drawn products: the same products of random values, which take more power than those of equal values: a GPU at its
+  limit of power lowers its clock, as in a step;
 - autograd: the log-space recursion as a loop in torch, differentiated by autograd, where it fits;
 - PyJuice: an EM step, if PyJuice is installed.
 
@@ -146,6 +148,25 @@ def bare_run(row: Row, device: torch.device, dtype: torch.dtype) -> Run:
     return graphed(step, device)
 
 
+def drawn_run(row: Row, device: torch.device, dtype: torch.dtype) -> Run | None:
+    """Return the products of a dense step on random values; None for a network, whose bare products are of such."""
+    if row.kind == "neural":
+        return None
+    transition = torch.randn(row.states, row.states, device=device).softmax(1).to(dtype)
+    messages = torch.rand(row.length, row.batch, row.states, device=device).to(dtype)
+    result = torch.empty_like(messages[0])
+
+    def step() -> None:
+        for message in messages[1:]:
+            torch.mm(message, transition, out=result)
+        if row.kind != "evaluation":
+            for message in messages[1:]:
+                torch.mm(message, transition.t(), out=result)
+            messages[:-1].view(-1, row.states).t() @ messages[1:].view(-1, row.states)
+
+    return graphed(step, device)
+
+
 def autograd_run(row: Row, device: torch.device) -> Run | None:
     """Return gradients of the loop in log space; None if it does not fit or is no dense training step."""
     if row.kind in ("evaluation", "neural") or row.tokens * row.states**2 > LOOP_CELLS:
@@ -264,9 +285,11 @@ def measure(row: Row, options: argparse.Namespace, fabric: Fabric, precision: st
     steps = make_steps(row, options, fabric)
     seconds = step_seconds(steps.run, cuda)
     memory = torch.cuda.max_memory_allocated() / 1e9 if cuda else None
-    bare = peer_ms(bare_run(row, fabric.device, torch.bfloat16 if cuda else torch.float32), cuda)
+    products_in = torch.bfloat16 if cuda else torch.float32
+    bare = peer_ms(bare_run(row, fabric.device, products_in), cuda)
     peers = {
         "bare_products_ms": bare,
+        "drawn_products_ms": peer_ms(drawn_run(row, fabric.device, products_in), cuda),
         "autograd_ms": peer_ms(autograd_run(row, fabric.device), cuda),
         "pyjuice_ms": peer_ms(pyjuice_run(row, options, fabric.device), cuda),
         "paper_ms": row.paper_ms,

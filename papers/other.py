@@ -50,6 +50,7 @@ SPEED = Study(
         "peak_memory_gb": "peak GB",
         "bare_products_ms": "bare products, ms",
         "times_bare_products": "× bare products",
+        "drawn_products_ms": "products of random values, ms",
         "autograd_ms": "autograd, ms",
         "pyjuice_ms": "PyJuice, ms",
         "paper_ms": "paper, ms",
