@@ -44,10 +44,8 @@ SPEED = Study(
     name="speed",
     title="Headline steps beside their peers",
     made_by="python -m benchmarks.speed",
+    columns=("tokens per second", "ms per step", "peak GB"),
     headers={
-        "tokens_per_second": "tokens/s",
-        "step_ms": "ms per step",
-        "peak_memory_gb": "peak GB",
         "bare_products_ms": "bare products, ms",
         "times_bare_products": "× bare products",
         "drawn_products_ms": "products of random values, ms",
