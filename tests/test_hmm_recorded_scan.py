@@ -136,6 +136,37 @@ def test_triton_graphs_are_kept_for_few_shapes(replays: list[int]) -> None:
 
 
 @in_interpreter
+def test_triton_graphs_of_all_shapes_share_one_copy_of_the_emissions(
+    replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, inner = [], recorded_scan.prepare
+    monkeypatch.setattr(recorded_scan, "prepare", lambda *given: made.append(inner(*given)) or made[-1])
+    scans, parameters = RecordedScans(), make_parameters()
+    for batch in range(1, 4):
+        for _ in range(EAGER + 1):
+            scans.run(parameters, Evidence(torch.zeros(batch, 4, dtype=torch.long)), "triton")
+    assert replays == [1, 1, 1] and len(made) == 1
+
+
+@in_interpreter
+@pytest.mark.parametrize("cause", ["large", "no memory"])
+def test_triton_scans_without_room_for_a_copy_of_the_emissions(
+    cause: str, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    if cause == "large":
+        monkeypatch.setattr(recorded_scan, "_EMISSIONS", STATES * WORDS - 1)
+    else:
+        monkeypatch.setattr(recorded_scan, "prepare", fail)
+    scans, parameters = RecordedScans(), make_parameters()
+    for number in range(EAGER + 3):
+        assert scans.run(parameters, draw(number), "triton") is None
+    assert not replays
+
+
+@in_interpreter
 def test_triton_scans_that_a_graph_cannot_replace(replays: list[int]) -> None:
     scans, parameters = RecordedScans(), make_parameters()
     learned = Parameters(*(p.clone().requires_grad_() for p in parameters))
