@@ -46,6 +46,7 @@ from hmmlm.structure.blocks import Blocks
 from papers.records import add_record, commit, machine
 
 ROUND_SECONDS = 0.15  # of each of the ROUNDS rounds of a row
+PEER_ROUNDS = 3  # of each peer
 PEAKED = 4.0  # standard deviation of the logits
 LOOP_CELLS = 2**32  # largest [T, B, Z, Z] that autograd keeps
 Run = Callable[[int], None]
@@ -232,7 +233,7 @@ def peer_ms(run: Run | None, cuda: bool) -> float | None:
         return None
     try:
         run(1)
-        return 1e3 * step_seconds(run, cuda, rounds=3)
+        return 1e3 * step_seconds(run, cuda, PEER_ROUNDS)
     except torch.cuda.OutOfMemoryError:
         return None
 
@@ -400,7 +401,7 @@ def main(arguments: list[str] | None = None) -> None:
                 "commit": commit(),
                 "machine": machine(cuda),
                 "date": time.strftime("%Y-%m-%d"),
-                "note": f"median of {ROUNDS} rounds; peers in the same process",
+                "note": f"median of {ROUNDS} rounds; peers in the same process, of {PEER_ROUNDS}",
             },
         )
     if given.profile is not None:

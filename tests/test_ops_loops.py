@@ -133,6 +133,8 @@ def test_groups_hold_every_sequence_once(threads: int) -> None:
             rows = sorted(row for part in groups for first, last in part for row in range(first, last))
             assert rows == list(range(batch))
             assert all(last - first <= 64 and part for part in groups for first, last in part)
+            for part in groups:  # no thread has more than its share, but for groups being multiples of 8
+                assert sum(last - first for first, last in part) < batch / threads + 8 * len(part)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
