@@ -123,7 +123,7 @@ def lines(
         low, mean, high = (list(part) for part in zip(*(spreads[x] for x in places), strict=True))
         label = f"{name}, {style}" if style else name
         if drawing.slopes and len(places) > 1:
-            label += f": slope {slope(places, mean):.1f}"
+            label += f": slope {slope(places, mean):z.1f}"  # z: no sign on a zero
         axes.plot(places, mean, color=color, marker=marker, ms=5, lw=1.6, ls=dashes[style], label=label)
         axes.vlines(places, low, high, color=color, lw=1.2)
         theirs = printed.get((name, style), {})
