@@ -62,9 +62,9 @@ class RecordedScans:
             self._shapes[given, products] = shape
             if len(self._shapes) > _SHAPES:
                 self._shapes.popitem(last=False)
-            return shape.run(lambda: self._prepare(parameters, products), evidence)
+            return shape.run(lambda: self._fix(parameters, products), evidence)
 
-    def _prepare(self, parameters: Parameters, products: torch.dtype) -> FixedModel | None:
+    def _fix(self, parameters: Parameters, products: torch.dtype) -> FixedModel | None:
         """Return the model prepared for the filter, once for all shapes; None if nothing can be recorded."""
         if products not in self._fixed:
             try:
@@ -81,13 +81,13 @@ class _Shape:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs, self.replays, self.unsound = 0, 0, 0
 
-    def run(self, prepare: Callable[[], FixedModel | None], evidence: Evidence) -> Scan | None:
+    def run(self, get_model: Callable[[], FixedModel | None], evidence: Evidence) -> Scan | None:
         """Replay the graph; None if there is none yet, or it did not serve."""
         self.runs += 1
         if self.runs <= EAGER or 2 * self.unsound > self.replays + _TRIALS:
             return None
         if self.graph is None:
-            self.record(prepare, evidence)
+            self.record(get_model, evidence)
         if self.graph is None:
             return None
         for own, value in zip(self.evidence, evidence, strict=True):
@@ -103,9 +103,9 @@ class _Shape:
 
     @torch.inference_mode(False)  # the buffers outlive it
     @torch.no_grad()
-    def record(self, prepare: Callable[[], FixedModel | None], evidence: Evidence) -> None:
+    def record(self, get_model: Callable[[], FixedModel | None], evidence: Evidence) -> None:
         """Record the filter, unless nothing can be recorded."""
-        model = prepare()
+        model = get_model()
         if model is None:
             self.unsound = _TRIALS  # do not try again
             return
