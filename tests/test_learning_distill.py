@@ -215,7 +215,7 @@ def test_bad_input_is_one_line(
     fails("already contains a run", str(folder), "--out", str(run))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
-    fails("needs the package transformers", str(folder), *to)
+    fails("hmmlm distill needs transformers, which the extra hmmlm[teacher] installs", str(folder), *to)
 
 
 def test_another_model_under_the_same_name_is_refused(tmp_path: Path) -> None:

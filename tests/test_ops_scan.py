@@ -208,7 +208,7 @@ def test_a_carry_below_the_floor_may_be_the_only_explanation(impl: Impl) -> None
 def test_compiled_loops_name_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters, evidence = log_parameters(random_hmm(3, 4, seed=1)), Evidence(torch.tensor([[0, 1]]))
     monkeypatch.setattr(api, "installed", lambda name: False)
-    with pytest.raises(InputError, match="needs the package numba, which is not installed"):
+    with pytest.raises(InputError, match=r"needs numba, which the extra hmmlm\[fast\] installs"):
         scan(parameters, evidence, "compiled")
     assert not api.loops_pay(3, torch.device("cpu"))
 

@@ -33,9 +33,9 @@ def test_folders_that_are_no_teachers(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     refused(tmp_path, "no CUDA device", device="cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    refused(tmp_path, r'needs the package transformers.*: pip install "transformers>=')
+    refused(tmp_path, r"needs transformers, which the extra hmmlm\[teacher\] installs: pip install 'hmmlm\[teacher\]'")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "transformers" else None)
-    refused(tmp_path / "a.gguf", "needs the package gguf")
+    refused(tmp_path / "a.gguf", r"needs gguf and accelerate, which the extra hmmlm\[teacher\] installs")
 
 
 def test_runs_that_are_no_teachers(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The error and the warning that users are meant to see."""
 
+import importlib.util
 import sys
 import warnings
 
@@ -13,6 +14,16 @@ class InputError(ValueError):
 
 class QueryError(InputError, AttributeError):
     """A model is asked what its kind cannot answer; an AttributeError too, so that `hasattr` is False."""
+
+
+def require(extra: str, *packages: str, reader: str) -> None:
+    """Raise an InputError unless the packages of an extra are installed; `reader` is what needs them."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise InputError(
+            f"{reader} needs {' and '.join(missing)}, which the extra hmmlm[{extra}] installs: "
+            f"pip install 'hmmlm[{extra}]'"
+        )
 
 
 class InputWarning(UserWarning):

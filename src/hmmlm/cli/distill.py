@@ -10,7 +10,7 @@ from pydantic_settings import CliPositionalArg
 
 from hmmlm.cli.parse import Arguments, parse
 from hmmlm.config.distill import DistillConfig
-from hmmlm.errors import InputError
+from hmmlm.errors import InputError, require
 from hmmlm.runs.folders import CONFIG, find_run, new_folder
 
 DESCRIPTION = """Distill a causal language model of Hugging Face into a hidden Markov model with the same
@@ -53,6 +53,7 @@ class DistillArguments(Arguments, DistillConfig):  # type: ignore[misc]
 
 def run(argv: list[str]) -> int:
     arguments = parse(DistillArguments, argv, "distill", DESCRIPTION)
+    require("teacher", "transformers", reader="hmmlm distill")
 
     from hmmlm.cli.main import INTERRUPTED
     from hmmlm.learning.distill import distill, resume_distillation

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from hmmlm.data.files import parse_json
 from hmmlm.data.tokenizers import SentencePieceTokenizer
-from hmmlm.errors import InputError
+from hmmlm.errors import InputError, require
 from hmmlm.hmm.checks import check_finite
 from hmmlm.teachers.checks import check_vocabulary, layer_index
 from hmmlm.teachers.tokenizers import FastTokenizer
 
-INSTALL = 'pip install "transformers>=5.19" "gguf>=0.10" "accelerate>=1.1"'
 HUB_TIMEOUT = 10.0
 """Seconds to wait for the hub's first response."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json")
@@ -197,9 +196,7 @@ def _hub_arguments(name: str, file: str) -> dict[str, Any]:
 
 def _import_packages(*packages: str) -> Any:
     """Check that all packages are installed and return the first."""
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            raise InputError(f"this teacher needs the package {package}, which is not installed: {INSTALL}")
+    require("teacher", *packages, reader="this teacher")
     return importlib.import_module(packages[0])
 
 

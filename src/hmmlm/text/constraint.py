@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, get_args
 import torch
 
 from hmmlm.arguments import describe
-from hmmlm.errors import InputError
+from hmmlm.errors import InputError, require
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.text.regex import regex_automaton
 
@@ -133,10 +133,9 @@ def counted_words(least: int | None, most: int | None) -> Automaton:
 @lru_cache(maxsize=16)
 def json_regex(schema: str) -> str:
     """Return a regular expression of the JSON texts that a schema describes, with recursion up to a depth."""
-    try:
-        from outlines_core.json_schema import build_regex_from_schema
-    except ImportError:
-        raise InputError("json needs the package outlines-core: pip install outlines-core") from None
+    require("json", "outlines_core", reader="json")
+    from outlines_core.json_schema import build_regex_from_schema
+
     try:
         return str(build_regex_from_schema(schema, None, DEPTH))
     except Exception as error:  # outlines-core raises its own errors, of several kinds

@@ -19,19 +19,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from hmmlm.errors import InputError, warn
+from hmmlm.errors import InputError, require, warn
 from hmmlm.hmm import HiddenMarkovModel
 from hmmlm.hmm.checks import padded
 from hmmlm.hmm.reader import Reader
 from hmmlm.text.generation import SamplingOptions
 from hmmlm.text.lm import LanguageModel
 
-try:
-    import lm_eval.models  # noqa: F401  # the harness registers its own models only while no other is registered
-    from lm_eval.api.model import LM
-    from lm_eval.api.registry import register_model
-except ImportError:
-    raise InputError("lm_eval is not installed: pip install lm-eval") from None
+require("eval", "lm_eval", reader="hmmlm.text.harness")
+import lm_eval.models  # noqa: E402, F401  # the harness registers its models only while no other is registered
+from lm_eval.api.model import LM  # noqa: E402
+from lm_eval.api.registry import register_model  # noqa: E402
 
 _CELLS = 2**22  # largest table of probabilities: texts × words or states
 _TOKENS = 256  # generated at most where a task does not say how many

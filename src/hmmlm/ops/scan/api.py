@@ -90,7 +90,7 @@ def choose_recursions(parameters: Parameters, evidence: Evidence, products: torc
     reasons = {
         f"needs tensors on the CPU, not on {like.device}": like.device.type != "cpu",
         f"does not support products in {products}": products != like.dtype,
-        "needs the package numba, which is not installed (pip install numba)": not installed("numba"),
+        "needs numba, which the extra hmmlm[fast] installs (pip install 'hmmlm[fast]')": not installed("numba"),
     }
     for reason, applies in reasons.items():
         if applies:
