@@ -59,12 +59,12 @@ def relink(markdown: str) -> str:
     """Return a page of the repository's root with the links of the site; links to other files become their text."""
 
     def link(match: re.Match[str]) -> str:
-        text, target = match.groups()
+        text, target, title = match.groups()
         path, _, anchor = target.partition("#")
         if path.startswith("docs/"):
-            return f"[{text}]({target.removeprefix('docs/').replace('.ipynb', '.md')})"
+            return f"[{text}]({target.removeprefix('docs/').replace('.ipynb', '.md')}{title})"
         if path in PAGES:
             return f"[{text}]({PAGES[path]}{'#' + anchor if anchor else ''})"
         return match[0] if "://" in target else text
 
-    return re.sub(r"\[([^\]]*)\]\(([^)\s]+)\)", link, markdown)
+    return re.sub(r'\[([^\]]*)\]\(([^)\s]+)((?: "[^"]*")?)\)', link, markdown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import difflib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +12,11 @@ from typing import NoReturn
 from hmmlm.errors import InputError
 from hmmlm.terminal import discard_output
 from papers.catalogue import STUDIES
-from papers.listing import list_studies
-from papers.publish import publish
-from papers.runner import run_study, select_runs
+from papers.listing import list_studies, show_study
+from papers.records import read_records
+from papers.selection import find_study, refuse_missing_extras, select_runs
+
+RESULTS = Path("results")
 
 
 class StudyParser(argparse.ArgumentParser):
@@ -42,17 +44,50 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    if argv[:1] == ["publish"]:
+    if argv[:1] in (["publish"], ["--check"]):
         if argv[1:]:
-            raise InputError("publish takes no options: it reads results/ and writes docs/reproduction and README.md")
-        publish(Path.cwd(), STUDIES)
+            raise InputError(f"{argv[0]} takes no options: it reads results/, docs/ and README.md")
+        return _publish() if argv[0] == "publish" else _check()
+    show = argv[:1] == ["show"]
+    options = _parser().parse_args(argv[show:])
+    if options.list:
+        print("\n".join(list_studies(STUDIES, options.out)))
         return 0
+    if options.study is None:
+        raise InputError("name a study, show and a study, publish, --list or --check")
+    if options.jobs < 1:
+        raise InputError(f"--jobs must be at least 1, not {options.jobs}")
+    study, settings = find_study(options.study, STUDIES), _settings(options.set)
+    if show:
+        print("\n".join(show_study(study, read_records(RESULTS / f"{study.name}.json"), options.rows)))
+        return 0
+    runs = select_runs(study, read_records(RESULTS / f"{study.name}.json"), options.rows, options.seeds)
+    refuse_missing_extras(runs)
+    if options.data_folder is not None:
+        os.environ["HMMLM_DATA"] = str(options.data_folder)  # not a setting: records hold no folder of a machine
+
+    from papers.runner import run_study, with_settings  # here: torch takes seconds, mistakes above are told before
+
+    runs = with_settings(runs, settings)
+    if study.device == "GPU" and not _has_gpu():
+        print(
+            f"{study.name} was recorded on a GPU, and this machine has none: runs may take hours or days. "
+            "--set train.max_tokens=N shortens them, and --out FOLDER keeps their records apart.",
+            file=sys.stderr,
+        )
+    crashed = run_study(study, runs, options.out, options.work, options.jobs, options.again)
+    return 1 if crashed else 0
+
+
+def _parser() -> StudyParser:
     parser = StudyParser(
         prog="python -m papers",
-        description="Run the studies of the papers, list them, or publish their results "
-        "(python -m papers publish writes docs/reproduction and the table of README.md).",
+        usage="python -m papers [show] STUDY [OPTIONS], or publish, --list, --check",
+        description="Run the studies of the papers. `show STUDY` prints the command of every row; `publish` writes "
+        "docs/reproduction and the numbers of the pages from results/; `--check` verifies that every record can be "
+        "made again.",
     )
-    parser.add_argument("study", nargs="?", help="the study to run, or publish")
+    parser.add_argument("study", nargs="?", help="the study to run")
     parser.add_argument("--list", action="store_true", help="list every study and what it takes")
     parser.add_argument("--rows", default="", metavar="SUBSTRING", help="only rows whose name contains this")
     parser.add_argument("--seeds", type=int, nargs="+", default=[], help="only runs with these seeds")
@@ -63,30 +98,23 @@ def _main(argv: list[str]) -> int:
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help="settings of every run"
     )
-    parser.add_argument("--out", type=Path, default=Path("results"), help="folder of the results files")
+    parser.add_argument("--data-folder", type=Path, help="folder of PTB and WikiText-2; else $HMMLM_DATA or the cache")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results files")
     parser.add_argument("--work", type=Path, default=Path("runs/studies"), help="folder of the training runs")
-    options = parser.parse_args(argv)
-    if options.list:
-        print("\n".join(list_studies(STUDIES, options.out)))
-        return 0
-    if options.study is None:
-        parser.error("name a study, publish or --list")
-    if options.jobs < 1:
-        parser.error(f"--jobs must be at least 1, not {options.jobs}")
-    if options.study not in STUDIES:
-        near = difflib.get_close_matches(options.study, STUDIES, n=3, cutoff=0.4)
-        hint = f"nearest: {', '.join(near)}" if near else "--list shows all"
-        raise InputError(f"no study named {options.study!r}; {hint}")
-    study = STUDIES[options.study]
-    runs = select_runs(study, options.rows, options.seeds, _settings(options.set))
-    if study.device == "GPU" and not _has_gpu():
-        print(
-            f"{study.name} was recorded on a GPU, and this machine has none: runs may take hours or days. "
-            "--set train.max_tokens=N shortens them, and --out FOLDER keeps their records apart.",
-            file=sys.stderr,
-        )
-    crashed = run_study(study, runs, options.out, options.work, options.jobs, options.again)
-    return 1 if crashed else 0
+    return parser
+
+
+def _publish() -> int:
+    from papers.publish import publish
+
+    publish(Path.cwd(), STUDIES)
+    return 0
+
+
+def _check() -> int:
+    from papers.check import check
+
+    return check(Path.cwd(), STUDIES)
 
 
 def _has_gpu() -> bool:

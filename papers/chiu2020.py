@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from papers.study import BASELINE, CHIU, TEST, TRAIN, VALID, Bars, Cell, Claim, Lines, Study, StudyRow
+from papers.study import (
+    BASELINE,
+    CHIU,
+    CHIU_SIZES,
+    CHIU_TABLES,
+    NGRAM,
+    TEST,
+    TRAIN,
+    VALID,
+    Bars,
+    Cell,
+    Claim,
+    Lines,
+    NotRun,
+    Study,
+    StudyRow,
+)
 from papers.ticks import power_of_two
 
 AXIS = "validation perplexity, PTB (lower is better)"
@@ -20,6 +36,12 @@ RELEASED: dict[str, Any] = {
 }
 """The released networks and the paper's schedule, as in the recipe ptb-vl-hmm-released."""
 SCALAR_RECIPE = "ptb-vl-hmm-14-scalar"
+EIGHT: dict[str, Any] = {"train.epochs": 8}
+"""The length of Table 3 and the figures; the recipes have 30 epochs."""
+
+
+ALL_WORDS = {"model.negatives": 0}
+"""Of networks: the whole vocabulary in every step, on a CPU too."""
 
 
 def _ptb(label: str, recipe: str, settings: Mapping[str, Any], valid: float | None = None, **labels: Any) -> StudyRow:
@@ -39,7 +61,7 @@ def _without_dropout(row: StudyRow, **labels: Any) -> StudyRow:
 def _baseline(data: str, kind: str, valid: float, test: float) -> StudyRow:
     """Return a neural baseline of Table 1, as printed except for the schedule: a cosine over fewer epochs."""
     text = {"ptb": "PTB", "wikitext-2": "WikiText-2"}[data]
-    settings: dict[str, Any] = {"data": data, "tokenizer.split": "whitespace", "model.kind": kind}
+    settings: dict[str, Any] = {"data": data, "tokenizer.split": "whitespace", "model.kind": kind, **ALL_WORDS}
     settings |= {"train.epochs": 30, "train.precision": "bf16-mixed"}
     if data == "wikitext-2":
         settings["tokenizer.vocab_size"] = 33_278
@@ -68,7 +90,7 @@ def _lstm(data: str, valid: float, test: float, name: str = AWD, headline: str =
     return StudyRow(
         name=f"{text}, {name}",
         recipe=recipe,
-        settings={key.replace("__", "."): value for key, value in settings.items()},
+        settings={**ALL_WORDS, **{key.replace("__", "."): value for key, value in settings.items()}},
         seeds=(0,),
         paper={VALID: valid, TEST: test},
         group=text,
@@ -143,6 +165,15 @@ def _relaxed(data: str, paper: Mapping[str, float]) -> StudyRow:
 RELAXED = (_relaxed("ptb", {VALID: 142.3}), _relaxed("wikitext-2", {}))
 
 
+def _ngram(data: str, paper: Mapping[str, float], **labels: Any) -> StudyRow:
+    """Return the Kneser-Ney 5-gram of a text, which `hmmlm train` also prints in its report."""
+    text = {"ptb": "PTB", "wikitext-2": "WikiText-2"}[data]
+    settings = {"data": data, "reset_at_eos": data == "ptb"}  # articles of WikiText-2 are read through
+    return StudyRow(
+        name=f"{text}, KN 5-gram", recipe=NGRAM, settings=settings, seeds=(0,), paper=paper, group=text, **labels
+    )
+
+
 def _pairs(better: str, worse: str) -> dict[str, tuple[Cell, ...]]:
     """Return the comparison of two rows of Table 1 on both data sets."""
     return {
@@ -153,7 +184,9 @@ def _pairs(better: str, worse: str) -> dict[str, tuple[Cell, ...]]:
 TABLE1 = Study(
     name="chiu2020-table1",
     title=f"{CHIU.name}, Table 1: the very large HMM",
+    topic=CHIU_TABLES,
     paper=CHIU,
+    not_run=(NotRun("the plain LSTM was run on PTB only", rows=("WikiText-2, LSTM 2x256",)),),
     rows=(
         StudyRow(
             name="PTB, VL-HMM 2^15",
@@ -176,13 +209,8 @@ TABLE1 = Study(
         SCALAR_900,
         WIKITEXT_900,
         *RELAXED,
-        # `hmmlm train` prints the n-grams of its text in the report.
-        StudyRow(name="PTB, KN 5-gram", paper={TEST: 141.2}, group="PTB", headline="Kneser-Ney 5-gram, PTB"),
-        StudyRow(
-            name="WikiText-2, KN 5-gram",
-            paper={VALID: 248.7, TEST: 234.3},
-            group="WikiText-2",
-        ),
+        _ngram("ptb", {TEST: 141.2}, headline="Kneser-Ney 5-gram, PTB"),
+        _ngram("wikitext-2", {VALID: 248.7, TEST: 234.3}),
     ),
     claims=(
         Claim(
@@ -217,6 +245,12 @@ def _ablation(label: str, recipe: str, train: float, valid: float) -> StudyRow:
     return _ptb(label, recipe, {}, paper={VALID: valid, TRAIN: train})
 
 
+def _for_epochs(rows: Sequence[StudyRow], *epochs: int) -> tuple[StudyRow, ...]:
+    """Return rows with the number of epochs of each."""
+    pairs = zip(rows, epochs, strict=True)
+    return tuple(replace(row, settings={**row.settings, "train.epochs": count}) for row, count in pairs)
+
+
 FULL, SCALAR, UNDROPPED, FACTORED = "VL-HMM (2^14)", "- neural param", "- state dropout", "+ block emb"
 ABLATIONS = (
     _ablation(FULL, "ptb-vl-hmm-14", 115, 134),
@@ -246,16 +280,18 @@ def _ablation_claim(text: str, better: str, worse: str) -> Claim:
 TABLE2 = Study(
     name="chiu2020-table2",
     title=f"{CHIU.name}, Table 2: ablations at 2^14 states, our settings",
+    topic=CHIU_TABLES,
     paper=CHIU,
-    rows=ABLATIONS[:3],
+    rows=_for_epochs(ABLATIONS[:3], 16, 8, 12),
     drawing=Bars(VALID, AXIS),
     claims=(_ablation_claim("Networks generalize better than scalar parameters (our settings).", FULL, SCALAR),),
 )
 TABLE4_RELEASED = Study(
     name="chiu2020-table4-released",
     title=f"{CHIU.name}, Tables 2 and 4, with the released networks and settings",
+    topic=CHIU_TABLES,
     paper=CHIU,
-    rows=tuple(map(_released, ABLATIONS)),
+    rows=_for_epochs([_released(row) for row in ABLATIONS], 30, 9, 12, 30),
     drawing=Bars(VALID, AXIS),
     claims=(
         _ablation_claim("The neural parameterization generalizes better than the scalar one.", FULL, SCALAR),
@@ -266,32 +302,35 @@ TABLE4_RELEASED = Study(
 TABLE4 = Study(
     name="chiu2020-table4",
     title=f"{CHIU.name}, Tables 2 and 4: ablations at 2^14 states, our settings",
+    topic=CHIU_TABLES,
     paper=CHIU,
-    rows=ABLATIONS,
+    rows=_for_epochs(ABLATIONS, 16, 8, 12, 16),
     drawing=Bars(VALID, AXIS),
     claims=(_ablation_claim("State dropout improves perplexity (our settings: weight decay).", FULL, UNDROPPED),),
 )
 TABLE4_NO_DECAY = Study(
     name="chiu2020-table4-no-decay",
     title=f"{CHIU.name}, Tables 2 and 4, without weight decay",
+    topic=CHIU_TABLES,
     paper=CHIU,
-    rows=tuple(map(_without_decay, ABLATIONS)),
+    rows=_for_epochs([_without_decay(row) for row in ABLATIONS], 8, 8, 8, 8),
+    not_run=(NotRun("its recipe has no decay: the row of chiu2020-table4", rows=(f"PTB, {SCALAR}",)),),
     drawing=Bars(VALID, AXIS),
 )
 
 
 def _constraint(states: int, blocks: int, valid: float) -> StudyRow:
-    settings = {"model.states": states, "model.blocks": blocks}
+    settings = {"model.states": states, "model.blocks": blocks, **EIGHT}
     return _ptb(f"Brown, {states} states, {blocks} blocks", "ptb-vl-hmm", settings, valid)
 
 
 def _uniform(states: int, valid: float) -> StudyRow:
-    settings = {"model.states": states, "model.kind": "uniform"}
+    settings = {"model.states": states, "model.kind": "uniform", **EIGHT}
     return _ptb(f"uniform, {states} states", "ptb-vl-hmm", settings, valid)
 
 
 SMALL = (
-    _ptb("no constraint, 1024 states", "ptb-vl-hmm", {"model.states": 1024, "model.blocks": 0}, 180),
+    _ptb("no constraint, 1024 states", "ptb-vl-hmm", {"model.states": 1024, "model.blocks": 0, **EIGHT}, 180),
     _constraint(1024, 4, 182),
     _constraint(1024, 8, 194),
     _constraint(8192, 64, 142),
@@ -299,6 +338,7 @@ SMALL = (
 TABLE3 = Study(
     name="chiu2020-table3",
     title=f"{CHIU.name}, Table 3: emission constraints",
+    topic=CHIU_TABLES,
     paper=CHIU,
     rows=(
         _constraint(16384, 32, 137),
@@ -348,13 +388,14 @@ TABLE3 = Study(
 def _states(power: int, valid: float | None = None) -> StudyRow:
     label = f"2^{power} states"
     labels = {"x": 2.0**power, "series": "half of the states dropped"}
-    return _ptb(label, "ptb-vl-hmm", {"model.states": 2**power}, valid, **labels)
+    return _ptb(label, "ptb-vl-hmm", {"model.states": 2**power, **EIGHT}, valid, **labels)
 
 
 STATES = (*map(_states, range(10, 14)), _states(14, 134), _states(15, 125), _states(16))
 FIGURE3 = Study(
     name="chiu2020-figure3",
     title=f"{CHIU.name}, Figure 3: number of states",
+    topic=CHIU_SIZES,
     paper=CHIU,
     rows=(*STATES, *(_without_dropout(replace(row, paper={}), series=NO_DROPOUT) for row in STATES[:-1])),
     drawing=Lines(VALID, AXIS, "states", power_of_two),
@@ -372,7 +413,7 @@ def _blocks(blocks: int, factored: bool) -> StudyRow:
     """Return a point of Figure 4, with the value that Tables 3 and 4 print for it."""
     kind = "factored" if factored else "independent"
     printed = {(32, False): 137, (64, False): 138, (128, False): 134, (256, False): 136, (128, True): 136}
-    settings = {"model.states": 16384, "model.blocks": blocks, "model.block_embeddings": factored}
+    settings = {"model.states": 16384, "model.blocks": blocks, "model.block_embeddings": factored, **EIGHT}
     label, valid = f"{blocks} blocks, {kind} embeddings", printed.get((blocks, factored))
     return _ptb(label, "ptb-vl-hmm", settings, valid, x=float(blocks), series=f"{kind} embeddings")
 
@@ -381,6 +422,7 @@ BLOCKS = (32, 64, 128, 256)
 FIGURE4 = Study(
     name="chiu2020-figure4",
     title=f"{CHIU.name}, Figure 4: number of blocks",
+    topic=CHIU_SIZES,
     paper=CHIU,
     rows=tuple(_blocks(blocks, factored) for blocks in BLOCKS for factored in (False, True)),
     drawing=Lines(VALID, AXIS, "blocks"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from papers.chiu2020 import BASELINES, NO_PENALTIES, PENALTIES, SCALAR_RECIPE
-from papers.study import BASELINE, CHIU, Study, StudyRow
+from papers.chiu2020 import ALL_WORDS, BASELINES, NO_PENALTIES, PENALTIES, SCALAR_RECIPE
+from papers.study import BASELINE, CHIU, CHIU_SIZES, CHIU_TRIALS, UNSPENT, NotRun, Study, StudyRow
 
 BROWN_HEADERS = {
     "seconds_in_all": "seconds",
@@ -38,6 +38,9 @@ def _less_dropout(dropout: float, decay: float) -> StudyRow:
     return _row(name, "ptb-vl-hmm", model__dropout=dropout, optimizer__weight_decay=decay, train__epochs=10)
 
 
+LESS_DROPOUT = (_less_dropout(0.0, 0.1), _less_dropout(0.0, 0.3), _less_dropout(0.25, 0.3))
+
+
 def _short_memory(row: StudyRow) -> StudyRow:
     """Return a neural baseline with the second beta of large batches."""
     name, settings = f"{row.name}, 30 epochs, betas .9 and .95", {**row.settings, "optimizer.betas": [0.9, 0.95]}
@@ -47,6 +50,7 @@ def _short_memory(row: StudyRow) -> StudyRow:
 BEYOND = Study(
     name="chiu2020-beyond",
     title="Beyond the paper: rate, decay, dropout and other changes to the very large HMM",
+    topic=CHIU_TRIALS,
     paper=CHIU,
     trials=True,
     rows=(
@@ -71,13 +75,20 @@ BEYOND = Study(
         ),
         _beyond("printed", 0.01, 0.0, "network dropout 0.1", model__network_dropout=0.1),
         _row("2^14, no networks: ablation B of 2025 on blocks", "ptb-vl-hmm-14-linear", train__epochs=8),
-        _less_dropout(0.0, 0.1),
-        _less_dropout(0.0, 0.3),
-        _less_dropout(0.25, 0.3),
+        *LESS_DROPOUT,
         *(_short_memory(row) for row in BASELINES if row.group == "PTB"),
         _small("dropout 0.5, decay 0.01", optimizer__weight_decay=0.01),
         _small("dropout 0.0, decay 0.1", model__dropout=0.0),
         _small("dropout 0.0, decay 0.01", model__dropout=0.0, optimizer__weight_decay=0.01),
+    ),
+    not_run=(
+        NotRun(
+            UNSPENT,
+            rows=(
+                "PTB, 2^14, no networks: ablation B of 2025 on blocks",
+                *(row.name for row in LESS_DROPOUT),
+            ),
+        ),
     ),
 )
 
@@ -92,6 +103,7 @@ def _scalar(rate: float, eps: float, decay: float) -> StudyRow:
 SCALAR = Study(
     name="chiu2020-scalar",
     title="Rate and decay of the scalar ablation, tried at 2^12 states",
+    topic=CHIU_TRIALS,
     paper=CHIU,
     trials=True,
     rows=tuple(
@@ -116,6 +128,7 @@ SCALAR = Study(
 SPEED = Study(
     name="chiu2020-speed",
     title="Speed of the very large HMM, alone on the GPU",
+    topic=CHIU_SIZES,
     paper=CHIU,
     rows=(
         _row("VL-HMM 2^15, two epochs, alone on the GPU", "ptb-vl-hmm", train__epochs=2),
@@ -126,6 +139,7 @@ HALF_KEPT: dict[str, Any] = {"model__dropout": 0.5, "train__checks_per_epoch": 1
 LARGEST = Study(
     name="chiu2020-largest",
     title="The largest state space trained on one GPU",
+    topic=CHIU_SIZES,
     paper=CHIU,
     rows=(
         _row("2^18 states, one epoch", "ptb-vl-hmm-18"),
@@ -148,6 +162,7 @@ SMALL: dict[str, Any] = {
 CPU = Study(
     name="chiu2020-cpu",
     title="The very large HMM without a GPU",
+    topic=CHIU_SIZES,
     paper=CHIU,
     device="CPU",
     rows=(
@@ -165,6 +180,7 @@ CPU = Study(
 BROWN = Study(
     name="chiu2020-brown",
     title="Brown clustering of PTB's training text, beside the classic tool's clusters of it",
+    topic=CHIU_SIZES,
     paper=CHIU,
     device="CPU",
     made_by="python -m benchmarks.brown",
@@ -175,7 +191,7 @@ BROWN = Study(
 def _awd(recipe: str, what: str, **settings: Any) -> StudyRow:
     """Return the LSTM with weight dropout and further settings, given as section__name."""
     text = {"ptb-awd-lstm": "PTB", "wikitext2-awd-lstm": "WikiText-2"}[recipe]
-    named = {key.replace("__", "."): value for key, value in settings.items()}
+    named = {**ALL_WORDS, **{key.replace("__", "."): value for key, value in settings.items()}}
     return StudyRow(name=f"{text}, AWD-LSTM, {what}", recipe=recipe, settings=named, seeds=(0,))
 
 
@@ -190,6 +206,7 @@ def _wikitext(what: str, inputs: float, layers: float, outputs: float, **setting
 AWD_TRIALS = Study(
     name="chiu2020-awd",
     title="Penalties, dropout and size of the LSTM with weight dropout",
+    topic=CHIU_TRIALS,
     paper=CHIU,
     trials=True,
     rows=(
@@ -198,4 +215,5 @@ AWD_TRIALS = Study(
         _wikitext("dropout 0.5 0.3 0.5", 0.5, 0.3, 0.5),
         _wikitext("dropout 0.6 0.4 0.6, 90 epochs", 0.6, 0.4, 0.6, train__epochs=90),
     ),
+    not_run=(NotRun(UNSPENT, rows=("PTB, AWD-LSTM, 3 layers",)),),
 )

@@ -15,12 +15,12 @@ MOST_CHANGES = 6
 """Changes that the cell of a claim lists; of more it shows the range."""
 
 
-def claims_table(studies: Iterable[Study], results: Results) -> list[list[str]]:
-    """Return the claims of the studies with the paper's numbers, ours and the verdict; header first."""
+def claims_table(studies: Iterable[Study], results: Results, page: str) -> list[list[str]]:
+    """Return the claims of the studies for a page: the paper's numbers, ours and the verdict; header first."""
     lines = [["claim", "paper", "here", "verdict"]]
     for study in studies:
         for claim in study.claims:
-            text = claim.text + (f" ([data](results.md#{study.name}))" if study.name in results else "")
+            text = claim.text + (f" ([data]({study.address(page)}))" if study.name in results else "")
             here, paper = numbers(claim, study, results)
             printed, ours = _shown(claim, paper, "{:g}"), _shown(claim, here, "{:.1f}")
             lines.append([text, printed or "no number printed", ours or "not run", verdict(claim, here, paper)])

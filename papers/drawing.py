@@ -28,18 +28,25 @@ SeriesName = tuple[str, str]
 
 def draw(study: Study, rows: Sequence[MeasuredRow]) -> Figure | None:
     """Return the figure of a study; None if it has no drawing or nothing to show yet."""
-    drawing = study.drawing
-    if drawing is None:
-        return None
-    declared = {row.name for row in study.rows}
-    drawn = [
-        row
-        for row in main_rows(rows)
-        if row.name in declared and row.plan.drawn and math.isfinite(row.mean(drawing.metric) or math.nan)
-    ]
-    if not drawn:
+    drawing, drawn = study.drawing, _drawn(study, rows)
+    if drawing is None or not has_figure(study, rows):
         return None
     return _bars(drawing, drawn) if isinstance(drawing, Bars) else _lines(drawing, drawn)
+
+
+def has_figure(study: Study, rows: Sequence[MeasuredRow]) -> bool:
+    """Return whether a study has rows to draw; of lines, more than a single x."""
+    least = 2 if isinstance(study.drawing, Lines) else 1
+    return len({row.plan.x if least == 2 else row.name for row in _drawn(study, rows)}) >= least
+
+
+def _drawn(study: Study, rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
+    """Return the rows of a figure: declared ones with a finite value."""
+    if study.drawing is None:
+        return []
+    declared, metric = {row.name for row in study.rows}, study.drawing.metric
+    finite = (row for row in main_rows(rows) if math.isfinite(row.mean(metric) or math.nan))
+    return [row for row in finite if row.name in declared and row.plan.drawn]
 
 
 def _bars(drawing: Bars, rows: Sequence[MeasuredRow]) -> Figure:
@@ -56,8 +63,7 @@ def _bars(drawing: Bars, rows: Sequence[MeasuredRow]) -> Figure:
     return bars(labels, series, drawing.axis)
 
 
-def _lines(drawing: Lines, rows: Sequence[MeasuredRow]) -> Figure | None:
-    """Return the figure of lines; None while there is a single point."""
+def _lines(drawing: Lines, rows: Sequence[MeasuredRow]) -> Figure:
     series: dict[SeriesName, dict[float, Spread]] = {}
     printed: dict[SeriesName, dict[float, float]] = {}
     ticks = {}
@@ -68,8 +74,6 @@ def _lines(drawing: Lines, rows: Sequence[MeasuredRow]) -> Figure | None:
         ticks[x] = row.plan.tick or drawing.tick(x)
         if drawing.metric in row.plan.paper:
             printed.setdefault(name, {})[x] = row.plan.paper[drawing.metric]
-    if len(ticks) == 1:
-        return None
     return lines(series, printed, ticks, drawing)
 
 

@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from papers.study import LEE, RATIO_COLUMNS, TEST, Bars, Cell, Claim, Lines, Study, StudyRow
+from papers.study import (
+    LEE,
+    LEE_FORMS,
+    LEE_TRIALS,
+    RATIO_COLUMNS,
+    TEST,
+    UNSPENT,
+    Bars,
+    Cell,
+    Claim,
+    Lines,
+    NotRun,
+    Study,
+    StudyRow,
+)
 from papers.ticks import power_of_two
 from papers.variants import SEEDS
 
 AXIS = "test perplexity (lower is better)"
+
+
+def _length(millions: int) -> dict[str, Any]:
+    """Return the settings of a run of fewer tokens than the recipes' 500M: its warm-up is shorter in proportion."""
+    return {"train.max_tokens": millions * 1_000_000, "schedule.warmup": millions * 50_000}
+
+
+M100, M50 = _length(100), _length(50)
+FURTHER_SEEDS = NotRun("not all of the three seeds of the paper", seeds=SEEDS[1:])
 
 
 def row(name: str, recipe: str, settings: Mapping[str, Any] | None = None, **labels: Any) -> StudyRow:
@@ -19,12 +43,13 @@ def row(name: str, recipe: str, settings: Mapping[str, Any] | None = None, **lab
 
 def _printed(name: str, recipe: str, test: float, **labels: Any) -> StudyRow:
     """Return a row of a table of the paper: three seeds, and the mean that it prints."""
-    return row(name, recipe, seeds=SEEDS, paper={TEST: test}, **labels)
+    return row(name, recipe, **{"seeds": SEEDS, "paper": {TEST: test}, **labels})
 
 
 TABLE1 = Study(
     name="lee2025-table1",
     title=f"{LEE.name}, Table 1: linear reparameterizations",
+    topic=LEE_FORMS,
     paper=LEE,
     columns=RATIO_COLUMNS,
     rows=(
@@ -55,13 +80,14 @@ TABLE1 = Study(
 
 
 def _tuned(states: int, name: str, recipe: str, **labels: Any) -> StudyRow:
-    group = f"{states} states"
-    return row(f"{group}, {name}", recipe, {"model.states": states}, group=group, series=group, bar=name, **labels)
+    group, settings = f"{states} states", {"model.states": states, **(M100 if states == 512 else M50)}
+    return row(f"{group}, {name}", recipe, settings, group=group, series=group, bar=name, **labels)
 
 
 TUNED = Study(
     name="lee2025-tuned",
     title=f"{LEE.name}, Table 1 with every family tuned for itself, at 512 and 4,096 states",
+    topic=LEE_FORMS,
     paper=LEE,
     columns=RATIO_COLUMNS,
     rows=(
@@ -69,12 +95,23 @@ TUNED = Study(
         _tuned(512, "ablation A", "lee-table1-ablation-a"),
         _tuned(512, "ablation B", "lee-table1-ablation-b"),
         _tuned(512, "Chiu and Rush", "lee-table1-mlp"),
-        _tuned(512, "scalar, Baum-Welch", "lee-baum-welch", headline="Scalar HMM, Baum-Welch instead of AdamW"),
+        _tuned(
+            512,
+            "scalar, Baum-Welch",
+            "lee-baum-welch",
+            headline="Scalar HMM, Baum-Welch instead of AdamW",
+            also=({"optimizer.pseudocount": 1e-5},),
+        ),
         _tuned(4096, "scalar, tuned", "lee-scalar-tuned", is_baseline=True),
         _tuned(4096, "ablation A", "lee-table1-ablation-a"),
         _tuned(4096, "ablation B", "lee-table1-ablation-b"),
-        _tuned(4096, "Chiu and Rush", "lee-table1-mlp"),
-        _tuned(4096, "scalar, Baum-Welch", "lee-baum-welch"),
+        _tuned(4096, "Chiu and Rush", "lee-table1-mlp", also=({"optimizer.rate": 0.001},)),
+        _tuned(
+            4096,
+            "scalar, Baum-Welch",
+            "lee-baum-welch",
+            also=({"optimizer.pseudocount": 1e-5}, {"optimizer.pseudocount": 1e-5, "optimizer.step": 0.3}),
+        ),
     ),
     drawing=Bars(TEST, AXIS),
     claims=(
@@ -102,18 +139,28 @@ TUNED = Study(
         ),
     ),
 )
+LOWER_RATE: tuple[Mapping[str, Any], ...] = ({"optimizer.rate": 0.01},)
+"""The best rate of transitions alone before the grid of lee2025-rates was widened."""
 TABLE2 = Study(
     name="lee2025-table2",
     title=f"{LEE.name}, Table 2: which of a, b, π is factored",
+    topic=LEE_FORMS,
     paper=LEE,
     columns=RATIO_COLUMNS,
     rows=(
-        _printed("nothing factored", "lee-table2-none", 607, is_baseline=True),
-        _printed("a factored", "lee-table2-a", 814),
-        _printed("a, π factored", "lee-table2-a-start", 865),
-        _printed("b factored", "lee-table2-b", 345),
-        _printed("a, b factored", "lee-table2-a-b", 338),
-        _printed("a, b, π factored", "lee-table2-a-b-start", 337),
+        _printed("nothing factored", "lee-table2-none", 607, settings=M100, is_baseline=True),
+        _printed("a factored", "lee-table2-a", 814, settings=M100, also=LOWER_RATE),
+        _printed("a, π factored", "lee-table2-a-start", 865, settings=M100, also=LOWER_RATE),
+        _printed("b factored", "lee-table2-b", 345, settings=M100),
+        _printed("a, b factored", "lee-table2-a-b", 338, settings=M100),
+        _printed("a, b, π factored", "lee-table2-a-b-start", 337, settings=M100),
+    ),
+    not_run=(
+        FURTHER_SEEDS,
+        NotRun(
+            "rate .1 is the best of lee2025-rates, found after the runs at .01",
+            rows=("a factored", "a, π factored"),
+        ),
     ),
     drawing=Bars(TEST, AXIS),
     claims=(
@@ -130,19 +177,21 @@ TABLE2 = Study(
     ),
 )
 NETWORKS = (
-    _printed("1 layer, ReLU", "lee-table3-relu", 329.5),
-    _printed("split H, 1 layer, ReLU", "lee-table3-split-relu", 336.6),
-    _printed("2 layers, skip, ReLU", "lee-table3-skip-relu", 336.7),
-    _printed("split H, 2 layers, LayerNorm", "lee-table3-split-norm", 341.2),
-    _printed("split H, 2 layers, skip, ReLU", "lee-table3-split-skip-relu", 342.6),
-    _printed("split H, monolithic, 2 layers, skip, ReLU", "lee-table3-split-mono-skip-relu", 343.5),
-    _printed("1 layer", "lee-table3-linear", 344.4),
+    _printed("1 layer, ReLU", "lee-table3-relu", 329.5, settings=M100),
+    _printed("split H, 1 layer, ReLU", "lee-table3-split-relu", 336.6, settings=M100),
+    _printed("2 layers, skip, ReLU", "lee-table3-skip-relu", 336.7, settings=M100),
+    _printed("split H, 2 layers, LayerNorm", "lee-table3-split-norm", 341.2, settings=M100),
+    _printed("split H, 2 layers, skip, ReLU", "lee-table3-split-skip-relu", 342.6, settings=M100),
+    _printed("split H, monolithic, 2 layers, skip, ReLU", "lee-table3-split-mono-skip-relu", 343.5, settings=M100),
+    _printed("1 layer", "lee-table3-linear", 344.4, settings=M100),
 )
 TABLE3 = Study(
     name="lee2025-table3",
     title=f"{LEE.name}, Table 3: variants of the network",
+    topic=LEE_FORMS,
     paper=LEE,
-    rows=(*NETWORKS, _printed("ablation B", "lee-table1-ablation-b", 348)),
+    rows=(*NETWORKS, _printed("ablation B", "lee-table1-ablation-b", 348, settings=M100)),
+    not_run=(FURTHER_SEEDS,),
     drawing=Bars(TEST, AXIS),
     claims=(
         Claim(
@@ -157,16 +206,15 @@ TABLE3 = Study(
 
 def _of_states(states: int, name: str, recipe: str, **labels: Any) -> StudyRow:
     """Return a point of Figure 1."""
-    group = f"{states} states"
-    return row(
-        f"{group}, {name}", recipe, {"model.states": states}, group=group, series=name, x=float(states), **labels
-    )
+    group, settings = f"{states} states", {"model.states": states, **M50}
+    return row(f"{group}, {name}", recipe, settings, group=group, series=name, x=float(states), **labels)
 
 
 STATES = [2**power for power in range(7, 13)]
 FIGURE1 = Study(
     name="lee2025-figure1",
     title=f"{LEE.name}, Figure 1: number of states",
+    topic=LEE_FORMS,
     paper=LEE,
     columns=RATIO_COLUMNS,
     rows=tuple(
@@ -219,6 +267,26 @@ def capacity(states: int, power: int, architecture: str) -> StudyRow:
     return row(f"{states} states, {architecture}, 2^{power} parameters", "lee-figure2", settings, **labels)
 
 
+TRIED_RATES = {
+    (512, 26, "MLP-ι"): 0.0025,
+    (512, 24, "TRF-ψ"): 0.0015,
+    (512, 26, "TRF-ψ"): 0.00075,
+    (256, 28, "MLP-ι"): 0.00125,
+}
+"""Rates that points were run with first."""
+
+
+def _point(states: int, power: int, architecture: str) -> StudyRow:
+    """Return a point of Figures 2, 11 and 12 at the length of these figures."""
+    point, tried = capacity(states, power, architecture), TRIED_RATES.get((states, power, architecture))
+    also = () if tried is None else ({"optimizer.rate": tried},)
+    return replace(point, settings={**point.settings, **M50}, also=also)
+
+
+def _names(states: int, power: int) -> tuple[str, ...]:
+    return tuple(capacity(states, power, architecture).name for architecture in ARCHITECTURES)
+
+
 def _capacities(first: int, last: int) -> dict[str, tuple[Cell, ...]]:
     """Return the comparison of two capacities for every architecture."""
     return {name: tuple(Cell(capacity(512, power, name).name) for power in (first, last)) for name in ARCHITECTURES}
@@ -228,8 +296,13 @@ CAPACITY = Lines(TEST, AXIS, "parameters of the network", power_of_two)
 FIGURE2 = Study(
     name="lee2025-figure2",
     title=f"{LEE.name}, Figure 2: capacity and architecture, 512 states",
+    topic=LEE_FORMS,
     paper=LEE,
-    rows=tuple(capacity(512, power, architecture) for power in POWERS for architecture in ARCHITECTURES),
+    rows=tuple(_point(512, power, architecture) for power in POWERS for architecture in ARCHITECTURES),
+    not_run=(
+        NotRun(UNSPENT, rows=_names(512, 28)),
+        NotRun("recorded at three times the rate only", rows=(capacity(512, 26, "TRF-ψ").name,)),
+    ),
     drawing=CAPACITY,
     claims=(
         Claim(
@@ -255,22 +328,24 @@ FIGURE2 = Study(
 FIGURE11 = Study(
     name="lee2025-figure11",
     title=f"{LEE.name}, Figure 11: capacity and architecture, 256 states",
+    topic=LEE_FORMS,
     paper=LEE,
-    rows=tuple(capacity(256, power, architecture) for power in POWERS for architecture in ARCHITECTURES),
+    rows=tuple(_point(256, power, architecture) for power in POWERS for architecture in ARCHITECTURES),
     drawing=CAPACITY,
 )
 FIGURE12 = Study(
     name="lee2025-figure12",
     title=f"{LEE.name}, Figure 12: capacity, 1,024 states",
+    topic=LEE_FORMS,
     paper=LEE,
-    rows=tuple(capacity(1024, power, "MLP-ψ") for power in POWERS),
+    rows=tuple(_point(1024, power, "MLP-ψ") for power in POWERS),
     drawing=CAPACITY,
 )
 
 
 # --- rates ---
 
-FEW: dict[str, Any] = {"train.max_tokens": 30_000_000, "schedule.warmup": 1_500_000}
+FEW = _length(30)
 """Trials of settings: few tokens and a warm-up to match."""
 DECAY = 0.1
 Grid = tuple[tuple[float, float], ...]
@@ -304,6 +379,7 @@ TRANSFORMER_RATES = _at(0.0003, 0.001, 0.003, 0.01)
 RATES = Study(
     name="lee2025-rates",
     title=f"Rate and decay of every family of {LEE.name}, tried on few tokens",
+    topic=LEE_TRIALS,
     paper=LEE,
     trials=True,
     rows=(
@@ -326,5 +402,22 @@ RATES = Study(
         _baum_welch(0.3, 1e-6),
         _baum_welch(0.6, 1e-5, 0.9),
         _baum_welch(1.0, 1e-5, 0.9),
+    ),
+    not_run=(
+        NotRun(
+            UNSPENT,
+            rows=tuple(f"ablation A, N(0, 1) tables, rate {rate:g}, decay 0.1" for rate in (0.003, 0.01)),
+        ),
+        NotRun(
+            UNSPENT,
+            rows=tuple(
+                f"{name}, rate 0.03, decay 0.1"
+                for name in (
+                    "2 layers, skip, ReLU",
+                    "split H, 2 layers, skip, ReLU",
+                    "split H, monolithic, 2 layers, skip, ReLU",
+                )
+            ),
+        ),
     ),
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from hmmlm.report.plots import short
-from papers.lee2025 import ARCHITECTURES, AXIS, capacity, row
-from papers.study import LEE, RATIO_COLUMNS, TEST, Bars, Cell, Claim, Lines, Study, StudyRow
+from papers.lee2025 import ARCHITECTURES, AXIS, FURTHER_SEEDS, M50, M100, capacity, row
+from papers.study import LEE, LEE_CPU, LEE_LVD, RATIO_COLUMNS, SPEED, TEST, Bars, Cell, Claim, Lines, Study, StudyRow
 from papers.ticks import plain_number
 from papers.variants import LVD, SEEDS, TEACHERS
 
@@ -15,18 +15,24 @@ RANDOM_TEACHER = {"initialization.random_teacher": True, "initialization.kmeans.
 """Another teacher, and so another clustering, for each seed."""
 
 
+SHORT_LVD: dict[str, Any] = {"initialization.tokens": 5_000_000, "initialization.kmeans.tokens": 5_000_000}
+"""What is clustered, and read by LVD, in runs of fewer tokens than the paper's: half of it."""
+
+
 def _taught(name: str, **labels: Any) -> StudyRow:
-    return row(name, "lee-lvd-scalar", {"initialization.teacher": TEACHERS[name]}, seeds=SEEDS, **labels)
+    settings = {"initialization.teacher": TEACHERS[name], **SHORT_LVD, **M100}
+    return row(name, "lee-lvd-scalar", settings, seeds=SEEDS, **labels)
 
 
 FIGURE3 = Study(
     name="lee2025-figure3",
     title=f"{LEE.name}, Figure 3: teachers of latent variable distillation (LVD)",
+    topic=LEE_LVD,
     paper=LEE,
     columns=RATIO_COLUMNS,
     rows=(
-        row("no LVD", "lee-lvd-scalar", NO_LVD, seeds=SEEDS, is_baseline=True),
-        row("random TinyLlama-1.1B", "lee-lvd-scalar", RANDOM_TEACHER, seeds=SEEDS),
+        row("no LVD", "lee-lvd-scalar", {**NO_LVD, **M100}, seeds=SEEDS, is_baseline=True),
+        row("random TinyLlama-1.1B", "lee-lvd-scalar", {**RANDOM_TEACHER, **SHORT_LVD, **M100}, seeds=SEEDS),
         _taught("stories15M"),
         _taught("SmolLM2-135M"),
         _taught("TinyLlama-1.1B", headline="Scalar HMM, printed settings, after LVD from TinyLlama"),
@@ -52,22 +58,25 @@ FIGURE3 = Study(
 
 
 def _distilled(tokens: int) -> StudyRow:
-    settings = {"initialization.tokens": tokens, "initialization.teacher": TEACHERS["stories15M"]}
+    settings = {**SHORT_LVD, "initialization.tokens": tokens, "initialization.teacher": TEACHERS["stories15M"], **M100}
     return row(f"LVD for {tokens / 1e6:g}M tokens", "lee-lvd-scalar", settings, x=float(tokens))
 
 
 TO_THE_END: dict[str, Any] = {
-    "initialization.tokens": 500_000_000,
-    "initialization.labels": "cached",  # the teacher reads a text once that the run reads several times
+    **SHORT_LVD,
+    "initialization.tokens": 100_000_000,
+    "initialization.labels": "fly",
     "initialization.teacher": TEACHERS["stories15M"],  # the smallest, because it reads everything
+    **M100,
 }
 FIGURE8 = Study(
     name="lee2025-figure8",
     title=f"{LEE.name}, Figure 8: length of LVD",
+    topic=LEE_LVD,
     paper=LEE,
     columns=RATIO_COLUMNS,
     rows=(
-        row("no LVD", "lee-lvd-scalar", NO_LVD, is_baseline=True, x=2e4, tick="0"),
+        row("no LVD", "lee-lvd-scalar", {**NO_LVD, **M100}, is_baseline=True, x=2e4, tick="0"),
         *map(_distilled, (100_000, 1_000_000, 5_000_000, 10_000_000, 50_000_000)),
         row("LVD to the end", "lee-lvd-scalar", TO_THE_END, x=5e8, tick="all"),
     ),
@@ -90,7 +99,7 @@ FIGURE8 = Study(
 _FAMILIES = (
     row("scalar", "lee-table1-scalar", is_baseline=True),
     row("scalar, tuned", "lee-scalar-tuned"),
-    row("scalar, Baum-Welch", "lee-baum-welch"),
+    row("scalar, Baum-Welch", "lee-baum-welch", {"optimizer.pseudocount": 1e-5}),
     row("ablation B", "lee-table1-ablation-b"),
     row("1 layer", "lee-table3-linear"),
     *(capacity(512, 22, architecture) for architecture in ARCHITECTURES),
@@ -100,7 +109,7 @@ _FAMILIES = (
 def _with_and_without(family: StudyRow) -> tuple[StudyRow, StudyRow]:
     """Return the rows of a family in Figure 4."""
     bar = family.bar or family.name
-    settings, seeds = family.settings, SEEDS
+    settings, seeds = {**family.settings, **M100}, SEEDS
     return (
         row(
             f"{family.name}, no LVD",
@@ -111,7 +120,7 @@ def _with_and_without(family: StudyRow) -> tuple[StudyRow, StudyRow]:
             series="no LVD",
             is_baseline=family.is_baseline,
         ),
-        row(f"{family.name}, LVD", family.recipe, {**settings, **LVD}, seeds=seeds, bar=bar, series="LVD"),
+        row(f"{family.name}, LVD", family.recipe, {**settings, **LVD, **SHORT_LVD}, seeds=seeds, bar=bar, series="LVD"),
     )
 
 
@@ -128,6 +137,7 @@ def _by_lvd(statistic: Literal["mean", "range"]) -> dict[str, tuple[Cell, ...]]:
 FIGURE4 = Study(
     name="lee2025-figure4",
     title=f"{LEE.name}, Figure 4: LVD and architectures",
+    topic=LEE_LVD,
     paper=LEE,
     columns=RATIO_COLUMNS,
     rows=tuple(one for family in _FAMILIES for one in _with_and_without(family)),
@@ -158,15 +168,17 @@ def _embeddings(frozen: int) -> dict[str, dict[str, Any]]:
     return rows
 
 
-AS_WIDE_AS_TINYLLAMA = {"model.hidden": 2048, "optimizer.rate": 0.0025}
+AS_WIDE_AS_TINYLLAMA = {"model.hidden": 2048, "optimizer.rate": 0.0025, **SHORT_LVD, **M50}
 FIGURE5 = Study(
     name="lee2025-figure5",
     title=f"{LEE.name}, Figure 5: centroids and head as embeddings",
+    topic=LEE_LVD,
     paper=LEE,
     rows=tuple(
         row(f"LVD, {name}", "lee-lvd-mlp", {**AS_WIDE_AS_TINYLLAMA, **settings}, seeds=SEEDS, bar=name)
         for name, settings in _embeddings(20_000_000).items()
     ),
+    not_run=(FURTHER_SEEDS,),
     drawing=Bars(TEST, AXIS),
     claims=(
         Claim(
@@ -201,6 +213,7 @@ FIGURE5_CPU_RATES = (0.003, 0.01, 0.03)
 FIGURE5_CPU = Study(
     name="lee2025-figure5-cpu",
     title=f"{LEE.name}, Figure 5 on two CPU cores: PTB, 128 states, teacher stories15M",
+    topic=LEE_LVD,
     paper=LEE,
     trials=True,
     device="CPU",
@@ -217,6 +230,7 @@ FIGURE5_CPU = Study(
         for rate in FIGURE5_CPU_RATES
         for name, settings in _embeddings(800_000).items()
     ),
+    not_run=(FURTHER_SEEDS,),
     drawing=Lines(TEST, AXIS, "peak learning rate", plain_number),
     claims=(
         Claim(
@@ -235,6 +249,7 @@ FIGURE5_CPU = Study(
 KMEANS = Study(
     name="lee2025-kmeans",
     title="Speed of k-means in LVD, over embeddings that are recomputed in every pass",
+    topic=LEE_LVD,
     paper=LEE,
     made_by="python -m benchmarks.kmeans",
     headers={
@@ -247,6 +262,7 @@ KMEANS = Study(
 THROUGHPUT = Study(
     name="lee2025-throughput",
     title=f"Speed of training at the setting of {LEE.name}",
+    topic=SPEED,
     paper=LEE,
     made_by="python -m benchmarks.dense_step and python -m benchmarks.pyjuice_step",
     columns=("tokens per second", "ms per step"),
@@ -259,8 +275,9 @@ THROUGHPUT = Study(
 CPU_TRIALS = Study(
     name="lee2025-cpu-trials",
     title="Trials with few states on two CPU cores",
+    topic=LEE_CPU,
     paper=LEE,
     trials=True,
     device="CPU",
-    made_by="hmmlm train, by hand; each record holds its command",
+    as_recorded=True,
 )

@@ -6,10 +6,25 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from papers.lee2025 import AXIS, row
-from papers.lee2025_initialization import PTB_TOKENS, TWO_CORES, TWO_CORES_LVD
+from papers.lee2025 import AXIS, FURTHER_SEEDS, M50, row
+from papers.lee2025_initialization import PTB_TOKENS, SHORT_LVD, TWO_CORES, TWO_CORES_LVD
 from papers.networks import KINDS, LIKE_WORDS, SPREAD_OUT, UNSCALED, Kind, best_rate_table, one_rate_table
-from papers.study import LEE, TEST, Bars, Cell, Claim, Lines, NetworkStart, Study, StudyRow, Summary
+from papers.study import (
+    LEE,
+    LEE_NETWORKS,
+    LEE_TRIALS,
+    TEST,
+    UNSPENT,
+    Bars,
+    Cell,
+    Claim,
+    Lines,
+    NetworkStart,
+    NotRun,
+    Study,
+    StudyRow,
+    Summary,
+)
 from papers.ticks import plain_number, power_of_ten
 from papers.variants import SEEDS, TEACHERS
 
@@ -26,9 +41,9 @@ NO_LVD_KINDS = ("random", "pretrained", BODY)
 def _network(name: str, kind: str, start: NetworkStart | None, settings: dict[str, Any], **labels: Any) -> StudyRow:
     """Return a row of a transformer of the teacher's shape that starts as `kind`."""
     weights, lvd, _ = ALL_KINDS[kind]
-    options = {"model.weights": weights, "initialization.kind": "lvd" if lvd else "none", **settings}
-    if lvd:
-        options["initialization.teacher"] = settings["model.teacher"]
+    options = {"model.weights": weights, "initialization.kind": "lvd" if lvd else "none"}
+    options |= {**SHORT_LVD, "initialization.teacher": settings["model.teacher"]} if lvd else {}
+    options |= {**M50, **settings}
     return row(name, "lee-lvd-transformer", options, start=start, **labels)
 
 
@@ -64,6 +79,10 @@ def _table4_row(network: str, kind: str) -> StudyRow:
     return _table4(network, kind, paper={} if printed is None else {TEST: printed})
 
 
+NO_TINYLLAMA_BODY = NotRun(
+    UNSPENT,
+    rows=tuple(f"TinyLlama-1.1B, {kind}" for kind in (BODY, BODY_LVD)),
+)
 FIGURE6_RATES = (0.0001, 0.0003, 0.001, 0.003, 0.01)
 
 
@@ -75,12 +94,14 @@ def _by_rate(rates: Sequence[float], better: str, worse: str) -> dict[str, tuple
 FIGURE6 = Study(
     name="lee2025-figure6",
     title=f"{LEE.name}, Figure 6: a pretrained network and the learning rate",
+    topic=LEE_NETWORKS,
     paper=LEE,
     rows=tuple(
         _like_words(f"{kind}, rate {rate:g}", OWN, kind, rate, seeds=SEEDS, series=kind, x=rate)
         for rate in FIGURE6_RATES
         for kind in NO_LVD_KINDS
     ),
+    not_run=(FURTHER_SEEDS,),
     drawing=Lines(TEST, AXIS, "peak learning rate", plain_number),
     claims=(
         Claim(
@@ -98,8 +119,10 @@ FIGURE6 = Study(
 FIGURE7 = Study(
     name="lee2025-figure7",
     title=f"{LEE.name}, Figure 7: the networks of pretrained transformers",
+    topic=LEE_NETWORKS,
     paper=LEE,
     rows=tuple(_table4(network, kind, bar=network, series=kind) for network in TEACHERS for kind in NO_LVD_KINDS),
+    not_run=(FURTHER_SEEDS, NO_TINYLLAMA_BODY),
     drawing=Bars(TEST, AXIS),
     claims=(
         Claim(
@@ -115,8 +138,10 @@ FIGURE7 = Study(
 TABLE4 = Study(
     name="lee2025-table4",
     title=f"{LEE.name}, Table 4: pretrained networks and LVD (the paper's network is TinyLlama-1.1B)",
+    topic=LEE_NETWORKS,
     paper=LEE,
     rows=tuple(_table4_row(network, kind) for network in TEACHERS for kind in ALL_KINDS),
+    not_run=(FURTHER_SEEDS, NO_TINYLLAMA_BODY),
     drawing=Bars(TEST, AXIS),
     claims=(
         Claim(
@@ -148,10 +173,15 @@ TABLE4 = Study(
 )
 
 
+TWICE = {"TinyLlama-1.1B, pretrained, rate 3e-05, 50M tokens"}
+"""Trials with two seeds."""
+
+
 def _trial(network: str, kind: str, rate: float, millions: int) -> StudyRow:
     name = f"{network}, {kind}, rate {rate:g}, {millions}M tokens"
     short_run = {"train.max_tokens": millions * 1_000_000, "schedule.warmup": millions * 50_000}
-    return _like_words(name, network, kind, rate, compared=millions == 50, settings=short_run)
+    seeds = SEEDS[: 2 if name in TWICE else 1]
+    return _like_words(name, network, kind, rate, compared=millions == 50, settings=short_run, seeds=seeds)
 
 
 _TRIALS: tuple[tuple[str, int, tuple[float, ...], tuple[str, ...]], ...] = (
@@ -173,12 +203,23 @@ _TRIALS: tuple[tuple[str, int, tuple[float, ...], tuple[str, ...]], ...] = (
 NETWORK_RATES = Study(
     name="lee2025-networks",
     title="Rates of the networks of pretrained transformers, tried on few tokens",
+    topic=LEE_TRIALS,
     paper=LEE,
     trials=True,
     rows=tuple(
         _trial(network, kind, rate, millions)
         for network, millions, rates, kinds in _TRIALS
         for rate, kind in product(rates, kinds)
+    ),
+    not_run=(
+        NotRun(
+            UNSPENT,
+            rows=(
+                "stories15M, pretrained, rate 0.003, 50M tokens",
+                "stories15M, pretrained, LVD, rate 0.0003, 50M tokens",
+                "SmolLM2-135M, pretrained, LVD, rate 0.0001, 50M tokens",
+            ),
+        ),
     ),
 )
 
@@ -225,6 +266,7 @@ UNSCALED_NAMES = {"pretrained": "pretrained as it comes", "pretrained, LVD": "pr
 APART = Study(
     name="lee2025-apart",
     title=f"{LEE.name}, Table 4 and Figures 6 and 7 with states spread out, and the learning rate",
+    topic=LEE_NETWORKS,
     paper=LEE,
     trials=True,
     rows=(
@@ -239,6 +281,13 @@ APART = Study(
             for network, kinds in UNSCALED_RATES.items()
             for kind, rates in kinds.items()
             for rate in rates
+        ),
+    ),
+    not_run=(
+        FURTHER_SEEDS,
+        NotRun(
+            UNSPENT,
+            rows=tuple(f"TinyLlama-1.1B, {kind}, rate 0.0008" for kind in ("random", "random, LVD", "pretrained, LVD")),
         ),
     ),
     drawing=Lines(TEST, AXIS, "peak learning rate", power_of_ten, top=340),
@@ -256,10 +305,12 @@ def _on_two_cores(kind: str, rate: float) -> StudyRow:
 TABLE4_CPU = Study(
     name="lee2025-table4-cpu",
     title=f"{LEE.name}, Table 4 on two CPU cores: PTB, 128 states, the network of stories15M",
+    topic=LEE_NETWORKS,
     paper=LEE,
     trials=True,
     device="CPU",
     data=PTB_TOKENS,
     rows=tuple(_on_two_cores(kind, rate) for rate in (0.0003, 0.001, 0.003, 0.006) for kind in KINDS),
+    not_run=(FURTHER_SEEDS,),
     drawing=Lines(TEST, AXIS, "peak learning rate", plain_number, top=330),
 )

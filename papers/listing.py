@@ -6,9 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from papers.commands import command
 from papers.records import read_records
-from papers.settings import planned_settings
-from papers.study import Record, Study
+from papers.renames import removed_by
+from papers.selection import planned_runs
+from papers.settings import identity, planned_settings, recorded_run
+from papers.study import Record, Study, StudyRun
 
 NOTE = """
 `corpus` and `tokenizer.model` are placeholders for your own text and tokenizer: --set data=FOLDER tokenizer.file=MODEL,
@@ -22,6 +25,42 @@ def list_studies(studies: Mapping[str, Study], results: Path) -> Iterator[str]:
         yield f"{study.name}: {study.title}"
         yield f"    {'; '.join(_facts(study, read_records(results / f'{study.name}.json')))}"
     yield NOTE
+
+
+def show_study(study: Study, records: Sequence[Record], rows: str = "") -> Iterator[str]:
+    """Yield the title of a study, and for every row its seeds and the command that makes it today."""
+    yield f"{study.name}: {study.title}"
+    yield from command_lines(study, records, rows)
+
+
+def command_lines(study: Study, records: Sequence[Record], rows: str = "") -> Iterator[str]:
+    """Yield the command that makes every row today, with its first seed, after a comment with what was recorded."""
+    recorded = {identity(run): record for record in records if (run := recorded_run(record)) is not None}
+    runs = {identity(run): run for run in planned_runs(study, records)}
+    removed = {key: run for key, record in recorded.items() if key not in runs and (run := recorded_run(record))}
+    variants: dict[str, list[StudyRun]] = {}
+    for run in (*runs.values(), *removed.values()):
+        if rows in run.row.name:
+            variants.setdefault(identity(StudyRun(run.row, 0)), []).append(run)
+    for same in variants.values():
+        yield f"# {same[0].row.name}: {_state(study, same, recorded)}"
+        yield command(same[0])
+    if not runs:
+        yield study.made_by
+
+
+def _state(study: Study, runs: Sequence[StudyRun], recorded: Mapping[str, Record]) -> str:
+    """Return which seeds of a row have a record, and why others have none."""
+    made = [run for run in runs if identity(run) in recorded]
+    parts = [f"seed{'s' * (len(made) > 1)} {_joined(run.seed for run in made)}"] if made else []
+    reasons = [_reason(study, run) for run in runs if run not in made]
+    parts += [f"not run: {reason}" for reason in dict.fromkeys(reasons)]
+    commits = dict.fromkeys(removed_by(recorded[identity(run)]) for run in made)
+    return "; ".join([*parts, *(f"recorded with a method that {commit} removed" for commit in commits if commit)])
+
+
+def _reason(study: Study, run: StudyRun) -> str:
+    return next((listed.reason for listed in study.not_run if run in listed), "no record")
 
 
 def _facts(study: Study, records: Sequence[Record]) -> Iterator[str]:

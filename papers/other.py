@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+from papers import study as topics
 from papers.rows import Results
 from papers.study import Lines, Study, StudyRow, Summary
 
 BLOCKED_CPU = Study(
     name="blocked-cpu",
     title="The blocked scan on the CPU: tiles shared by steps, beside one tile per step",
+    topic=topics.SPEED,
     device="CPU",
     made_by="python -m benchmarks.blocked_cpu",
     headers={"as_it_comes_ms": "shared tiles, ms", "a_tile_a_step_ms": "one tile per step, ms"},
@@ -17,6 +19,7 @@ BLOCKED_CPU = Study(
 COMMANDS_CPU = Study(
     name="commands-cpu",
     title="Commands on the CPU, start and loading included",
+    topic=topics.SPEED,
     device="CPU",
     made_by="python -m benchmarks.commands",
     headers={"command_seconds": "s"},
@@ -24,6 +27,7 @@ COMMANDS_CPU = Study(
 STEERING = Study(
     name="steering",
     title="A language model steered to a word, beside the exact answer",
+    topic=topics.CONTROL,
     device="CPU",
     made_by="python -m benchmarks.steering",
     headers={"log_probability_a_token": "log probability per token"},
@@ -33,8 +37,21 @@ CPU_DEFAULT = Study(
     title="Settings for two CPU cores: 1 MB of English and Penn Treebank",
     device="CPU",
     trials=True,
-    made_by="hmmlm train, with the commands in the records",
+    as_recorded=True,
     headers={
+        "ngram_test_perplexity": "5-gram, test",
+        "mixture_valid_perplexity": "HMM + 5-gram, valid",
+        "mixture_test_perplexity": "HMM + 5-gram, test",
+    },
+)
+DEMO = Study(
+    name="demo",
+    title="The demo",
+    device="CPU",
+    rows=(StudyRow(name="hmmlm demo", recipe="demo", seeds=(0,)),),
+    made_by="python docs/record_demo.py",
+    headers={
+        "ngram_valid_perplexity": "5-gram, valid",
         "ngram_test_perplexity": "5-gram, test",
         "mixture_valid_perplexity": "HMM + 5-gram, valid",
         "mixture_test_perplexity": "HMM + 5-gram, test",
@@ -43,6 +60,7 @@ CPU_DEFAULT = Study(
 SPEED = Study(
     name="speed",
     title="Headline steps beside their peers",
+    topic=topics.SPEED,
     made_by="python -m benchmarks.speed",
     columns=("tokens per second", "ms per step", "peak GB"),
     headers={
@@ -87,6 +105,7 @@ def _call_times(results: Results) -> list[list[str]]:
 CONTROL = Study(
     name="control",
     title="Steering a model of 15M parameters by an HMM distilled from it, beside Ctrl-G's own code",
+    topic=topics.CONTROL,
     made_by="python -m benchmarks.control all",
     columns=("minutes",),
     part_of=_part_of_control,
@@ -146,6 +165,7 @@ def _curves(kind: Literal["time", "memory"], device: Literal["cpu", "cuda"]) -> 
     return Study(
         name=f"{kind}-curves-{device}",
         title=f"{kind.capitalize()} of a training step against its sizes, on the {where}",
+        topic=topics.SPEED,
         device=where,
         made_by=f"python -m benchmarks.curves --device {device}",
         rows=tuple(

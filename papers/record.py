@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from papers.chiu2020 import AWD_PTB
+from papers.chiu2020 import ALL_WORDS, AWD_PTB
 from papers.renames import FIRST_WIKITEXT_LSTM, NO_PENALTIES
-from papers.study import Combination, Study, StudyRow
+from papers.study import LOWEST, UNSPENT, Combination, NotRun, Study, StudyRow
 
 NGRAM, CACHE = 5, 500
 """Order of the Kneser-Ney n-gram and words of the cache in mixtures."""
@@ -20,6 +20,7 @@ PTB_TEACHER = StudyRow(
     name="PTB, AWD-LSTM, 60 epochs",
     recipe="ptb-awd-lstm",
     settings={
+        **ALL_WORDS,
         "model.input_dropout": 0.6,
         "model.layer_dropout": 0.4,
         "model.dropout": 0.6,
@@ -32,7 +33,7 @@ PTB_TEACHER = StudyRow(
 WIKITEXT_TEACHER = StudyRow(
     name="WikiText-2, AWD-LSTM, 25 epochs",
     recipe="wikitext2-awd-lstm",
-    settings={"train.epochs": 25, **NO_PENALTIES, **FIRST_WIKITEXT_LSTM},
+    settings={**ALL_WORDS, "train.epochs": 25, **NO_PENALTIES, **FIRST_WIKITEXT_LSTM},
     seeds=(0,),
 )
 
@@ -121,9 +122,40 @@ WITH_COUNTS: dict[str, Any] = {"mixed": "token", "ngram": NGRAM, "cache": CACHE}
 COUNTS = f"Kneser-Ney {NGRAM}-gram and cache of {CACHE} words"
 WIKITEXT_WITH_RECENT: dict[str, Any] = {"mixed": "token", "ngram": NGRAM, "recent": WIKITEXT_RECENT}
 WIKITEXT_RECENT_COUNTS = f"Kneser-Ney {NGRAM}-gram and recent words, half-life {WIKITEXT_RECENT}"
+NOT_RUN = (
+    "PTB, pure HMM, 2^18 states, dropout 0.875, 28 epochs",
+    TAUGHT_SMALLER[2].name,
+    *(row.name for row in OTHERS),
+    "PTB, pure HMM, union of 2",
+    "PTB, pure HMM, union of 4",
+    "PTB, pure HMM, union of 3, next words of an LSTM, batch size 32",
+    f"PTB, mixture of one HMM, {COUNTS}",
+    f"PTB, mixture of one HMM, next words of an LSTM, batch size 64, {RECENT_COUNTS}",
+    f"PTB, mixture of 2 HMMs, next words of an LSTM, {RECENT_COUNTS}",
+    f"PTB, mixture of 3 HMMs, next words of an LSTM, batch size 32, {RECENT_COUNTS}",
+    f"PTB, mixture of 4 HMMs, {COUNTS}",
+    f"WikiText-2, mixture of one HMM, {WIKITEXT_RECENT_COUNTS}",
+    *(row.name for row in WIKITEXT_256),
+    WIKITEXT_TAUGHT[1].name,
+    *(
+        f"WikiText-2, mixture of {models}, {WIKITEXT_RECENT_COUNTS}"
+        for models in (
+            "one HMM, blocks 256, dropout 0.75",
+            "one HMM, blocks 256, dropout 0.625",
+            "2 HMMs, blocks 256",
+            "one HMM, blocks 256, dropout 0.625, next words of an LSTM",
+            "2 HMMs, blocks 256, next words of an LSTM",
+        )
+    ),
+)
 RECORD = Study(
     name="record",
     title="The lowest perplexities: larger state spaces, refined clusters, unions and mixtures",
+    topic=LOWEST,
+    not_run=(
+        NotRun("second seeds: only of rows that the headline ones build on", seeds=(1,)),
+        NotRun(UNSPENT, rows=NOT_RUN),
+    ),
     rows=(
         PTB,
         _pure(2**18, 0.875, 28),

@@ -11,7 +11,7 @@ from typing import Any
 
 from hmmlm.data.files import write_bytes
 from hmmlm.errors import InputError
-from papers.renames import translate_settings
+from papers.settings import identity, recorded_run
 from papers.study import Record
 
 
@@ -30,16 +30,18 @@ def read_records(file: Path) -> list[dict[str, Any]]:
 
 def add_record(file: Path, record: dict[str, Any]) -> None:
     """Add a record to a results file; it replaces an earlier one of the same row, seed and settings."""
-    records = [old for old in read_records(file) if identity(old) != identity(record)]
+    records = [old for old in read_records(file) if recorded_identity(old) != recorded_identity(record)]
     records.append(record)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(file, (json.dumps(records, indent=1, ensure_ascii=False) + "\n").encode())
 
 
-def identity(record: Record) -> str:
-    """Return what tells the runs of a study apart: row, seed and settings under their present names."""
-    settings = translate_settings(record.get("recipe", ""), record.get("settings", {}))
-    return json.dumps([record["row"], record.get("seed"), settings], sort_keys=True)
+def recorded_identity(record: Record) -> str:
+    """Return the identity of the run of a record; of a benchmark's, its row, seed and settings."""
+    run = recorded_run(record)
+    if run is not None:
+        return identity(run)
+    return json.dumps([record["row"], record.get("seed"), record.get("settings", {})], sort_keys=True)
 
 
 def commit() -> str:

@@ -30,7 +30,7 @@ class MeasuredRow:
 
     @property
     def recipe(self) -> str:
-        return str(self.records[0].get("recipe", ""))
+        return str(self.records[0].get("recipe", self.plan.recipe))
 
     @cached_property
     def has_lvd(self) -> bool:
@@ -58,8 +58,7 @@ def measured_rows(study: Study, records: Sequence[Record]) -> list[MeasuredRow]:
     order = {name: place for place, name in enumerate(plans)}
     gathered: dict[tuple[str, tuple[tuple[str, str], ...]], list[Record]] = {}
     for record in records:
-        plan = plans.get(record["row"])
-        overrides = differences(record, plan.settings if plan else {})
+        overrides = differences(record, plans.get(record["row"], StudyRow(name=record["row"])))
         gathered.setdefault((record["row"], tuple(sorted(overrides.items()))), []).append(record)
     rows = [
         MeasuredRow(

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import shlex
 import signal
 import statistics
 import time
@@ -26,10 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from hmmlm.config.networks import BaselineConfig
 from hmmlm.config.run import RunConfig
+from hmmlm.config.training import TrainingConfig
 from hmmlm.errors import InputError
 from hmmlm.runs.folders import saved_config
-from papers.records import add_record, commit, identity, machine, read_records
-from papers.settings import Config, configuration, recipe_flags
+from papers.commands import command, counted, parts_of, teacher_of
+from papers.ngrams import NgramConfig, count_and_score
+from papers.records import add_record, commit, machine, read_records, recorded_identity
+from papers.settings import configuration, identity
 from papers.study import Combination, Study, StudyRun
 
 if TYPE_CHECKING:
@@ -39,37 +41,13 @@ SPEEDS = ("tokens_per_second", "step_ms", "train_seconds", "seconds")
 """Metrics that depend on what else runs on the machine."""
 
 
-def select_runs(study: Study, rows: str, seeds: Sequence[int], settings: Mapping[str, Any]) -> list[StudyRun]:
-    """Return the runs whose row name contains `rows` and whose seed is in `seeds` (all if empty), with `settings` set.
-
-    Every configuration is validated.
-    """
-    if not study.runs:
-        raise InputError(f"{study.name} is not run by python -m papers; it is made by: {study.made_by}")
-    runs = [
-        StudyRun(replace(run.row, settings={**run.row.settings, **settings}), run.seed)
-        for run in study.runs
-        if rows in run.row.name and (not seeds or run.seed in seeds)
-    ]
-    if not runs:
-        names = dict.fromkeys(run.row.name for run in study.runs)
-        known = sorted({run.seed for run in study.runs})
-        raise InputError(
-            f"no run of {study.name} has {rows!r} in its row name and a seed of {list(seeds) or known}; "
-            f"seeds: {known}; rows: {'; '.join(names)}"
-        )
-    for run in runs:
+def with_settings(runs: Sequence[StudyRun], settings: Mapping[str, Any]) -> list[StudyRun]:
+    """Return the runs with `settings` set; every configuration is validated."""
+    changed = [StudyRun(replace(run.row, settings={**run.row.settings, **settings}), run.seed) for run in runs]
+    for run in changed:
         for part in parts_of(run):
             configuration(part)
-    return runs
-
-
-def parts_of(run: StudyRun) -> list[StudyRun]:
-    """Return the training runs of a run: itself, or those of the models that it combines, with its settings."""
-    if run.row.combine is None:
-        return [run]
-    rows = [replace(row, settings={**row.settings, **run.row.settings}) for row in run.row.combine.parts]
-    return [StudyRun(row, run.seed) for row in rows]
+    return changed
 
 
 def run_study(study: Study, runs: Sequence[StudyRun], out: Path, work: Path, jobs: int, again: bool) -> int:
@@ -80,8 +58,8 @@ def run_study(study: Study, runs: Sequence[StudyRun], out: Path, work: Path, job
     """
     file = out / f"{study.name}.json"
     if not again:
-        recorded = {identity(record) for record in read_records(file)}
-        todo = [run for run in runs if _identity(run) not in recorded]
+        recorded = {recorded_identity(record) for record in read_records(file)}
+        todo = [run for run in runs if identity(run) not in recorded]
         print(f"{len(todo)} of {len(runs)} runs to train; the others have a record in {file}", flush=True)
         runs = todo
     crashed = 0
@@ -118,11 +96,6 @@ def _perform_all(runs: Iterable[StudyRun], work: Path, jobs: int) -> Iterator[tu
             raise
         finally:
             signal.signal(signal.SIGTERM, before)
-
-
-def _identity(run: StudyRun) -> str:
-    row = run.row
-    return identity({"row": row.name, "recipe": row.recipe, "seed": run.seed, "settings": row.settings})
 
 
 def perform(run: StudyRun, work: Path, alone: bool = True) -> dict[str, Any]:
@@ -164,7 +137,7 @@ def perform(run: StudyRun, work: Path, alone: bool = True) -> dict[str, Any]:
     }
 
 
-def _with_teacher(run: StudyRun, work: Path) -> Config:
+def _with_teacher(run: StudyRun, work: Path) -> TrainingConfig:
     """Return the configuration of a training run, after the training of its teacher if it has one."""
     config = configuration(run)
     if run.row.teacher is None:
@@ -179,7 +152,7 @@ def train_teacher_of(run: StudyRun, work: Path) -> Path:
     from hmmlm.learning.train import PERPLEXITY, train_baseline
     from hmmlm.runs.progress import LineProgress
 
-    teacher = _teacher_run(run)
+    teacher = teacher_of(run)
     folder, config = work / _folder_name(f"teacher-{teacher.row.name}-{teacher.seed}"), configuration(teacher)
     assert isinstance(config, BaselineConfig)
     if not folder.exists() and (trained := _find_finished(teacher, config, work)) is not None:
@@ -188,11 +161,6 @@ def train_teacher_of(run: StudyRun, work: Path) -> Path:
         result = train_baseline(config, folder, resume=folder.exists(), progress=LineProgress())
         _refuse_interrupted(result.finished)
     return folder
-
-
-def _teacher_run(run: StudyRun) -> StudyRun:
-    assert run.row.teacher is not None
-    return StudyRun(run.row.teacher, run.row.teacher.seeds[0])
 
 
 def _folder_name(text: str) -> str:
@@ -234,7 +202,7 @@ def _combine(run: StudyRun, combination: Combination, work: Path, on_gpu: bool) 
         assert perplexities is not None
         valid = perplexities[-1]
     else:
-        model, scored, valid_tokens = mix(MixArguments(**common, **_counts(combination)))
+        model, scored, valid_tokens = mix(MixArguments(**common, **counted(combination)))
         weights, valid = model.weights.mean(0).tolist(), perplexity(scored[-1], valid_tokens)
     test = score_tokens(model, reopen(folders[0]).tokens["test"]).perplexity
     return {
@@ -246,7 +214,7 @@ def _combine(run: StudyRun, combination: Combination, work: Path, on_gpu: bool) 
     }
 
 
-def _find_finished(run: StudyRun, config: Config, work: Path) -> Path | None:
+def _find_finished(run: StudyRun, config: TrainingConfig, work: Path) -> Path | None:
     """Return the folder of a finished run with this configuration."""
     from hmmlm.learning.prepare import with_actual_text
 
@@ -257,7 +225,7 @@ def _find_finished(run: StudyRun, config: Config, work: Path) -> Path | None:
     return None
 
 
-def _train(config: Config, folder: Path, on_gpu: bool) -> dict[str, Any]:
+def _train(config: TrainingConfig, folder: Path, on_gpu: bool) -> dict[str, Any]:
     """Train an HMM or a neural baseline in `folder` and return its metrics; the folder keeps its models."""
     from hmmlm.runs.checkpoint import remove_folder
 
@@ -268,16 +236,19 @@ def _train(config: Config, folder: Path, on_gpu: bool) -> dict[str, Any]:
             remove_folder(folder, link)
 
 
-def _train_and_score(config: Config, folder: Path, on_gpu: bool) -> dict[str, Any]:
+def _train_and_score(config: TrainingConfig, folder: Path, on_gpu: bool) -> dict[str, Any]:
     from hmmlm.data.files import read_json
     from hmmlm.learning.train import PERPLEXITY, train, train_baseline
     from hmmlm.runs.history import read_history
     from hmmlm.runs.progress import LineProgress
 
     began = time.perf_counter()
+    if isinstance(config, NgramConfig):
+        return count_and_score(config, folder)
     if isinstance(config, BaselineConfig):
         result = train_baseline(config, folder, progress=LineProgress())
     else:
+        assert isinstance(config, RunConfig)
         result = train(config, folder, progress=LineProgress())
     _refuse_interrupted(result.finished)
     seconds = time.perf_counter() - began
@@ -324,42 +295,3 @@ def _metrics(
         "step_ms": round(1000 * batch / speed, 3),
         "best_step": max((event["step"] for event in history if event.get("best")), default=0),
     }
-
-
-def command(run: StudyRun) -> str:
-    """Return the command line that makes the same run from the repository root, that of its teacher first."""
-    if run.row.teacher is not None:
-        own = replace(run.row, teacher=None, settings={**run.row.settings, "next_words.teacher": "runs/teacher"})
-        return f"{command(_teacher_run(run))} --out runs/teacher && {command(StudyRun(own, run.seed))}"
-    if run.row.combine is not None:
-        return " && ".join(_combined_commands(run, run.row.combine))
-    flags, settings = recipe_flags(run)
-    return " ".join(["hmmlm", *flags, *(_flag(*setting) for setting in settings.items())])
-
-
-def _combined_commands(run: StudyRun, combination: Combination) -> Iterator[str]:
-    """Yield the commands of a combination: train its parts, combine them, evaluate the result."""
-    parts = parts_of(run)
-    for i, part in enumerate(parts, 1):
-        yield f"{command(part)} --out parts/{i}"
-    folders = " ".join(f"parts/{i}" for i in range(1, len(parts) + 1))
-    if combination.mixed == "sequence":
-        yield f"hmmlm join {folders} --out combined"
-    else:
-        counts = " ".join(f"--{name} {value}" for name, value in _counts(combination).items() if value)
-        yield f"hmmlm mix {folders} {counts} --out combined"
-    yield "hmmlm eval combined --data parts/1 --splits valid,test"
-
-
-def _counts(combination: Combination) -> dict[str, Any]:
-    """Return the options of `hmmlm mix` for what is counted beside the models."""
-    return {"ngram": combination.ngram, "cache": combination.cache, "recent": combination.recent}
-
-
-def _flag(name: str, value: Any) -> str:
-    """Return a setting as a flag; switches are --section.name and --no-section.name."""
-    option = name.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{option}" if value else f"--no-{option}"
-    text = f"[{','.join(map(str, value))}]" if isinstance(value, (list, tuple)) else str(value)
-    return f"--{option} {shlex.quote(text)}"

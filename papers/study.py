@@ -6,18 +6,23 @@ reads anything out of them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from papers.rows import Results
 
+RESULTS_PAGES = Path("docs/reproduction/results")
 Record = Mapping[str, Any]
 """A run in a results file: row, recipe, seed, metrics, settings, command, commit, machine, date; all but row and
 metrics may be missing."""
 BASELINE = "baseline"
 """Recipe of a row that `hmmlm baseline` trains."""
+NGRAM = "ngram"
+"""Recipe of a row that `hmmlm ngram` counts."""
 VALID, TEST, TRAIN = "valid_perplexity", "test_perplexity", "train_perplexity"
 PERPLEXITY_COLUMNS = (
     "paper valid",
@@ -95,6 +100,8 @@ class StudyRow:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Changes to the recipe, by dotted name."""
     seeds: tuple[int, ...] = ()
+    also: tuple[Mapping[str, Any], ...] = ()
+    """Changes to the settings with which the row was run too, with its first seed; the table names them in brackets."""
     paper: Mapping[str, float] = field(default_factory=dict)
     """Metrics that the paper prints for it."""
     group: str = ""
@@ -126,6 +133,23 @@ class StudyRun:
 
     row: StudyRow
     seed: int
+
+
+@dataclass(frozen=True)
+class NotRun:
+    """Planned runs that have no record, and why."""
+
+    reason: str
+    rows: tuple[str, ...] = ()
+    """Names of rows; all if empty."""
+    seeds: tuple[int, ...] = ()
+    """All if empty."""
+
+    def __contains__(self, run: StudyRun) -> bool:
+        return (not self.rows or run.row.name in self.rows) and (not self.seeds or run.seed in self.seeds)
+
+
+UNSPENT = "planned; no GPU minutes were spent on it yet"
 
 
 @dataclass(frozen=True)
@@ -184,6 +208,43 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Topic:
+    """A page of tables and figures, docs/reproduction/results/NAME.md."""
+
+    name: str
+    title: str
+
+
+LOWEST = Topic("record", "The lowest perplexities")
+CHIU_TABLES = Topic("chiu2020-tables", f"{CHIU.name}: tables")
+CHIU_SIZES = Topic("chiu2020-sizes", f"{CHIU.name}: states, blocks, speed")
+CHIU_TRIALS = Topic("chiu2020-trials", f"{CHIU.name}: trials of settings")
+LEE_FORMS = Topic("lee2025-reparameterization", f"{LEE.name}: reparameterization")
+LEE_LVD = Topic("lee2025-distillation", f"{LEE.name}: latent variable distillation")
+LEE_NETWORKS = Topic("lee2025-transfer", f"{LEE.name}: pretrained networks")
+LEE_TRIALS = Topic("lee2025-trials", f"{LEE.name}: trials of settings")
+LEE_CPU = Topic("lee2025-two-cores", f"{LEE.name}: trials on two cores")
+SPEED = Topic("speed", "Speed and memory")
+CONTROL = Topic("control", "Constrained text")
+OTHER = Topic("other", "Other measurements")
+TOPICS = (
+    LOWEST,
+    CHIU_TABLES,
+    CHIU_SIZES,
+    CHIU_TRIALS,
+    LEE_FORMS,
+    LEE_LVD,
+    LEE_NETWORKS,
+    LEE_TRIALS,
+    LEE_CPU,
+    SPEED,
+    CONTROL,
+    OTHER,
+)
+"""In the order of the index."""
+
+
+@dataclass(frozen=True)
 class Summary:
     """A table over several studies, made from labels."""
 
@@ -201,8 +262,13 @@ class Study:
     """Stem of its results file."""
     title: str
     paper: Paper | None = None
+    topic: Topic = OTHER
+    """The page that it is published on."""
     rows: tuple[StudyRow, ...] = ()
     """Rows of the results file that are not declared here are published below them, without labels."""
+    not_run: tuple[NotRun, ...] = ()
+    as_recorded: bool = False
+    """Whether rows of the results file that are not declared here are planned as they were recorded: trials by hand."""
     trials: bool = False
     """Whether it only compares settings, to choose among them."""
     device: Literal["GPU", "CPU"] = "GPU"
@@ -228,8 +294,15 @@ class Study:
             if isinstance(self.drawing, Lines) and row.drawn and row.x is None:
                 raise ValueError(f"study {self.name}: row {row.name!r} needs an x, or drawn=False")
 
+    def address(self, page: str) -> str:
+        """Return where the study is published, relative to a page of the repository."""
+        return f"{os.path.relpath(RESULTS_PAGES / self.topic.name, Path(page).parent)}.md#{self.name}"
+
     @property
     def runs(self) -> list[StudyRun]:
         """Every run; the first seed of every row comes before the second of any."""
-        most = max((len(row.seeds) for row in self.rows), default=0)
-        return [StudyRun(row, row.seeds[n]) for n in range(most) for row in self.rows if n < len(row.seeds)]
+        also = [(row, settings) for row in self.rows for settings in row.also]
+        others = [replace(row, settings={**row.settings, **more}, seeds=row.seeds[:1]) for row, more in also]
+        rows = [*self.rows, *others]
+        most = max((len(row.seeds) for row in rows), default=0)
+        return [StudyRun(row, row.seeds[n]) for n in range(most) for row in rows if n < len(row.seeds)]

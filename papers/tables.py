@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from math import isclose, isnan
@@ -37,15 +38,21 @@ def _test(row: MeasuredRow, _: Sequence[MeasuredRow] = ()) -> str:
 
 
 def _tokens(row: MeasuredRow, _: Sequence[MeasuredRow]) -> str:
-    """Return the training tokens, those of the recipe if it has more, and the passes: 100M of 500M, 2 passes."""
+    """Return the training tokens and the passes, and those of the recipe if it has more: 100M of 500M, 2 passes."""
     read, passes = row.values("tokens"), row.values("epochs")
     if not read:
         return ""
     text = "–".join(dict.fromkeys(short(float(f"{count:.3g}")) for count in (min(read), max(read))))
-    planned = recipe_settings(row.recipe).get("train.max_tokens")
-    if planned and min(read) < 0.99 * planned:
-        text += f" of {short(planned)}"
-    return text + (f", {max(passes):.3g} pass{'' if max(passes) == 1 else 'es'}" if passes else "")
+    recipe = recipe_settings(row.recipe)
+    most, epochs = recipe.get("train.max_tokens"), recipe.get("train.epochs")
+    if most and min(read) < 0.99 * most:
+        text += f" of {short(most)}"
+    if not passes:
+        return text
+    text += f", {max(passes):.3g}"
+    if epochs and not most and max(passes) < 0.99 * epochs:
+        text += f" of {epochs}"
+    return f"{text} pass{'' if text.endswith(', 1') else 'es'}"
 
 
 def seeds(row: MeasuredRow, _: Sequence[MeasuredRow] = ()) -> str:
@@ -117,7 +124,7 @@ def markdown(lines: Sequence[Sequence[str]]) -> list[str]:
 
 def escape(text: str) -> str:
     """Escape what Markdown would not show as it is."""
-    return text.replace("<", "&lt;").replace("|", "\\|")
+    return re.sub(r"([\\`*\[\]|])", r"\\\1", text).replace("<", "&lt;")
 
 
 # --- settings that differ from the plan ---

@@ -1,26 +1,20 @@
 """The catalogue: entries that are complete, recipes that resolve, and results files that each belong to a study."""
 
-import itertools
 import json
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hmmlm.cli.parse import parse
-from hmmlm.cli.training import BaselineArguments, TrainArguments, config_of
-from hmmlm.config.networks import BaselineConfig
 from hmmlm.config.recipe import load_recipe, recipe_names
-from papers import renames
 from papers.catalogue import STUDIES
 from papers.chiu2020 import RELEASED
+from papers.commands import command, parts_of
 from papers.networks import KINDS
-from papers.records import identity
-from papers.renames import translate_settings
-from papers.runner import command, parts_of
-from papers.settings import FOLDER, configuration, differences, recipe_settings
+from papers.records import recorded_identity
+from papers.renames import commanded, removed_by, translate
+from papers.settings import FOLDER, configuration, differences, identity, recipe_settings
 from papers.study import BASELINE, Bars, Lines, Study, StudyRow, StudyRun
 from papers.tables import COLUMNS
 from papers.variants import SEEDS, VARIANTS
@@ -67,7 +61,7 @@ def test_columns_claims_and_groups_name_what_exists() -> None:
     rows = {(study.name, row.name) for study in STUDIES.values() for row in study.rows}
     for study in STUDIES.values():
         assert set(study.columns) <= set(COLUMNS), study.name
-        assert study.runs or study.made_by, study.name
+        assert study.runs or study.made_by or study.as_recorded, study.name
         cells = [cell for claim in study.claims for chain in claim.chains.values() for cell in chain]
         assert {(cell.study or study.name, cell.row) for cell in cells} <= rows, study.name
         for claim in study.claims:
@@ -126,26 +120,10 @@ def test_tables_of_lee2025_have_the_printed_numbers_and_seeds() -> None:
     assert sorted(printed) == [348, 357, 540, 711]
     for table, rows in (("table1", 4), ("table2", 6), ("table3", 8)):
         runs = STUDIES[f"lee2025-{table}"].runs
-        assert len({run.row.name for run in runs}) == rows and len(runs) == 3 * rows
-        assert [run.seed for run in runs] == [
-            seed for seed in SEEDS for _ in range(rows)
-        ]  # all rows, then the next seed
+        seeds = [run.seed for run in runs if run.row in STUDIES[f"lee2025-{table}"].rows]
+        assert len({run.row.name for run in runs}) == rows
+        assert seeds == [seed for seed in SEEDS for _ in range(rows)]  # all rows, then the next seed
     assert [kind.paper for kind in KINDS.values()] == [365, 333, 317, 313]
-
-
-@pytest.mark.parametrize("study", [name for name, study in STUDIES.items() if study.runs])
-def test_every_run_is_valid_and_its_command_gives_the_same_settings(
-    study: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    runs = {run.row.name: run for run in STUDIES[study].runs}.values()  # one seed: parsing is slow
-    for run in itertools.chain.from_iterable(map(parts_of, runs)):
-        line = command(run).rpartition(" && ")[2].replace(" --next-words.teacher runs/teacher", "")
-        program, name, *words = shlex.split(line)
-        planned = configuration(run)
-        assert (program, name) == ("hmmlm", planned.command)
-        arguments: Any = BaselineArguments if isinstance(planned, BaselineConfig) else TrainArguments
-        assert config_of(type(planned), parse(arguments, words, name, "")) == planned
 
 
 def test_the_command_of_a_combination_makes_its_parts_first() -> None:
@@ -156,13 +134,42 @@ def test_the_command_of_a_combination_makes_its_parts_first() -> None:
     assert evaluate == "hmmlm eval combined --data parts/1 --splits valid,test"
 
 
-def test_records_made_before_a_rename_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = {"row": "a", "recipe": "lee-base", "seed": 1, "settings": {"model.number_of_states": 128, "train.seed": 1}}
-    plan = {"model.states": 128, "train.seed": 1}
-    assert differences(old, plan) == {"model.number_of_states": "128"}
-    monkeypatch.setitem(renames.RENAMED_SETTINGS, "model.number_of_states", "model.states")
-    assert differences(old, plan) == {}
-    assert identity(old) == identity({"row": "a", "seed": 1, "settings": plan})
+def test_runs_are_the_same_if_their_settings_resolve_to_the_same() -> None:
+    row = StudyRow(name="a", recipe="lee-base", settings={"train.max_tokens": 50_000_000}, seeds=(1,))
+    record = {"row": "a", "recipe": "lee-base", "seed": 1, "settings": {"train.max_tokens": "50000000"}}
+    spelled_out = {"model.states": 512, "optimizer.rate": 0.1, "data": "/a/folder", "tokenizer.file": "b/my.model"}
+    for more in ({}, spelled_out, {"data_folder": "/c", "train.device": "cpu"}):
+        made = {**record, "settings": {**record["settings"], **more}}  # type: ignore[dict-item]
+        assert recorded_identity(made) == identity(StudyRun(row, 1)) and differences(made, row) == {}
+    for more in ({"model.states": 256}, {"data": "ptb"}, {"train.max_tokens": 10}, {"initialization.kind": "none"}):
+        other = {**record, "settings": {**record["settings"], **more}}  # type: ignore[dict-item]
+        same = recorded_identity(other) == identity(StudyRun(row, 1))
+        assert same == ("initialization.kind" in more)  # which is the default
+        assert set(differences(other, row)) == (set() if same else set(more))
+    assert recorded_identity({**record, "seed": 2}) != identity(StudyRun(row, 1))
+    assert identity(StudyRun(replace(row, name="b"), 1)) != identity(StudyRun(row, 1))
+
+
+def test_settings_of_a_command_are_those_of_its_run() -> None:
+    line = "hmmlm baseline --recipe ptb-awd-lstm --train.seed 3 --out runs/teacher && hmmlm train --recipe ptb-vl-hmm "
+    line += "--no-batches.shuffle --model.neural --train.no-tensorboard --optimizer.betas '[0.9,0.95]' && hmmlm mix a"
+    flags = {"batches.shuffle": False, "model.neural": True, "train.tensorboard": False}
+    assert list(commanded(line)) == [
+        ("ptb-awd-lstm", {"train.seed": "3"}),
+        ("ptb-vl-hmm", {**flags, "optimizer.betas": "[0.9,0.95]"}),
+    ]
+
+
+def test_methods_that_were_removed_are_told_from_those_that_were_not() -> None:
+    transfer = {
+        "row": "a",
+        "recipe": "lee-lvd-transformer",
+        "commit": "8ad94a17777777",
+        "settings": {NETWORK: "pretrained"},
+    }
+    assert removed_by(transfer) == "616d6b9" and removed_by({**transfer, "commit": "669887f"}) == ""
+    assert removed_by({**transfer, "settings": {NETWORK: "random"}}) == ""
+    assert removed_by({**transfer, "settings": {NETWORK: "random"}, "commit": "e39b7df"}) == "eb0fb72"
 
 
 @pytest.mark.parametrize(
@@ -183,21 +190,12 @@ def test_records_made_before_a_rename_are_those_of_the_plan(monkeypatch: pytest.
             {NETWORK: "random", KIND: "none", TEACHER: "a", "initialization.alike": 1.0},
             {"model.weights": "random", KIND: "none", "model.teacher": "a", "model.max_initial_similarity": 1.0},
         ),
-        (BASELINE, {"length": 64, "rate": 0.1}, {"batches.length": 64, "optimizer.rate": 0.1}),
-        ("benchmarks/dense_step.py", {"length": 64}, {"length": 64}),
+        (BASELINE, {"length": 64, "rate": 0.1}, {"model.negatives": 0, "batches.length": 64, "optimizer.rate": 0.1}),
     ],
 )
 def test_settings_of_old_records_are_translated(recipe: str, old: dict[str, Any], new: dict[str, Any]) -> None:
-    assert translate_settings(recipe, old) == new == translate_settings(recipe, new)
-
-
-def test_every_record_is_a_valid_run_under_present_names() -> None:
-    trained = [(study, record) for study, record in RECORDS if recipe_settings(record.get("recipe", ""))]
-    assert len(trained) > 700  # the others are of benchmarks
-    for study, record in trained:
-        settings = translate_settings(record["recipe"], record["settings"])
-        row = StudyRow(name=record["row"], recipe=record["recipe"], settings=settings)
-        assert configuration(StudyRun(row, record["seed"])).train.seed == record["seed"], study
+    recorded = [translate({"row": "a", "recipe": recipe, "settings": settings}) for settings in (old, new)]
+    assert recorded == [(recipe, new)] * 2
 
 
 def test_settings_that_another_kind_lacks_are_dropped() -> None:
@@ -216,5 +214,5 @@ def test_a_variant_is_its_recipe_with_its_settings() -> None:
     assert (values["model"]["states"], values["train"]["seed"]) == (16, 7)
     start = "hmmlm train --config papers/recipes/lee-table1-scalar.toml --optimizer.rate 0.3"
     assert command(StudyRun(row, 7)).startswith(start)
-    in_package = replace(row, recipe="ptb-vl-hmm")
-    assert command(StudyRun(in_package, 7)).startswith("hmmlm train --recipe ptb-vl-hmm --model.states 16")
+    in_package = replace(row, recipe="ptb-vl-hmm", settings={"model.states": 256})
+    assert command(StudyRun(in_package, 7)) == "hmmlm train --recipe ptb-vl-hmm --model.states 256 --train.seed 7"

@@ -7,7 +7,7 @@ from helpers.papers_runs import cells, record, results_of
 from papers.claims import claims_table
 from papers.networks import best_rate_table, one_rate_table
 from papers.rows import measured_rows
-from papers.study import TEST, Cell, Claim, Study, StudyRow
+from papers.study import CHIU, TEST, Cell, Claim, Study, StudyRow
 from papers.tables import markdown, remarks
 
 
@@ -88,7 +88,7 @@ def test_claims_are_decided_by_the_results() -> None:
     def verdicts(a: float, b: float, c: float | None) -> list[str]:
         known = {"a": a, "b": b, "c": c}
         records = [record(name, value) for name, value in known.items() if value is not None]
-        return [line[3] for line in claims_table([study], {"new": measured_rows(study, records)})[1:]]
+        return [line[3] for line in claims_table([study], {"new": measured_rows(study, records)}, CHIU.page)[1:]]
 
     chain = {"": (Cell("a", "a"), Cell("b", "b"), Cell("c", "c"))}
     study = Study(
@@ -126,9 +126,9 @@ def test_claims_show_numbers_changes_and_ranges() -> None:
         ),
     )
     records = [record("a", 90.0), record("a", 92.0, 52), record("b", 180.0), record("b", 184.0, 52)]
-    values, change, spread = claims_table([study], {"new": measured_rows(study, records)})[1:]
+    values, change, spread = claims_table([study], {"new": measured_rows(study, records)}, CHIU.page)[1:]
     assert values[1:] == ["first 80", "first 91.0 / second 182.0", "holds"]
     assert change[1:] == ["no number printed", "by it: -50.0%", "holds"]
     assert spread[1:] == ["no number printed", "2.0 / 4.0", "holds"]
-    assert values[0] == "values ([data](results.md#new))"
-    assert claims_table([study], {})[1][0] == "values"  # results.md has no section of a study that was not run
+    assert values[0] == "values ([data](results/other.md#new))"
+    assert claims_table([study], {}, CHIU.page)[1][0] == "values"  # no page has a section of a study that was not run

@@ -1,6 +1,7 @@
 """Pages from results: everything published, whatever is missing or unknown, and a study from its entry alone."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from hmmlm.errors import InputError
 from papers.catalogue import STUDIES
 from papers.drawing import draw
 from papers.listing import list_studies
+from papers.numbers import fill, unrecorded
 from papers.publish import headline_table, publish
 from papers.rows import measured_rows
-from papers.study import CHIU, LEE, TEST, Cell, Claim, Lines, Study, StudyRow
-from papers.tables import comparison
+from papers.study import CHIU, LEE, RESULTS_PAGES, TEST, Cell, Claim, Lines, Study, StudyRow
+from papers.tables import comparison, escape
 
 PAGES = {"README.md": "results", CHIU.page: "claims", LEE.page: "claims"}
 
@@ -33,9 +35,10 @@ def write(repository: Path, study: str, records: Any) -> None:
     (repository / "results" / f"{study}.json").write_text(json.dumps(records))
 
 
-def page(repository: Path) -> str:
-    publish(repository, STUDIES)
-    return (repository / "docs/reproduction/results.md").read_text()
+def published(repository: Path, studies: Mapping[str, Study] = STUDIES) -> str:
+    """Publish, and return the text of all pages of tables."""
+    publish(repository, studies)
+    return "\n".join(file.read_text() for file in sorted((repository / RESULTS_PAGES).glob("*.md")))
 
 
 def test_missing_metrics_and_unknown_rows_and_recipes(repository: Path) -> None:
@@ -48,7 +51,7 @@ def test_missing_metrics_and_unknown_rows_and_recipes(repository: Path) -> None:
     )
     write(repository, "lee2025-throughput", [{"row": "x", "metrics": {"tokens_per_second": 9e6, "times_other": 3.5}}])
     write(repository, "lee2025-table2", [])
-    text = page(repository)
+    text = published(repository)
     assert "| of another \\| kind &lt;eos> |" in text and "| 7.0 |" in text
     assert "No record for 2 of 4 rows: Ablation A (single H); Ablation B (split H)." in text
     assert "|  | tokens per second | times other |\n|---|---|---|\n| x | 9,000,000 | 3.5 |" in text
@@ -70,12 +73,15 @@ def test_everything_is_published(repository: Path, monkeypatch: pytest.MonkeyPat
         drawn = {} if study.drawing is None else {study.drawing.metric: 100.0}
         made += [record(row.name, 100.0, 0, **drawn) for row in study.rows if not row.seeds]
         write(repository, study.name, made or [record("a row", 5.0)])
-    text = page(repository)
+    text = published(repository)
     assert {file.stem for file in (repository / "docs/reproduction/figures").iterdir()} == {s.name for s in DRAWN}
-    assert all(f"(figures/{study.name}.png)" in text for study in DRAWN)
+    assert all(f"(../figures/{study.name}.png)" in text for study in DRAWN)
     assert "No record" not in text
+    index = (repository / "docs/reproduction/results.md").read_text()
     for name, study in STUDIES.items():
-        assert f'<a id="{name}"></a>\n\n## {study.title}\n' in text and f"](#{name})" in text
+        own = (repository / RESULTS_PAGES / f"{study.topic.name}.md").read_text()
+        assert f'<a id="{name}"></a>\n\n## {study.title}\n' in own
+        assert f'<a id="{name}"></a>[' in index and f"](results/{study.topic.name}.md#{name})" in index
     for file in PAGES:
         filled = (repository / file).read_text()
         assert filled.startswith("before") and filled.endswith("after\n") and "replaced" not in filled
@@ -99,10 +105,9 @@ def test_an_entry_is_all_that_a_new_study_needs(repository: Path) -> None:
     claim = Claim("More is better.", "ascending", {"": (Cell("256 states", "256"), Cell("128 states", "128"))})
     study = Study(name="new", title="A new table", paper=CHIU, rows=rows, drawing=drawing, claims=(claim,))
     write(repository, "new", [record(row.name, 100.0 - number, 0) for number, row in enumerate(rows)])
-    publish(repository, {"new": study})
-    text = (repository / "docs/reproduction/results.md").read_text()
+    text = published(repository, {"new": study})
     assert "## A new table" in text and "| 256 states | 100.0 | 99.0 | seed 0 |" in text
-    assert "![A new table](figures/new.png)" in text
+    assert "![A new table](../figures/new.png)" in text
     assert (repository / "docs/reproduction/figures/new.png").stat().st_size > 10_000
     assert "| More is better. (" in (repository / CHIU.page).read_text()
     first, second, *_ = list_studies({"new": study}, repository / "results")
@@ -116,7 +121,7 @@ def test_rows_of_different_kinds_stand_in_tables_of_their_own(repository: Path) 
     calls = {"steered": {"ms_per_call": 2.0}, "Ctrl-G, eager": {"ms_per_call": 9.0, "times_steered": 4.5}}
     records = [{"row": f"{name}, one call, 64 states", "metrics": metrics} for name, metrics in calls.items()]
     write(repository, "control", [*records, {"row": "distilled", "metrics": {"perplexity": 30.0}}])
-    text = page(repository)
+    text = published(repository)
     times, distilled = text.split("### The distilled HMM")
     times = times.split("### Time of a call")[1]
     assert "| steered, one call, 64 states | 2 |" in times and "perplexity |" not in times
@@ -125,8 +130,66 @@ def test_rows_of_different_kinds_stand_in_tables_of_their_own(repository: Path) 
 
 def test_headlines_are_the_rows_that_have_one() -> None:
     results = results_of({"chiu2020-table1": [record("PTB, VL-HMM 2^15", 110.0, 0), record("PTB, FF 5-gram 256", 1.0)]})
-    link = "[chiu2020-table1](docs/reproduction/results.md#chiu2020-table1)"
-    assert headline_table(results)[1:] == [["VL-HMM, 2^15 states, PTB", "116.0", "110.0", "seed 0", link]]
+    link = "[chiu2020-table1](docs/reproduction/results/chiu2020-tables.md#chiu2020-table1)"
+    assert headline_table(STUDIES, results)[1:] == [["VL-HMM, 2^15 states, PTB", "116.0", "110.0", "seed 0", link]]
+
+
+def test_names_of_rows_are_shown_as_they_are() -> None:
+    """As Markdown they would be links, emphasis and code, or end a cell."""
+    escaped = {r"[A-Z][a-z]+ (is|was) .*": r"\[A-Z\]\[a-z\]+ (is\|was) .\*", r"`\d{3}` <eos>": r"\`\\d{3}\` &lt;eos>"}
+    for text, shown in escaped.items():
+        assert escape(text) == shown
+
+
+def numbered(text: str) -> str:
+    """Return a page whose numbers are filled in from two made-up rows."""
+    rows = [("PTB, VL-HMM 2^15", 110.0), ("PTB, KN 5-gram", 150.0)]
+    results = results_of({"chiu2020-table1": [record(name, test, 0, minutes_in_all=3.0) for name, test in rows]})
+    return fill(text, "docs/guide/a.md", STUDIES, results)
+
+
+def test_numbers_of_the_pages_come_from_their_records() -> None:
+    where = "../reproduction/results/chiu2020-tables.md#chiu2020-table1"
+    hmm, ngram = "chiu2020-table1: PTB, VL-HMM 2^15: test", "chiu2020-table1: PTB, KN 5-gram: test"
+    expected = {
+        hmm: "110.0",
+        "chiu2020-table1: PTB, VL-HMM 2^15: valid": "111.0",
+        "chiu2020-table1: PTB, VL-HMM 2^15: paper test": "116.0",
+        f"{hmm} over {ngram}": "0.73",
+        f"{hmm} below {ngram}": "27%",
+        f"{ngram} above {hmm}": "36%",
+        f"{hmm} times below {ngram}": "1.4",
+    }
+    for title, number in expected.items():
+        assert numbered(f'It is [?](old.md "{title}") here.') == f'It is [{number}]({where} "{title}") here.'
+    assert numbered("[table](results.md#chiu2020-table1)") == f"[table]({where})"
+    assert numbered('[a](b.md "an ordinary title")') == '[a](b.md "an ordinary title")'
+    for title, missing in {
+        "chiu2020-table9: a: test": "'chiu2020-table9'",
+        "chiu2020-table1: a: test": "row 'a' of chiu2020-table1",
+        "chiu2020-table1: PTB, VL-HMM 2^15: speed": "metric 'speed'",
+    }.items():
+        with pytest.raises(InputError, match=f"docs/guide/a.md: the number '1' names .*{missing}"):
+            numbered(f'[1](a.md "{title}")')
+
+
+def test_numbers_that_name_no_record_are_found() -> None:
+    measured = (
+        "123.4",
+        "perplexity of 98",
+        "12 ms",
+        "3.5 minutes",
+        "× 4.1",
+        "2.5 times faster",
+        "16%",
+        "12,000 tokens/s",
+    )
+    plain = ("2^15 states", "16 × 32", "version 0.2", "10,000 words", "Table 3", "`--rate 0.003`", "1e-3", "5.2 GB")
+    linked = '[123.4](a.md "study: row: test")'
+    assert not list(unrecorded(" and ".join((*plain, linked, "```\n123.4\n```", "<!-- a -->\n123.4\n<!-- /a -->"))))
+    for text in measured:
+        assert len(list(unrecorded(f"It takes {text} here"))) == 1, text
+    assert not list(unrecorded("a 95% interval", frozenset({"95% interval"})))
 
 
 def test_what_cannot_be_published_is_stated_in_a_line(repository: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from hmmlm.cli.main import main
 from hmmlm.errors import InputError
 from hmmlm.learning.fit import Fit
 from hmmlm.report.results import evaluate_run
@@ -23,7 +25,7 @@ from papers import runner
 from papers.catalogue import STUDIES
 from papers.records import add_record
 from papers.runner import SPEEDS, perform
-from papers.study import BASELINE, Combination, Study, StudyRow, StudyRun
+from papers.study import BASELINE, NGRAM, Combination, Study, StudyRow, StudyRun
 
 
 def tiny(**settings: object) -> StudyRun:
@@ -73,9 +75,10 @@ def test_the_teacher_of_a_row_is_trained_once(tmp_path: Path, monkeypatch: pytes
     run = tiny(train__max_tokens=5_000, next_words__weight=0.25)
     run = StudyRun(replace(run.row, teacher=teacher), run.seed)
     record = perform(run, tmp_path)
-    assert record["command"].startswith("hmmlm baseline --data embedded")
+    assert record["command"].startswith("hmmlm baseline --model.kind feedforward ")
     assert " --train.seed 3 --out runs/teacher && hmmlm train --recipe ptb-vl-hmm" in record["command"]
-    assert record["command"].endswith(" --next-words.weight 0.25 --next-words.teacher runs/teacher")
+    assert " --next-words.teacher runs/teacher " in record["command"]
+    assert record["command"].endswith(" --next-words.weight 0.25 --train.seed 0")
     folder = tmp_path / "teacher-a-teacher-3"
     student = next(path for path in tmp_path.iterdir() if path != folder)
     assert json.loads((student / "config.json").read_text())["next_words"]["teacher"] == str(folder)
@@ -106,7 +109,7 @@ def test_a_baseline_is_performed_like_any_run(tmp_path: Path) -> None:
     assert not set(SPEEDS) & set(metrics)  # others may have been on the machine
     assert not list(tmp_path.rglob("state.*")) and list(tmp_path.glob("*/best/*"))
     assert 1 < metrics["valid_perplexity"] < 250 and 1 < metrics["train_perplexity"] < 500  # half of the 500 words
-    assert record["command"].startswith("hmmlm baseline --data embedded --tokenizer.vocab-size 500")
+    assert record["command"].startswith("hmmlm baseline --model.kind feedforward --tokenizer.vocab-size 500")
 
 
 @pytest.mark.parametrize("mixed", ["sequence", "token"])
@@ -164,7 +167,8 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
         if run.seed == 3:
             raise RuntimeError("broken")
         settings = dict(run.row.settings)
-        return {"row": run.row.name, "seed": run.seed, "settings": settings, "metrics": {"alone": alone}}
+        made = {"row": run.row.name, "recipe": run.row.recipe, "seed": run.seed, "settings": settings}
+        return {**made, "metrics": {"alone": alone}}
 
     monkeypatch.setattr(runner, "perform", recorded)
     monkeypatch.setattr(runner, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(jobs))
@@ -248,7 +252,10 @@ def test_mistakes_are_one_line(
 def test_studies_are_named_or_made_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main(["chiu2020-tabel1"]) == 2
     assert "no study named 'chiu2020-tabel1'; nearest: chiu2020-table1" in capsys.readouterr().err
-    assert command_line.main([]) == 2 and "name a study, publish or --list" in capsys.readouterr().err
+    assert (
+        command_line.main([]) == 2
+        and "name a study, show and a study, publish, --list or --check" in capsys.readouterr().err
+    )
     assert command_line.main(["steering"]) == 2
     assert "it is made by: python -m benchmarks.steering" in capsys.readouterr().err
     assert command_line.main(["publish", "--rows", "x"]) == 2
@@ -287,3 +294,68 @@ def test_a_list_that_nobody_reads_ends_quietly() -> None:
     )
     os.close(writer)
     assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lee2025-table1", "--rows", "huge"], "no run of lee2025-table1 has 'huge' in its row name"),
+        (["lee2025-tabel1"], "no study named 'lee2025-tabel1'"),
+        (
+            ["lee2025-figure3", "--rows", "stories15M"],
+            "the row 'stories15M' needs transformers, which the extra hmmlm[teacher] installs: pip install 'hmmlm",
+        ),
+    ],
+)
+def test_mistakes_are_told_without_torch(words: list[str], message: str) -> None:
+    program = f"""
+import importlib.util, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "transformers" else find_spec(name, *more)
+from papers.__main__ import main
+assert main({words!r}) == 2
+assert "torch" not in sys.modules
+"""
+    root = Path(__file__).parents[1]
+    result = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0 and message in result.stderr, result.stderr
+
+
+def test_the_folder_of_corpora_is_no_setting_of_a_record(
+    study: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HMMLM_DATA", raising=False)
+    assert study("--rows", "blocked", "--data-folder", str(tmp_path / "corpora")) == 0
+    assert os.environ["HMMLM_DATA"] == str(tmp_path / "corpora")
+    assert "corpora" not in (tmp_path / "tiny.json").read_text()
+    monkeypatch.setenv("HMMLM_DATA", "")  # undone at the end, whatever the command line set
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_an_ngram_is_a_row_like_any_other(
+    restarts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"data": "embedded", "order": 3, "reset_at_eos": restarts}
+    record = perform(StudyRun(StudyRow(name="KN 3-gram", recipe=NGRAM, settings=settings, seeds=(0,)), 0), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    for line in record["command"].split(" && "):
+        assert main([*shlex.split(line)[1:], *(["--json"] if "ngram" in line else ["--quiet"])]) == 0
+    printed = capsys.readouterr().out
+    results = json.loads(printed[printed.index("{") :])["results"]
+    for split in ("valid", "test"):
+        assert record["metrics"][f"{split}_perplexity"] == pytest.approx(results[split]["perplexity"], abs=1e-3)
+    assert ("--reset-at-eos" in record["command"]) == restarts
+
+
+def test_a_row_shows_its_command_and_what_was_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*words: str) -> list[str]:
+        assert command_line.main(["show", *words]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    title, name, line = shown("chiu2020-table1", "--rows", "PTB, VL-HMM")
+    assert title.startswith("chiu2020-table1: ") and name == "# PTB, VL-HMM 2^15: seeds 0, 1"
+    assert line == "hmmlm train --recipe ptb-vl-hmm --train.seed 0"
+    assert "# WikiText-2, LSTM 2x256: not run: the plain LSTM was run on PTB only" in shown("chiu2020-table1")
+    assert any(line.endswith("recorded with a method that 616d6b9 removed") for line in shown("lee2025-apart"))
+    assert shown("speed")[1:] == ["python -m benchmarks.speed"]

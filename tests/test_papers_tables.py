@@ -65,38 +65,40 @@ def test_tokens_and_passes_and_those_of_the_recipe() -> None:
     assert table["Chiu and Rush"]["tokens"] == "100M of 500M, 2 passes"
     assert table["Ablation B (split H)"]["tokens"] == "80M of 500M, 1 pass"
     assert table["Ablation A (single H)"]["tokens"] == ""
+    figure = cells("chiu2020-figure3", [record("PTB, 2^10 states", 200.0, 0, tokens=7_436_712, epochs=8.0)])
+    assert figure["PTB, 2^10 states"]["tokens"] == "7.44M, 8 of 30 passes"
 
 
 def test_runs_of_a_row_with_other_settings_are_another_row() -> None:
     where = {"data": "/somewhere/on/a/machine/corpus", "tokenizer.file": "/elsewhere/llama.model"}
     same = {"train.max_tokens": "500000000", "optimizer.weight_decay": "0.10", "train.seed": 42}  # as in the recipe
     records = [
-        record("HMM, scalar", 510.0, 52, settings={"optimizer.rate": 0.2, **where}),
-        record("HMM, scalar", 500.0, 42, settings={**where, **same}),
-        record("HMM, scalar", 520.0, 62, settings={**where, "tokenizer.file": "llama.model"}),
+        record("HMM, scalar", 510.0, 52, "lee-table1-scalar", settings={"model.states": 256, **where}),
+        record("HMM, scalar", 500.0, 42, "lee-table1-scalar", settings={**where, **same}),
+        record("HMM, scalar", 520.0, 62, "lee-table1-scalar", settings={**where, "tokenizer.file": "llama.model"}),
     ]
     rows = rows_of("lee2025-table1", records)
     assert [[run["seed"] for run in row.records] for row in rows] == [[42, 62], [52]]
     text = "\n".join([*study_table(STUDIES["lee2025-table1"], rows), *remarks(rows, rows[0].records)])
-    assert "| HMM, scalar |" in text and "| HMM, scalar (rate 0.2) |" in text
-    assert "All rows: tokenizer.file llama.model." in text and "somewhere" not in text and "corpus" not in text
+    assert "| HMM, scalar |" in text and "| HMM, scalar (states 256) |" in text
+    assert "llama" not in text and "somewhere" not in text and "corpus" not in text  # where a run finds its text
 
 
 def test_settings_of_distillation_are_stated_once_for_the_rows_that_have_it() -> None:
-    lvd = {"initialization.tokens": 5_000_000, "initialization.kmeans.tokens": 5_000_000}
-    without = dict(STUDIES["lee2025-figure3"].rows[0].settings)
-    records = [
-        record("no LVD", 400.0, recipe="lee-lvd-scalar", settings=without),
-        *(record(row, 300.0, recipe="lee-lvd-scalar", settings=lvd) for row in ("stories15M", "SmolLM2-135M")),
-    ]
-    once = "All rows with LVD: initialization.kmeans.tokens 5M, initialization.tokens 5M."
+    plans = {row.name: row for row in STUDIES["lee2025-figure3"].rows}
+
+    def made(row: str, **more: int) -> dict[str, Any]:
+        settings = {**plans[row].settings, **{f"initialization.{name}": value for name, value in more.items()}}
+        return record(row, 300.0, recipe="lee-lvd-scalar", settings=settings)
+
+    records = [made("no LVD"), *(made(row, tokens=2_000_000) for row in ("stories15M", "SmolLM2-135M"))]
     rows = rows_of("lee2025-figure3", records)
-    assert remarks(rows, records) == [once]
+    assert remarks(rows, records) == ["All rows with LVD: initialization.tokens 2M."]
     assert [own_overrides(row, rows) for row in rows] == ["", "", ""]
-    records[1]["settings"] = {**lvd, "initialization.kmeans.tokens": 10_000_000}  # as in the recipe
+    records[1] = made("stories15M")
     rows = rows_of("lee2025-figure3", records)
-    assert remarks(rows, records) == ["All rows with LVD: initialization.tokens 5M."]
-    assert [own_overrides(row, rows) for row in rows] == ["", "", " (kmeans.tokens 5M)"]
+    assert remarks(rows, records) == []
+    assert [own_overrides(row, rows) for row in rows] == ["", "", " (initialization.tokens 2M)"]
 
 
 def test_order_of_rows_against_the_paper() -> None:

@@ -10,11 +10,12 @@ from papers.tables import study_table
 DRAWN: list[Study] = [study for study in STUDIES.values() if study.drawing]
 
 
-def record(row: str, test: float, seed: int = 42, recipe: str = "lee-base", **more: Any) -> dict[str, Any]:
+def record(row: str, test: float, seed: int = 42, recipe: str | None = None, **more: Any) -> dict[str, Any]:
     """Make up a run; keywords are metrics, except for settings and what records have beside metrics."""
     beside = {key: more.pop(key) for key in ("settings", "note", "machine", "commit", "date") if key in more}
     metrics = {"test_perplexity": test, "valid_perplexity": test + 1, **more}
-    return {"row": row, "recipe": recipe, "seed": seed, "settings": {}, "metrics": metrics, **beside}
+    named = {} if recipe is None else {"recipe": recipe}
+    return {"row": row, **named, "seed": seed, "settings": {}, "metrics": metrics, **beside}
 
 
 def rows_of(study: str, records: list[dict[str, Any]]) -> list[MeasuredRow]:

@@ -37,6 +37,8 @@ class NgramArguments(Arguments):
     ]
     order: Annotated[int, Field(ge=1, le=10)] | None = None
     """Tokens of an n-gram; 5 unless given, or those of --arpa."""
+    reset_at_eos: bool | None = None
+    """Restart the context after every <eos>; None: as the model of the run does, and in other folders."""
     out: Path | None = None
     """ARPA file to write."""
     arpa: Path | None = None
@@ -64,6 +66,8 @@ def run(argv: list[str]) -> int:
     data = reopen(folder)
     batches = trained_batches(read_json(folder / CONFIG)) if (folder / CONFIG).exists() else StreamConfig()
     restarts = isinstance(batches, StreamConfig) and batches.eval_reset_at_eos
+    if arguments.reset_at_eos is not None:
+        restarts = arguments.reset_at_eos
     words = arpa_words(data.tokenizer, restarts)
     if arguments.arpa is not None:
         model = read_arpa(arguments.arpa, words)

@@ -1,0 +1,55 @@
+"""Earlier names of settings, under which recorded runs still have them: one table for every rename, by version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Renames(NamedTuple):
+    """Names that changed between two versions."""
+
+    until: str
+    """The version that had the old names last."""
+    settings: Mapping[str, str]
+    """Old dotted name to new."""
+    values: Mapping[str, Mapping[str, str]]
+    """Old value to new, by the new name of the setting."""
+
+
+RENAMES = (
+    Renames(
+        until="0.1",
+        settings={
+            "model.parameterization": "model.kind",
+            "model.factored": "model.block_embeddings",
+            "initialization.alike": "model.max_initial_similarity",
+            "initialization.shared": "initialization.cache",
+            "schedule.warmup_tokens": "schedule.warmup",
+            "schedule.warmup_fraction": "schedule.warmup",
+            **{
+                f"optimizer.baum_welch.{name}": f"optimizer.{name}"
+                for name in ("full_batch", "step", "pseudocount", "momentum")
+            },
+            # Of neural baselines, whose settings were not in sections.
+            **{name: f"batches.{name}" for name in ("batch_size", "length")},
+            **{name: f"optimizer.{name}" for name in ("rate", "betas", "weight_decay", "clip")},
+        },
+        values={
+            "model.form": {"code": "released", "paper": "printed"},
+            "model.weights": {"pretrained": "all"},
+        },
+    ),
+)
+"""Oldest first: add every rename here, under the version that is released when it is made."""
+
+
+def present_names(settings: Mapping[str, Any], renames: Sequence[Renames] = RENAMES) -> dict[str, Any]:
+    """Return settings, by dotted name, under their present names and values; present ones do not change."""
+    result = dict(settings)
+    for version in renames:
+        result = {version.settings.get(name, name): value for name, value in result.items()}
+        for name, renamed in version.values.items():
+            if isinstance(result.get(name), str):
+                result[name] = renamed.get(result[name], result[name])
+    return result

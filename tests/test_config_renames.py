@@ -1,0 +1,16 @@
+"""Earlier names of settings under their present ones."""
+
+from hmmlm.config.renames import RENAMES, Renames, present_names
+
+
+def test_names_and_values_of_earlier_versions_are_translated() -> None:
+    old = {"model.parameterization": "mlp", "model.form": "code", "schedule.warmup_tokens": 5, "rate": 0.1}
+    present = {"model.kind": "mlp", "model.form": "released", "schedule.warmup": 5, "optimizer.rate": 0.1}
+    assert present_names(old) == present == present_names(present)
+
+
+def test_a_setting_that_was_renamed_twice_has_its_last_name() -> None:
+    later = Renames(until="9", settings={"optimizer.rate": "optimizer.lr"}, values={"model.kind": {"mlp": "network"}})
+    old = {"rate": 0.1, "model.parameterization": "mlp", "model.states": 3}
+    expected = {"optimizer.lr": 0.1, "model.kind": "network", "model.states": 3}
+    assert present_names(old, (*RENAMES, later)) == expected
