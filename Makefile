@@ -3,33 +3,50 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo docs test browser fuzz torture lint env benchmark clean
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Two processes of one thread each: the models of tests are too small for several threads.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+.PHONY: demo docs quick test coverage browser fuzz torture lint env benchmark clean
 
 # torch is installed first and by its exact version: that is the release with a CPU build, and later
 # requirements are then satisfied by it.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
-	touch $@
+	@echo "$(VENV): a virtual environment of $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "$(VENV): installing torch (0.9 GB, more with CUDA; some minutes)"
+	@$(PIP) torch==2.13.0
+	@echo "$(VENV): installing hmmlm from this folder, and what it needs (0.3 GB; a minute)"
+	@$(PIP) -e .
+	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
-	touch $@
+	@echo "$(VENV): installing what development needs (1.4 GB; some minutes)"
+	@$(PIP) -e '.[dev,docs]'
+	@touch $@
 
 env: $(VENV)/.installed-dev
+	@echo "$(VENV) is up to date for development"
 
 demo: $(VENV)/.installed
+	@echo "$(VENV) is up to date for hmmlm"
 	$(BIN)/hmmlm demo
 
 # The explorer is tested in a browser, if there is one or it can be installed; its tests are skipped otherwise.
 browser:
 	@command -v chromium || command -v google-chrome || { test "$$(id -u)" = 0 && \
-		apt-get install --quiet --yes chromium > /dev/null 2>&1; } || echo "no Chromium: tests in a browser are skipped"
+		echo "installing Chromium with apt-get (0.5 GB; a minute)" && apt-get install --quiet --yes chromium > /dev/null 2>&1; } || echo "no Chromium: tests in a browser are skipped"
 
-# Two processes of one thread each: the models of tests are too small for several threads.
+# What a developer runs before each commit: all but the tests marked slow.
+quick: lint
+	$(PYTEST) -m "not slow"
+
 test: lint browser
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --cov --cov-report=term:skip-covered
+	$(PYTEST)
+
+# Separate, because recording the lines makes the tests take half as long again.
+coverage: env browser
+	$(PYTEST) --cov --cov-report=term:skip-covered
 
 # Every query of random models against the enumeration of all paths: make fuzz SEED=1 COUNT=5000
 SEED ?= 1

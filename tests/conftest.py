@@ -2,12 +2,16 @@
 
 import os
 import shutil
+import sys
 from importlib.util import find_spec
 
 import pytest
 from helpers.browser import BROWSERS
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: tests need no network
+# Tests start many processes, each of which would compile all modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -188,6 +188,7 @@ SETTINGS = shlex.split(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_baseline_learns_from_the_command_line(
     kind: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import commands
 from papers.catalogue import STUDIES
 from papers.records import read_records
 from papers.rows import measured_rows
 
 
+@pytest.mark.slow
 def test_commands_are_timed_on_a_text_of_ones_own(tmp_path: Path) -> None:
     text, out = tmp_path / "mine.txt", tmp_path / "found.json"
     text.write_text("the cat sat\na dog barked\n" * 20)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import curves, speed
 from hmmlm.report.plots import logarithmic, new_figure
 from papers.catalogue import STUDIES
 from papers.drawing import draw
@@ -13,8 +12,11 @@ from papers.records import read_records
 from papers.rows import measured_rows
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_time_and_memory_of_every_point_of_an_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import curves, speed
+
     monkeypatch.setattr(speed, "ROUND_SECONDS", 1e-4)
     curves.main(["--device", "cpu", "--shrink", "16", "--axes", "states", "--results", str(tmp_path)])
     for name, metric in (("time-curves-cpu", "step_ms"), ("memory-curves-cpu", "peak_memory_gb")):

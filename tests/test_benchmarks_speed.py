@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import speed
 from papers.records import read_records
 
 NAMES = [
@@ -19,7 +18,10 @@ NAMES = [
 ]
 
 
+@pytest.mark.slow
 def test_rows_of_every_kind_are_measured_beside_their_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import speed
+
     assert list(speed.ROWS) == NAMES
     monkeypatch.setattr(speed, "ROUND_SECONDS", 1e-4)
     out, profile = tmp_path / "speed.json", tmp_path / "profile.txt"

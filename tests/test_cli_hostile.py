@@ -311,6 +311,7 @@ def test_a_constraint_of_a_million_tokens_takes_no_longer_than_its_recursion_nee
 # --- what is printed ---
 
 
+@pytest.mark.slow
 def test_odd_words_train_and_are_printed_without_effect(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = place / "\x1b[31modd"
     options = ["--tokenizer.split", "whitespace", *SMALL]
@@ -338,6 +339,7 @@ def test_odd_words_train_and_are_printed_without_effect(place: Path, capsys: pyt
     assert "[bold]tokens" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_ascii_terminal(place: Path) -> None:
     environment = {**python_environment(), "PYTHONIOENCODING": "ascii"}
     done = hmmlm("sample", str(place / "model"), "--num", "20", "--seed", "1", env=environment)
@@ -373,6 +375,7 @@ def test_a_terminal_that_is_not_utf_8_is_blamed_and_not_the_file(place: Path) ->
     assert "is not UTF-8: rename the file" in done.stderr
 
 
+@pytest.mark.slow
 def test_standard_output_that_is_closed_or_full(place: Path) -> None:
     model = str(place / "model")
     done = hmmlm("sample", model, stdout=None, preexec_fn=lambda: os.close(1))
@@ -384,6 +387,7 @@ def test_standard_output_that_is_closed_or_full(place: Path) -> None:
     assert hmmlm("sample", model, stderr=None, preexec_fn=lambda: os.close(2)).returncode == 0
 
 
+@pytest.mark.slow
 def test_training_into_a_closed_pipe_ends_without_a_message(place: Path) -> None:
     out = place / "piped"
     argv = ["train", "--data", str(place / "text.txt"), "--out", str(out), *SMALL, "--train.epochs", "1000"]
@@ -402,6 +406,7 @@ def test_training_into_a_closed_pipe_ends_without_a_message(place: Path) -> None
 # --- pipes ---
 
 
+@pytest.mark.slow
 def test_a_pipe_is_evaluated_like_the_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command, text = [sys.executable, "-m", "hmmlm", "eval", str(place / "model"), "--data"], str(place / "text.txt")
     capsys.readouterr()
@@ -418,6 +423,7 @@ def test_a_pipe_is_evaluated_like_the_file(place: Path, capsys: pytest.CaptureFi
     assert len(figures) == 1 and "800" in next(iter(figures))
 
 
+@pytest.mark.slow
 def test_a_pipe_without_a_writer(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing was written to the pipe" in failure(
         capsys, "eval", str(place / "model"), "--data", str(place / "pipe")

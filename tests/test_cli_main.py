@@ -58,6 +58,7 @@ def test_train_writes_a_model_a_history_and_a_report(trained: Path) -> None:
         assert (trained / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_a_longer_one(
     trained: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,6 +232,7 @@ def test_infill_and_samples_without_unknown_words(trained: Path, capsys: pytest.
     )
 
 
+@pytest.mark.slow
 def test_a_model_that_learned_little_causes_a_warning(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,6 +242,7 @@ def test_a_model_that_learned_little_causes_a_warning(
         assert ("little more than word frequencies" in capsys.readouterr().err) == warned
 
 
+@pytest.mark.slow
 def test_the_warning_is_about_the_optimizer_in_use(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,6 +254,7 @@ def test_the_warning_is_about_the_optimizer_in_use(
         assert f"lower optimizer.{setting} if" in warning and f"optimizer.{other}" not in warning
 
 
+@pytest.mark.slow
 def test_every_family_trains_with_its_own_defaults(corpus: Path, tmp_path: Path) -> None:
     """Factors and networks diverge at the rate of scalar models."""
     for kind, more in (("linear", []), ("neural", ["--model.blocks", "2"])):
@@ -375,6 +379,7 @@ def start(*argv: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, text=True, env=python_environment(), stdout=pipe, stderr=pipe)
 
 
+@pytest.mark.slow
 def test_an_interrupted_process_prints_how_to_resume(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start("train", "--data", str(corpus), "--out", str(out), "--train.epochs", "100000", *SMALL)
@@ -395,6 +400,7 @@ def test_an_interrupted_process_prints_how_to_resume(corpus: Path, tmp_path: Pat
     assert train(config.model_copy(update={"train": longer}), out, resume=True).finished
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_the_process_without_a_message(trained: Path) -> None:
     process = start("sample", str(trained), "--num", "100000")
     assert process.stdout is not None

@@ -6,7 +6,6 @@ import math
 import re
 import shlex
 import sys
-import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +21,8 @@ from hmmlm.data.corpora import Documents
 from hmmlm.learning import prepare
 from hmmlm.learning.prepare import reopen
 from hmmlm.report import results as results_module
-from hmmlm.teachers.huggingface import INSTALL
 from hmmlm.text.lm import load
 
-ROOT = Path(__file__).parent.parent
 RUNNING = ["--no-batches.reset-at-eos", "--no-batches.eval-reset-at-eos"]
 
 
@@ -109,6 +106,7 @@ def test_training_prints_the_share_of_unknown_words_and_the_report_has_all_figur
         assert f"{scores['test']['bits_per_byte']:.3f}" in page
 
 
+@pytest.mark.slow
 def test_training_without_data_names_the_embedded_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,11 +346,6 @@ def test_tables_fit_a_terminal_of_80_columns(
     begin = next(i for i, line in enumerate(contexts) if "before" in line)
     assert contexts[begin + 1][:2].strip().isdigit()  # the number of the state
     assert any(line.startswith("perplexity") and "1 unknown word" in line for line in contexts)
-
-
-def test_the_packages_of_teachers_are_those_of_the_extra() -> None:
-    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["teacher"]
-    assert shlex.split(INSTALL)[2:] == extra
 
 
 def test_damaged_results_and_ngrams_and_threads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,6 +51,7 @@ def test_the_recipe_of_the_demo_exists() -> None:
     assert "demo" in recipe_names()
 
 
+@pytest.mark.slow
 def test_a_run_without_choices_starts_from_the_default_recipe(tmp_path: Path) -> None:
     """From the command line and from Python, on a text that has too few words for its blocks."""
     text = tmp_path / "text.txt"

@@ -109,6 +109,7 @@ def test_prose_is_kept_and_code_is_not() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_embedded_corpus_is_english_and_its_split_is_fixed() -> None:
     splits = embedded_corpus()
     assert list(splits) == ["train", "valid", "test"]
@@ -124,6 +125,7 @@ def test_the_embedded_corpus_is_english_and_its_split_is_fixed() -> None:
     assert sum(len(tokenizer.encode(paragraph)) for paragraph in splits["train"]) > 100_000
 
 
+@pytest.mark.slow
 def test_the_embedded_corpus_does_not_depend_on_the_hash_seed() -> None:
     code = (
         "import hashlib; from hmmlm.data.embedded import embedded_corpus as e; "
@@ -375,6 +377,7 @@ def test_token_files_are_reused_only_for_the_same_text_and_tokenizer(tmp_path: P
     assert made(first)[0] == [3, 2, 1]
 
 
+@pytest.mark.slow
 def test_the_embedded_corpus_is_encoded_with_an_eos_after_every_paragraph(tmp_path: Path) -> None:
     tokenizer, files = encode("embedded", tmp_path, max_size=1000, split="words", lowercase=True)
     assert [file.documents.size - 1 for file in files.values()] == [len(split) for split in embedded_corpus().values()]

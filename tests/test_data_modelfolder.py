@@ -320,6 +320,7 @@ def test_tensors_survive_and_depend_on_their_content_alone(tmp_path: Path) -> No
         assert again[name].dtype == tensor.dtype and torch.equal(again[name], tensor)
 
 
+@pytest.mark.slow
 def test_a_model_has_the_same_bytes_in_every_process(tmp_path: Path) -> None:
     program = (
         "import sys, hmmlm; from hmmlm.data.tokenizers import WordTokenizer; from hmmlm.text.lm import LanguageModel;"

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.commands import failure, write_corpus
+from helpers.processes import start_server
 
 from hmmlm.cli.main import main
 from hmmlm.data import corpora, shards
@@ -23,10 +24,13 @@ from hmmlm.data.tokenfile import TokenFile
 from hmmlm.errors import InputError
 from hmmlm.runs.folders import lock_run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpora, "PART_BYTES", 1000)
+    start_server()
 
 
 def same_folders(one: Path, other: Path) -> bool:

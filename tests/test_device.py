@@ -20,6 +20,7 @@ print(resident() > 2**28)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("keep", [True, False])
 def test_freed_memory_is_kept(keep: bool) -> None:

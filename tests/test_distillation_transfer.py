@@ -243,6 +243,7 @@ def run_config(tmp_path: Path, start: dict[str, Any], **model: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "start"),
     [("all", {}), ("body", {}), ("random", LVD), ("all", {**LVD, "head": True, "frozen_tokens": 300})],

@@ -109,6 +109,7 @@ def run_command(line: str) -> None:
     assert main([command, *argv, *extra]) == 0, line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: file.stem)
 def test_every_block_runs(file: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = shutil.copytree(home, tmp_path / "home", symlinks=True)
@@ -137,6 +138,7 @@ def test_what_is_not_run_says_why(part: str) -> None:
     pytest.skip(f"{', '.join(sorted(where))}: {part!r} is not run: {NOT_RUN[part]}")
 
 
+@pytest.mark.slow
 def test_the_list_of_studies_is_printed() -> None:
     command = [sys.executable, "-m", "papers", "--list"]
     assert "chiu2020-table1" in subprocess.check_output(command, cwd=ROOT, env=python_environment(), text=True)
@@ -159,6 +161,7 @@ def test_there_are_notebooks() -> None:
     assert {file.stem for file in NOTEBOOKS} == {"exact-questions", "train-and-compare", "distil-and-steer"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_a_notebook_runs_and_keeps_light_outputs(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if file.stem == "distil-and-steer":
@@ -193,6 +196,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     for name in ("index.html", "guide/train.html", "api/hmm.html", *(f"notebooks/{n.stem}.html" for n in NOTEBOOKS)):
         html = (site / name).read_text()
@@ -206,6 +210,7 @@ class QuietHandler(SimpleHTTPRequestHandler):
     def log_message(self, *args: Any) -> None: ...
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
 def test_pages_fit_a_phone_and_need_no_network(site: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: make env installs it")

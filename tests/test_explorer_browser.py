@@ -18,7 +18,7 @@ from hmmlm.explorer.explorer import Explorer
 from hmmlm.explorer.server import Server
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: make env installs it")
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")]
 expect = playwright.expect
 expect.set_options(timeout=30_000)
 Page = Any

@@ -183,6 +183,7 @@ def test_a_notebook_shows_a_frame(tmp_path: Path) -> None:
         socket.create_connection(("127.0.0.1", int(display.url.split(":")[2].strip("/"))), timeout=5)
 
 
+@pytest.mark.slow
 def test_a_process_may_end_while_the_map_is_computed(tmp_path: Path) -> None:
     sentence_model().save(tmp_path / "model")
     code = f"import hmmlm; hmmlm.load({str(tmp_path / 'model')!r}).explore()"
@@ -192,6 +193,7 @@ def test_a_process_may_end_while_the_map_is_computed(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
     sentence_model().save(tmp_path / "model")
     command = [sys.executable, "-m", "hmmlm", "explore", str(tmp_path / "model"), "--port", "0", "--no-browser"]

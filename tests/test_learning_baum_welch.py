@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.runs import random_hmm
+from helpers.runs import cpu_fabric, random_hmm
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning_fabric import Fabric
 from torch import Tensor
 
 from hmmlm.config.sections import BaumWelchConfig
@@ -130,7 +129,7 @@ def test_momentum_is_an_average_of_updates_without_bias_to_zero() -> None:
 
 def make_learner(**settings: float) -> BaumWelchLearner:
     torch.manual_seed(0)
-    fabric, tokenizer = Fabric(accelerator="cpu", devices=1), WordTokenizer(["<unk>", "<eos>", "a", "b", "c"])
+    fabric, tokenizer = cpu_fabric(), WordTokenizer(["<unk>", "<eos>", "a", "b", "c"])
     return BaumWelchLearner(fabric, Scalar(3, 5), tokenizer, {}, BaumWelchConfig.model_validate(settings))
 
 

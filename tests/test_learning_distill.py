@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ from hmmlm.runs.interrupt import Stopped
 from hmmlm.runs.progress import Progress
 from hmmlm.teachers.sampling import TextSampler, open_sampler
 
-transformers = pytest.importorskip("transformers", reason="the extra `teacher` is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("transformers") is None, reason="the extra `teacher` is not installed"),
+]
 SMALL = ["--tokens", "4000", "--length", "30", "--states", "6", "--epochs", "2", "--device", "cpu", "--quiet"]
 
 
@@ -84,8 +88,10 @@ def test_the_report_compares_the_hmm_with_an_ngram_and_the_model(run: Path) -> N
 
 
 def test_the_hmm_steers_the_model_it_was_distilled_from(run: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     lm = hmmlm.load(run)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     steering = hmmlm.Steering(*lm.guide(must=["tree"], never=["cat"], prompt="the", max_new_tokens=12))
     prompt = torch.tensor([[BOS, *lm.tokenizer.encode("the")]])
     rows = model.generate(

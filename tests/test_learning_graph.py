@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning_fabric import Fabric
+from helpers.runs import cpu_fabric
 from torch import Tensor
 
 from hmmlm.config.sections import AdamWConfig
@@ -48,7 +48,7 @@ class ReplayedStep(GraphedStep):
 def make_learner() -> AdamWLearner:
     model = Scalar(4, WORDS, generator=torch.Generator().manual_seed(0))
     tokenizer = WordTokenizer(["<unk>", "<eos>", "a", "b", "c", "d"])
-    return AdamWLearner(Fabric(accelerator="cpu", devices=1), model, tokenizer, {}, AdamWConfig(rate=0.1))
+    return AdamWLearner(cpu_fabric(), model, tokenizer, {}, AdamWConfig(rate=0.1))
 
 
 def learn(learner: AdamWLearner, count: int, reset_at_eos: bool) -> Tensor:

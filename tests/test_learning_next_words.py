@@ -55,6 +55,7 @@ def pairs_config(teacher: Path, epochs: int = 6, **next_words: Any) -> RunConfig
     )
 
 
+@pytest.mark.slow
 def test_a_model_learns_from_the_words_of_its_teacher_alone(teacher: Path, tmp_path: Path) -> None:
     config = pairs_config(teacher, epochs=6, weight=1.0, drawn=8)
     assert train(config, tmp_path / "run").best_perplexity < 2.6  # the optimum is 2; a unigram has 8
@@ -76,6 +77,7 @@ def test_the_words_are_those_that_the_teacher_expects(teacher: Path, tmp_path: P
         assert np.abs(share - expected[t]).max() < 0.15
 
 
+@pytest.mark.slow
 def test_resumed_runs_are_the_same(teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = pairs_config(teacher, epochs=2)
     assert train(config, tmp_path / "straight").finished

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -18,6 +17,7 @@ import pytest
 import torch
 from helpers.commands import failure, run_python
 from helpers.network_runs import interrupt_after, write_pairs
+from helpers.processes import run_process
 from helpers.runs import Interrupting, assert_same_run, tiny_config, write_text
 
 import hmmlm
@@ -109,21 +109,13 @@ def train_until_killed(config: dict[str, Any], out: Path, kill_at: int) -> None:
         train(read_config(RunConfig, config), out, resume=(out / "config.json").exists())
 
 
-def in_child(config: RunConfig, out: Path, kill_at: int) -> int | None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "hmmlm.learning.train"])
-    child = context.Process(target=train_until_killed, args=(config.dump(), out, kill_at))
-    child.start()
-    child.join()
-    return child.exitcode
-
-
+@pytest.mark.slow
 def test_killed_repeatedly_and_resumed(straight: tuple[RunConfig, Path], tmp_path: Path) -> None:
     """Kill every process some events after its start: while preparing, stepping, saving, swapping, deleting."""
     config, expected = straight
     kills = 0
     for kill_at in (1, 8, 15, 30, 31, 33, 34, 35, 37, 38, 40, 58, 75):
-        kills += in_child(config, tmp_path, kill_at) == -signal.SIGKILL
+        kills += run_process(train_until_killed, config.dump(), tmp_path, kill_at) == -signal.SIGKILL
         if (tmp_path / "last").exists():
             read_checkpoint(tmp_path / "last")
     assert kills >= 9
@@ -131,7 +123,9 @@ def test_killed_repeatedly_and_resumed(straight: tuple[RunConfig, Path], tmp_pat
     assert_same_run(tmp_path, expected)
 
 
-@pytest.mark.parametrize("after", [1, 7, 13])
+@pytest.mark.parametrize(
+    "after", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(13, marks=pytest.mark.slow)]
+)
 def test_interrupted_at_a_step_and_resumed(any_straight: tuple[RunConfig, Path], tmp_path: Path, after: int) -> None:
     config, expected = any_straight
     result = train(config, tmp_path, progress=Interrupting("train", after))
@@ -409,6 +403,7 @@ def test_a_run_whose_checkpoint_is_gone_is_not_started_over(
     assert content(run) == before
 
 
+@pytest.mark.slow
 def test_a_run_in_use_is_locked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both resumes from inside the run that goes on: in this process and in another one."""
     config, run = tiny_config(write_text(tmp_path)), tmp_path / "run"
@@ -454,6 +449,7 @@ def test_two_new_runs_in_one_folder(tmp_path: Path) -> None:
     assert "already contains a run" in refused[0] and "in use by another process" in refused[1]
 
 
+@pytest.mark.slow
 def test_a_run_without_a_checkpoint_tells_that_its_text_has_changed(tmp_path: Path) -> None:
     text = write_text(tmp_path)
     config, notes = tiny_config(text), []
@@ -462,10 +458,8 @@ def test_a_run_without_a_checkpoint_tells_that_its_text_has_changed(tmp_path: Pa
         def note(self, line: str) -> None:
             notes.append(line)
 
-    child = multiprocessing.get_context("forkserver").Process(target=prepare_and_die, args=(config.dump(), tmp_path))
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL and not (tmp_path / "run" / "last").exists()
+    ended = run_process(prepare_and_die, config.dump(), tmp_path)
+    assert ended == -signal.SIGKILL and not (tmp_path / "run" / "last").exists()
     shutil.copytree(tmp_path / "run", tmp_path / "same")
     assert train(config, tmp_path / "same", resume=True, progress=Noting()).finished
     assert not any("has changed" in note for note in notes)

@@ -7,7 +7,6 @@ again and again: before a random operation, after a random number of bytes of a 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import resource
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from helpers.network_runs import write_pairs
+from helpers.processes import run_process
 from helpers.runs import assert_same_run, tiny_config, write_text
 
 from hmmlm.config.networks import BaselineConfig, TeacherConfig
@@ -31,6 +31,7 @@ from hmmlm.data.tokenizers import WordTokenizer, load_tokenizer
 from hmmlm.learning.train import train, train_baseline, train_teacher
 from hmmlm.teachers.gpt import GPT, GPTShape
 
+pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("TORTURE_KILLS", "8"))
 """Random kills of each run."""
 LEFT = int(os.environ.get("TORTURE_LEFT", "8"))
@@ -172,13 +173,7 @@ def left_by_kills(copies: Path) -> list[Path]:
 
 def in_child(kind: Kind, out: Path, argument: Kill | Path = Kill()) -> int | None:  # noqa: B008 (immutable)
     """Train in a process of its own; return its exit code."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "hmmlm.learning.train", "torch.utils.tensorboard"])
-    target = train_until_killed if isinstance(argument, Kill) else train_and_copy
-    child = context.Process(target=target, args=(kind, out, argument))
-    child.start()
-    child.join()
-    return child.exitcode
+    return run_process(train_until_killed if isinstance(argument, Kill) else train_and_copy, kind, out, argument)
 
 
 @pytest.mark.parametrize("name", KINDS)

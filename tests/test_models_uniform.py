@@ -197,6 +197,7 @@ def test_bad_dropout_is_refused() -> None:
         small(dropout=0.9)
 
 
+@pytest.mark.slow
 def test_trains_saves_and_resumes(tmp_path: Path) -> None:
     """A resumed run draws the same subsets again, so it ends with the same model as an uninterrupted one."""
     model = {"kind": "uniform", "states": 8, "states_per_word": 6, "hidden": 8, "form": "released", "dropout": 0.5}

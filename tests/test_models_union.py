@@ -90,6 +90,7 @@ def test_training_lowers_the_perplexity_of_a_mixed_text(tmp_path: Path) -> None:
     assert score(lm.hmm) > score(start) + 0.5 * (score(source) - score(start))
 
 
+@pytest.mark.slow
 def test_a_run_of_lines_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = write_corpus(tmp_path / "animals.txt")
     once = [*SMALL, "--train.epochs", "1", "--quiet"]

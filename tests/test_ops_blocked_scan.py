@@ -4,6 +4,7 @@ The Triton kernels run here in Triton's interpreter (tests/helpers/interpreter.p
 bfloat16 products; tests/gpu runs both on a GPU.
 """
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -152,17 +153,18 @@ def test_what_is_not_suspect_is_accurate(impl: str) -> None:
         from hmmlm.ops.blocked_scan import triton as module
     generator = torch.Generator().manual_seed(0)
     tokens = torch.cat([torch.randint(2, (4, 12), generator=generator), torch.tensor([[0] * 6 + [1] * 6])])
-    suspect = 0
-    for log_leak in (-5.0, -40.0, -60.0, -75.0, -90.0, -200.0):
-        for log_wrong in (-5.0, -15.0, -25.0, -40.0, -90.0):
-            factors = two_regimes(log_leak, log_wrong)
-            exact = naive.blocked_scan(factors, tokens, None, None, None).log_likelihood
-            problem = lay_out(factors.to(torch.float32), tokens, None, None, None, torch.float32)
-            result = module.forward(problem)
-            trusted = ~result.suspect
-            torch.testing.assert_close(result.log_likelihood[trusted].double(), exact[trusted], rtol=1e-5, atol=3e-5)
-            suspect += int(result.suspect.sum())
-    assert 0 < suspect < 75  # of 150: most models are too peaked for float32, but not all
+    every = 2 if impl == "triton" else 1  # tests/gpu has all of them
+    models = product((-5.0, -40.0, -60.0, -75.0, -90.0, -200.0)[::every], (-5.0, -15.0, -25.0, -40.0, -90.0)[::every])
+    suspect = list[bool]()
+    for log_leak, log_wrong in models:
+        factors = two_regimes(log_leak, log_wrong)
+        exact = naive.blocked_scan(factors, tokens, None, None, None).log_likelihood
+        problem = lay_out(factors.to(torch.float32), tokens, None, None, None, torch.float32)
+        result = module.forward(problem)
+        trusted = ~result.suspect
+        torch.testing.assert_close(result.log_likelihood[trusted].double(), exact[trusted], rtol=1e-5, atol=3e-5)
+        suspect += result.suspect.tolist()
+    assert 0 < sum(suspect) < len(suspect) / 2  # many models are too peaked for float32, but not all
 
 
 @outside_interpreter

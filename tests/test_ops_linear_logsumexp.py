@@ -216,6 +216,7 @@ def check_split(states: int) -> None:
     torch.testing.assert_close(own, torch.autograd.grad(expected @ weights.sum(0), (u, w)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_rows_are_divided_among_processes(count: int) -> None:
     run_ranks(count, check_split, 9)

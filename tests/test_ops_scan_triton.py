@@ -246,6 +246,7 @@ def test_triton_kernels_in_the_interpreter() -> None:
     run_in_interpreter(__file__)
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("states", [1024, 1984])

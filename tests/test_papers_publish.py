@@ -62,6 +62,7 @@ def test_missing_metrics_and_unknown_rows_and_recipes(repository: Path) -> None:
     assert draw(STUDIES["steering"], rows_of("steering", [record("own text", 5.0)])) is None
 
 
+@pytest.mark.slow
 def test_everything_is_published(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, file, dpi: save(self, file, dpi=20))  # drawing takes long

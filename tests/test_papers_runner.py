@@ -47,6 +47,7 @@ def tiny(**settings: object) -> StudyRun:
     return StudyRun(StudyRow(name="embedded, blocked", recipe="ptb-vl-hmm", settings=named, seeds=(0,)), 0)
 
 
+@pytest.mark.slow
 def test_a_blocked_model_learns_on_the_embedded_corpus(tmp_path: Path) -> None:
     record = perform(tiny(), tmp_path)
     metrics = record["metrics"]
@@ -61,6 +62,7 @@ def test_a_blocked_model_learns_on_the_embedded_corpus(tmp_path: Path) -> None:
     assert not list(run.rglob("state.*")) and list((run / "best").iterdir())  # the model stays
 
 
+@pytest.mark.slow
 def test_the_teacher_of_a_row_is_trained_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {
         "data": "embedded",
@@ -88,6 +90,7 @@ def test_the_teacher_of_a_row_is_trained_once(tmp_path: Path, monkeypatch: pytes
     assert runner.train_teacher_of(run, tmp_path) == as_row
 
 
+@pytest.mark.slow
 def test_a_baseline_is_performed_like_any_run(tmp_path: Path) -> None:
     settings = {
         "data": "embedded",
@@ -112,6 +115,7 @@ def test_a_baseline_is_performed_like_any_run(tmp_path: Path) -> None:
     assert record["command"].startswith("hmmlm baseline --model.kind feedforward --tokenizer.vocab-size 500")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", ["sequence", "token"])
 def test_a_combination_trains_its_parts_once(mixed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = list[Path]()
@@ -139,6 +143,7 @@ def test_a_combination_trains_its_parts_once(mixed: Any, tmp_path: Path, monkeyp
     assert len(trained) == 2 and again["metrics"]["test_perplexity"] == metrics["test_perplexity"]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_to_train_has_a_record_with_the_reason(tmp_path: Path) -> None:
     record = perform(tiny(optimizer__rate=1000, optimizer__clip=0, schedule__kind="constant"), tmp_path / "work")
     assert record["metrics"] == {} and record["commit"]
@@ -262,6 +267,7 @@ def test_studies_are_named_or_made_elsewhere(capsys: pytest.CaptureFixture[str])
     assert "publish takes no options" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_list_shows_every_study_and_what_it_takes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +291,7 @@ def test_records_replace_those_of_the_same_run_and_keep_others(tmp_path: Path) -
     assert kept == {("a", 0): 2.0, ("a", 1): 3.0}
 
 
+@pytest.mark.slow
 def test_a_list_that_nobody_reads_ends_quietly() -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -331,6 +338,7 @@ def test_the_folder_of_corpora_is_no_setting_of_a_record(
     monkeypatch.setenv("HMMLM_DATA", "")  # undone at the end, whatever the command line set
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", [True, False])
 def test_an_ngram_is_a_row_like_any_other(
     restarts: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

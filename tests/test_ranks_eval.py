@@ -17,6 +17,7 @@ from hmmlm.cli.main import main
 from hmmlm.learning.train import train
 from hmmlm.ranks import world
 
+pytestmark = pytest.mark.slow
 BATCHES: dict[str, dict[str, Any]] = {
     "lines": {"reset_at_eos": True, "eval_reset_at_eos": True},
     "stream": {},

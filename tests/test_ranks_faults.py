@@ -23,6 +23,8 @@ from hmmlm.learning.train import train
 from hmmlm.ranks import FirstRankError, LostRankError, world
 from hmmlm.runs.checkpoint import read_checkpoint
 
+pytestmark = pytest.mark.slow
+
 
 def train_until(step: int, rank: int, what: str, config: dict[str, Any], out: Path, resume: bool = False) -> None:
     """Train in float64; at a step, one rank is killed or asked to stop, or raises an error."""

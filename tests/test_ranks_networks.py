@@ -22,6 +22,7 @@ from hmmlm.config.training import read_config
 from hmmlm.distillation.next_words import NEXT_WORDS
 from hmmlm.learning.train import train_baseline, train_teacher
 
+pytestmark = pytest.mark.slow
 SEEDS = frozenset({"rng.cpu"})
 """Several processes draw the seeds of dropout masks, which this network has none of."""
 

@@ -26,6 +26,7 @@ from hmmlm.ops.join_rows import join_rows
 from hmmlm.ops.scan import Evidence, Parameters, divided_scan, scan
 from hmmlm.ranks import world
 
+pytestmark = pytest.mark.slow
 SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": {"clip": 0.5, "weight_decay": 0.1}},
     "chunks": {"batches": {"kind": "chunks"}},
@@ -77,7 +78,7 @@ def train_divided(config: dict[str, Any], out: Path, resume: bool = False) -> No
 
 def config_of(data: Path, kind: str, **model: Any) -> dict[str, Any]:
     sections = {**SETTINGS[kind], "batches": {"batch_size": 5, "length": 8, **SETTINGS[kind].get("batches", {})}}
-    sections["train"] = {"epochs": 5, "checks_per_epoch": 1, "checkpoint_every": 30}
+    sections["train"] = {"epochs": 3, "checks_per_epoch": 1, "checkpoint_every": 30}
     return tiny_config(data, model={"states": 8, **model}, **sections).dump()
 
 
@@ -86,7 +87,7 @@ def test_divided_rows_are_the_same_model(kind: str, tmp_path: Path) -> None:
     data = write_text(tmp_path, 80)
     train_in_float64(config_of(data, kind), tmp_path / "1")
     assert records(tmp_path / "1", "valid")[-1]["step"] >= 50
-    for count in (2, 4):
+    for count in (2, 4) if kind == "adamw" else (2,):
         run_ranks(count, train_divided, config_of(data, kind, shard=True), tmp_path / str(count))
         assert_close(tmp_path / str(count), tmp_path / "1")
         parameters = [records(tmp_path / name, "start")[0]["parameters"] for name in ("1", str(count))]

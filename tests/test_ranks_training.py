@@ -22,6 +22,7 @@ from hmmlm.learning.learners import counted
 from hmmlm.learning.train import PERPLEXITY, train, train_baseline
 from hmmlm.runs.checkpoint import read_checkpoint
 
+pytestmark = pytest.mark.slow
 MINI_BATCH = {"kind": "baum-welch", "pseudocount": 0.1, "momentum": 0.5, "step": 0.5}
 SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": {"clip": 0.5}},
@@ -58,7 +59,7 @@ def assert_close(run: Path, other: Path, ignored: frozenset[str] = frozenset()) 
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_the_same_model_whatever_the_number_of_processes(kind: str, tmp_path: Path) -> None:
     sections = {**SETTINGS[kind], "batches": {"batch_size": 5, "length": 8, **SETTINGS[kind].get("batches", {})}}
-    sections["train"] = {"epochs": 5, "checks_per_epoch": 1, "checkpoint_every": 30}
+    sections["train"] = {"epochs": 3, "checks_per_epoch": 1, "checkpoint_every": 30}
     config = tiny_config(write_text(tmp_path, 80), **sections).dump()
     train_in_float64(config, tmp_path / "1")
     assert records(tmp_path / "1", "valid")[-1]["step"] >= 50

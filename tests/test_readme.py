@@ -59,6 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_command_of_the_readme_runs(folder: Path) -> None:
     for name in ("report.html", "best/model.safetensors", "history.jsonl", "last/state.json"):
         assert (folder / "runs" / "mine" / name).exists()

@@ -12,7 +12,7 @@ from test_cli_main import SMALL
 
 from hmmlm.cli.main import main
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")]
 MEASURE = """<script>addEventListener("load", () => { document.title = JSON.stringify({
   background: getComputedStyle(document.body).backgroundColor,
   text: getComputedStyle(document.body).color,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from helpers.runs import records, write_text
-from lightning_fabric.loggers import CSVLogger
 
 import hmmlm
 from hmmlm.cli.main import main
@@ -59,6 +58,8 @@ def test_a_logger_receives_the_settings_and_every_figure_of_the_history(tmp_path
 
 
 def test_loggers_of_fabric_write_their_files_and_change_nothing(tmp_path: Path) -> None:
+    from lightning_fabric.loggers import CSVLogger
+
     text = write_text(tmp_path)
     alone = hmmlm.train(text, tmp_path / "alone", **SMALL)
     logged = hmmlm.train(text, tmp_path / "run", loggers=[CSVLogger(tmp_path, "csv")], **SMALL)
@@ -92,7 +93,7 @@ def test_a_logger_that_raises_is_named_and_the_run_can_be_resumed(tmp_path: Path
     assert len(records(run, "valid")) == 1
 
 
-@pytest.mark.parametrize("loggers", [CSVLogger, [CSVLogger], "csv", [None], 3], ids=str)
+@pytest.mark.parametrize("loggers", [Recorder, [Recorder], "csv", [None], 3], ids=str)
 def test_what_is_not_a_logger_is_refused(tmp_path: Path, loggers: Any) -> None:
     with pytest.raises(InputError, match=r"loggers.* must be a"):
         hmmlm.train(write_text(tmp_path), tmp_path / "run", loggers=loggers, **SMALL)

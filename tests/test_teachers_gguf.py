@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,9 @@ from hmmlm.errors import InputError
 from hmmlm.teachers.alignment import same_tokens
 from hmmlm.teachers.teacher import Teacher, open_teacher
 
-REASON = "the extra `teacher` is not installed"
-transformers = pytest.importorskip("transformers", reason=REASON)
-gguf = pytest.importorskip("gguf", reason=REASON)
-pytest.importorskip("accelerate", reason=REASON)
+pytestmark = pytest.mark.skipif(
+    not all(map(find_spec, ("transformers", "gguf", "accelerate"))), reason="the extra `teacher` is not installed"
+)
 
 TOKENS = torch.tensor([[1, 5, 260, 7, 3, 280], [1, 200, 201, 9, 4, 4]])
 NAMES = {
@@ -49,7 +49,9 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tiny_llama(pieces: Path, tied: bool = False) -> Any:
     """Return a Llama with float16 weights that are large enough for every part of it to matter."""
-    config = transformers.LlamaConfig(
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
         vocab_size=SentencePieceTokenizer(pieces).vocab_size,
         hidden_size=16,
         intermediate_size=24,
@@ -62,7 +64,7 @@ def tiny_llama(pieces: Path, tied: bool = False) -> Any:
         tie_word_embeddings=tied,
     )
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_((0.5 * torch.randn(parameter.shape) + (parameter.dim() == 1)).half())
@@ -71,7 +73,9 @@ def tiny_llama(pieces: Path, tied: bool = False) -> Any:
 
 def write_gguf(path: Path, model: Any, pieces: Path) -> None:
     """Write a GGUF file like llama.cpp, which interleaves the halves of each head of queries and keys."""
-    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    from gguf import GGUFWriter
+
+    config, writer = model.config, GGUFWriter(path, "llama")
     head_size = config.hidden_size // config.num_attention_heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -157,6 +161,8 @@ def test_damaged_gguf_files(pieces: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_converted_by_the_command(tied: bool, pieces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
     model, source, out = tiny_llama(pieces, tied), tmp_path / "model.gguf", tmp_path / "folder"
     write_gguf(source, model, pieces)
     failure = partial(commands.failure, capsys, "teacher")
@@ -169,5 +175,5 @@ def test_converted_by_the_command(tied: bool, pieces: Path, tmp_path: Path, caps
     teacher = open_teacher(str(out), device="cpu")
     assert_same_network(teacher, model)
     assert_same_tokenizer(teacher, pieces)
-    weights = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    weights = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert weights.dtype == torch.float16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from hmmlm.teachers.alignment import same_tokens
 from hmmlm.teachers.embeddings import student_embeddings
 from hmmlm.teachers.teacher import open_teacher
 
-transformers = pytest.importorskip("transformers", reason="the extra `teacher` is not installed")
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the extra `teacher` is not installed")
 
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def save_model(folder: Path, kind: str) -> Any:
     """Write a tiny model with a tokenizer of single words into a folder and return the model."""
+    import transformers
+
     words = word_level(["the", "cat", "sat", "dog"])
     special = {"bos_token": "[CLS]"} if kind == "causal" else {"cls_token": "[CLS]", "sep_token": "[SEP]"}
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", **special)
@@ -119,16 +122,20 @@ def test_weights_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    from transformers import T5Config
+
     save_model(tmp_path, "causal")
-    transformers.T5Config(vocab_size=9, d_model=8, d_ff=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    T5Config(vocab_size=9, d_model=8, d_ff=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
     refused(tmp_path, "is an encoder-decoder: use a causal or a masked language model")
 
 
 def test_a_llama_folder_with_tokenizer_model_only(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     pieces = write_sentencepiece(tmp_path / "tokenizer.model")
     own = SentencePieceTokenizer(pieces)
-    config = transformers.LlamaConfig(vocab_size=own.vocab_size, bos_token_id=1, **SIZES)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    config = LlamaConfig(vocab_size=own.vocab_size, bos_token_id=1, **SIZES)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
     tokenizer = open_teacher(str(tmp_path), device="cpu").tokenizer
     assert tokenizer.prefix_id == 1 and same_tokens(tokenizer, own)  # type: ignore[arg-type] # no __hash__ declared
     special = "</s> <s>"  # in a corpus these are text

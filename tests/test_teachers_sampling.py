@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from helpers.causal import BOS, EOS, save_causal
 from hmmlm.errors import InputError
 from hmmlm.teachers.sampling import SampledText, TextSampler, draw_tokens, open_sampler
 
-transformers = pytest.importorskip("transformers", reason="the extra `teacher` is not installed")
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="the extra `teacher` is not installed")
 CPU = torch.device("cpu")
 
 
@@ -20,6 +21,7 @@ def sample(sampler: TextSampler, prompts: list[list[int]], length: int = 30, see
     return sampler.sample(prompts, length, seed, lambda tokens: None)
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_by_their_probabilities() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(1, 300, generator=generator) * 2
@@ -79,6 +81,8 @@ def test_the_tokenizer_is_that_of_the_model_with_the_end_token_it_uses(tmp_path:
 
 
 def test_a_model_that_cannot_be_sampled_is_refused(tmp_path: Path) -> None:
+    import transformers
+
     def refused(folder: Path, match: str) -> None:
         with pytest.raises(InputError, match=match) as error:
             open_sampler(str(folder), device=CPU)

@@ -39,6 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_eval_mixes_per_line(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["eval", str(runs / "joined"), "--data", str(runs / "two"), "--json"]) == 0

@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers.network_runs import interrupt_after
 from helpers.runs import tiny_config, write_text
-from lightning_fabric import Fabric
 from torch import Tensor
 
 from hmmlm.config.run import RunConfig
@@ -41,6 +40,8 @@ MODELS = {
 
 def make_learner(settings: dict[str, Any], device: torch.device) -> HmmLearner:
     """Create the learner of a configuration, as a run does; the seed of random numbers is set to 0."""
+    from lightning_fabric import Fabric
+
     config = read_config(RunConfig, settings)
     tokenizer = WordTokenizer(["<unk>", "<eos>", *(f"w{i}" for i in range(WORDS - 2))])
     blocks = config.model.blocks_needed

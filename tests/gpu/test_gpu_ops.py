@@ -327,7 +327,14 @@ def test_maximize_rows_agrees_with_tensor_operations(
 
 
 @pytest.mark.parametrize(
-    ("size", "options"), [*softmax_adamw.SCANS, ((512, 1000, 200, 16), {}), ((96, 40_000, 64, 8), {"sharpness": 4.0})]
+    ("size", "options"),
+    [
+        *softmax_adamw.SCANS,
+        ((66, 3, 25, 12), {"carried": True}),
+        ((20, 2, 130, 20), {"restarts": True}),
+        ((512, 1000, 200, 16), {}),
+        ((96, 40_000, 64, 8), {"sharpness": 4.0}),
+    ],
 )
 def test_gradients_of_logits_agree_with_float64(
     size: tuple[int, int, int, int], options: dict[str, Any], device: torch.device

@@ -7,7 +7,9 @@ runs only the tests that have triton in their name or among their parameters; te
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +19,16 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 """For tests that compile kernels."""
-starts_interpreter = pytest.mark.skipif(
-    INTERPRETING or find_spec("triton") is None, reason="triton is not installed, or this is its interpreter's process"
-)
-"""For the test that calls `run_in_interpreter`."""
 in_interpreter = pytest.mark.skipif(not INTERPRETING, reason="run in the interpreter's process by run_in_interpreter")
 """For tests of the kernels alone."""
 outside_interpreter = pytest.mark.skipif(INTERPRETING, reason="does not test the kernels")
 """For tests of the portable implementation alone, in files that run in the interpreter too."""
+
+
+def starts_interpreter(test: Callable[[], None]) -> Callable[[], None]:
+    """Mark the test that calls `run_in_interpreter`."""
+    reason = "triton is not installed, or this is its interpreter's process"
+    return pytest.mark.slow(pytest.mark.skipif(INTERPRETING or find_spec("triton") is None, reason=reason)(test))
 
 
 def implementations(portable: str) -> list[str]:
@@ -38,6 +42,29 @@ def run_in_interpreter(file: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton", file]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def hurry_interpreter() -> None:
+    """Let the interpreter patch `triton.language` once, not at every call, and not look for overflows of integers.
+
+    Sizes here are far from 2³¹. This takes half of the time.
+    """
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set[int]()
+
+    def patch_once(function: Callable[..., Any]) -> SimpleNamespace:
+        if id(function.__globals__) not in patched:
+            patched.add(id(function.__globals__))
+            patch(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patch_once
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+
+
+if INTERPRETING:
+    hurry_interpreter()
 
 
 def multiply_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

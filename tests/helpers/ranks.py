@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from helpers.processes import make_process
 from hmmlm import heartbeat
 from hmmlm.errors import InputError
 from hmmlm.ranks import connected
@@ -23,12 +23,10 @@ def start_ranks(count: int, function: Callable[..., None], *args: Any, silence: 
 
     One that is silent for `silence` seconds is lost.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "hmmlm.learning.train"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [context.Process(target=_enter, args=(rank, count, port, silence, function, args)) for rank in range(count)]
+    ranks = [make_process(_enter, rank, count, port, silence, function, args) for rank in range(count)]
     for process in ranks:
         process.start()
     return ranks

@@ -39,6 +39,13 @@ def random_hmm(states: int, words: int, seed: int, sharpness: float = 1.0, dtype
     return HMM(start, transition, emission)
 
 
+def cpu_fabric() -> Any:
+    """Return Fabric for one process on the CPU."""
+    from lightning_fabric import Fabric
+
+    return Fabric(accelerator="cpu", devices=1)
+
+
 def planted(hmm: HMM, sequences: int, length: int, seed: int = 0) -> Prepared:
     """Return sequences drawn from `hmm`, concatenated, as every split; chunks of `length` are the sequences."""
     tokens = {}

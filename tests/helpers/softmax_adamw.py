@@ -15,11 +15,11 @@ SCANS: list[tuple[tuple[int, int, int, int], dict[str, Any]]] = [
     ((1, 1, 1, 2), {}),
     ((33, 70, 3, 4), {"carried": True, "restarts": True}),
     ((40, 5000, 17, 2), {"sharpness": 4.0}),
-    ((66, 3, 25, 12), {"carried": True}),
-    ((20, 2, 130, 20), {"restarts": True}),
+    ((66, 3, 25, 4), {"carried": True}),
+    ((20, 2, 40, 5), {"restarts": True}),
     ((9, 6, 4, 5), {"zeros": 0.4}),
 ]
-"""Sizes (states, words, batch, steps) and options: words that fill many chunks of tokens, words that never occur."""
+"""Sizes (states, words, batch, steps) and options: words that fill several chunks of tokens, words that never occur."""
 
 UPDATES = {
     "clipped": Settings((0.9, 0.95), 1e-4, 0.0, clip=0.1),

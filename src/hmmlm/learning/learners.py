@@ -6,10 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
-from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from hmmlm.config.sections import AdamWConfig, BaumWelchConfig
@@ -27,6 +26,9 @@ from hmmlm.ops.scan import Parameters, PendingGradient
 from hmmlm.ranks import world
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.scoring import perplexity
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
 
 AnyCarry = TypeVar("AnyCarry")
 Hidden = tuple[Tensor, ...]

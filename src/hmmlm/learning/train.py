@@ -11,10 +11,9 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from lightning_fabric import Fabric
 
 from hmmlm.config.initialization import LabelConfig, LvdConfig
 from hmmlm.config.networks import BaselineConfig, TeacherConfig
@@ -69,6 +68,9 @@ from hmmlm.runs.progress import Progress
 from hmmlm.section import ModelSize
 from hmmlm.teachers.teacher import Teacher
 from hmmlm.text.scoring import perplexity
+
+if TYPE_CHECKING:
+    from lightning_fabric import Fabric
 
 __all__ = ["TrainResult", "TrainingError", "train", "train_baseline", "train_teacher"]
 
@@ -320,6 +322,8 @@ def describe(learner: Learner[Any], data: Prepared) -> str:
 
 def make_fabric(config: TrainingConfig) -> Fabric:
     """Return Fabric for the configured device and precision; every process has one device."""
+    from lightning_fabric import Fabric  # loads torch._dynamo, which takes as long as torch
+
     device, ranks = pick_device(config.train.device), world()
     if ranks.count == 1:
         return Fabric(accelerator=device.type, devices=1, precision=config.train.precision)
