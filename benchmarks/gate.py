@@ -41,7 +41,7 @@ class Tree:
     def __init__(self, folder: Path, device: str) -> None:
         self.rows = dict[str, list[str]]()  # by section
         own = {f"{library}_NUM_THREADS": "2" for library in ("OMP", "MKL", "OPENBLAS")}
-        own |= {"PYTHONPATH": f"{folder / 'src'}{os.pathsep}{folder}", "PYTHONHASHSEED": "0"}
+        own |= {"PYTHONPATH": os.pathsep.join([f"{folder / 'src'}", f"{folder}", *installed()]), "PYTHONHASHSEED": "0"}
         own["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for a GPU does not begin to use it
         inherited = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}  # hmmlm sets it
         self.process = subprocess.Popen(
@@ -148,6 +148,12 @@ def half_interquartile_range(values: list[float]) -> float:
 
 
 # --- the trees ---
+
+
+def installed() -> list[str]:
+    """Return the folders of PYTHONPATH that are not of the present tree: what is installed there."""
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    return [path for path in given if Path(path).resolve() not in (PRESENT, PRESENT / "src")]
 
 
 def git(*arguments: str | Path) -> str:

@@ -13,6 +13,7 @@ from hmmlm.errors import InputError
 TEXT = """
 import time
 
+import elsewhere
 import hmmlm
 
 held = []
@@ -63,6 +64,9 @@ def test_a_tree_that_is_slower_larger_or_broken_fails_by_the_names_of_its_rows(
 ) -> None:
     write_tree(repository, "present", pause=0.05, size=3 * 10**8, broken="1 / 0")
     monkeypatch.setattr(gate, "VISIT_SECONDS", 0.001)
+    (repository / "installed").mkdir()
+    (repository / "installed" / "elsewhere.py").touch()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(repository / own) for own in ("", "src", "installed")))
     out = repository / "gate.json"
     assert gate.main(["HEAD", "--alternations", "5", "--rows", "model", "tree", "--out", str(out)]) == 1
     printed = capsys.readouterr().out
