@@ -6,10 +6,9 @@ from torch import Tensor
 
 from hmmlm.ops.common import matmul
 from hmmlm.ops.graph import side_by_side
-from hmmlm.ops.scan.kernel_chain import KernelChain, KernelForward, find_edges, row_blocks
+from hmmlm.ops.scan.kernel_chain import KernelChain, KernelForward, find_edges
 from hmmlm.ops.scan.kernels import weigh_kernel
 from hmmlm.ops.scan.naive import Parameters
-from hmmlm.ops.scan.row_kernels import softmax_gradient_kernel
 from hmmlm.ops.scan.word_kernels import expand_words_kernel, join_words_kernel, sum_words_kernel
 from hmmlm.ops.softmax_adamw import GradientNorm, LogitGradient
 from hmmlm.ops.softmax_adamw.triton import square_norm
@@ -41,8 +40,8 @@ def accumulate_words(
     """Compute the gradient of the logits of start [Z], transition [Z, Z] and emissions, and its norm."""
     assert chain.normalizers is not None and chain.tokens is not None
     tokens = chain.tokens
-    edges, log_normalizer, spread, logits, log_sums, _ = chain.normalizers
-    norms, row_norms = seed.new_empty(2), torch.empty_like(log_sums)
+    edges, log_normalizer, spread, log_transition, _ = chain.normalizers
+    norms = seed.new_empty(2)
 
     def of_words() -> tuple[LogitGradient, Tensor]:
         sums, total = _word_sums(chain, result, seed, edges)
@@ -54,9 +53,9 @@ def accumulate_words(
         weights, begun = _weights(chain, result, seed)
 
         def of_transition() -> Tensor:
-            gradient, states = _pairs(chain, result, weights), len(logits)
-            softmax_gradient_kernel[(states,)](gradient, logits, log_sums, row_norms, states, **row_blocks(states))
-            torch.linalg.vector_norm(row_norms, out=norms[0])
+            counts = _transition_counts(chain, result, weights)
+            gradient = torch._log_softmax_backward_data(counts, log_transition, 1, counts.dtype)
+            torch.linalg.vector_norm(gradient, out=norms[0])
             return gradient
 
         def of_start() -> Tensor:
@@ -75,7 +74,7 @@ def accumulate_words(
 def _state_counts(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the expected counts of start [Z] and transition [Z, Z], and w times seed at position 0 [B, Z]."""
     weights, begun = _weights(chain, result, seed)
-    return begun.sum(0) * chain.start, _pairs(chain, result, weights).mul_(chain.transition), weights[0]
+    return begun.sum(0) * chain.start, _transition_counts(chain, result, weights), weights[0]
 
 
 def _weights(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,11 +102,12 @@ def _weights(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[T
     return weights, begun
 
 
-def _pairs(chain: KernelChain, result: KernelForward, weights: Tensor) -> Tensor:
-    """Compute the gradient of the transition probabilities [Z, Z] from `_weights`: expected counts divided by them."""
+def _transition_counts(chain: KernelChain, result: KernelForward, weights: Tensor) -> Tensor:
+    """Compute the expected counts of transitions [Z, Z] from `_weights`."""
     (steps, _, states), first = chain.shape, int(chain.initial is None)
     alpha = result.joint[0]
-    return matmul(alpha[first:steps].view(-1, states).t(), weights[first:].view(-1, states))
+    counts = matmul(alpha[first:steps].view(-1, states).t(), weights[first:].view(-1, states))
+    return counts.mul_(chain.transition)
 
 
 def _word_sums(chain: KernelChain, result: KernelForward, seed: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
