@@ -5,20 +5,21 @@ python -m benchmarks.blocked_cpu        # a minute or two; writes results/blocke
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
 import torch
 
-from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan, scaled
+from hmmlm.ops.blocked_scan import Factors, blocked_scan, scaled
 from papers.records import add_record, commit, machine
 
 WORDS, BATCH, TIME, HIDDEN, REPEATS = 10_000, 16, 32, 256, 5
 SIZES = ((1, 512), (4, 128), (16, 64), (64, 64), (128, 32))  # blocks, states of each
 
 
-def problem(blocks: int, kept: int) -> tuple[Factors, CarriedRows, torch.Tensor]:
-    """Return factors, a carry, and tokens with Zipfian frequencies."""
+def problem(blocks: int, kept: int) -> tuple[Factors, torch.Tensor, torch.Tensor]:
+    """Return factors, an entry, and tokens with Zipfian frequencies."""
     generator = torch.Generator().manual_seed(0)
     states = blocks * kept
     u, w = (0.3 * torch.randn(states, HIDDEN, generator=generator) for _ in range(2))
@@ -27,19 +28,16 @@ def problem(blocks: int, kept: int) -> tuple[Factors, CarriedRows, torch.Tensor]
     emission = torch.randn(WORDS, kept, generator=generator).log_softmax(0)
     chances = 1 / torch.arange(1.0, WORDS + 1)
     tokens = torch.multinomial(chances, BATCH * TIME, replacement=True, generator=generator).view(BATCH, TIME)
-    before = torch.zeros(1, dtype=torch.long) if blocks == 1 else tokens[:, 0] % blocks
-    carried = CarriedRows(
-        torch.full((BATCH, kept), 1 / kept), u.view(blocks, kept, -1)[before], normalizer.view(blocks, -1)[before]
-    )
-    return Factors(torch.arange(WORDS) % blocks, u, w, normalizer, start, emission), carried, tokens
+    entry = torch.full((BATCH, 1, kept), -math.log(states))
+    return Factors(torch.arange(WORDS) % blocks, u, w, normalizer, start, emission), entry, tokens
 
 
-def seconds(factors: Factors, carried: CarriedRows, tokens: torch.Tensor) -> float:
+def seconds(factors: Factors, entry: torch.Tensor, tokens: torch.Tensor) -> float:
     """Return the time of one forward and backward pass."""
     block_of_word, *parameters = factors
     leaves = Factors(block_of_word, *(x.clone().requires_grad_() for x in parameters))
     began = time.perf_counter()
-    blocked_scan(leaves, tokens, carried=carried).log_likelihood.sum().backward()
+    blocked_scan(leaves, tokens, entry=entry).log_likelihood.sum().backward()
     return time.perf_counter() - began
 
 

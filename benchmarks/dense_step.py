@@ -136,7 +136,7 @@ def check(options: argparse.Namespace, device: torch.device, precision: str, spr
             result = scan(Parameters(start, transition, emission), Evidence(tokens, None, initial, restart), impl)
         leaves = (start, transition, emission, initial)
         gradients = torch.autograd.grad(result.log_likelihood, leaves, weight.to(dtype))
-        found.append([result.log_likelihood.detach(), result.carry.probs, *gradients])
+        found.append([result.log_likelihood.detach(), result.carry.log_probs.exp(), *gradients])
     names = ("log_likelihood", "carry", "start", "transition", "emission", "initial")
     pairs = zip(names, *found, strict=True)
     return {name: float((got.double() - want).norm() / want.norm()) for name, got, want in pairs}

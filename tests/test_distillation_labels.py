@@ -60,7 +60,7 @@ def test_windows_restarts_and_lengths_of_the_joint_likelihood() -> None:
     ragged_tokens[:, 4:], ragged[:, 4:] = -1, -1
     short = hmm.joint_scan(ragged_tokens, ragged, torch.tensor([4, 4]))
     torch.testing.assert_close(short.log_likelihood, first.log_likelihood)
-    assert torch.equal(short.carry.probs, first.carry.probs)
+    assert torch.equal(short.carry.log_probs, first.carry.log_probs)
 
 
 def test_the_gradient_of_the_joint_likelihood_is_the_counts() -> None:
@@ -108,7 +108,7 @@ def test_the_carry_of_the_joint_scan_is_the_last_label() -> None:
     tokens, labels = torch.tensor([[0, 1, 2], [1, 0, -1]]), torch.tensor([[2, 0, 1], [0, 2, -1]])
     dense = random_hmm(3, 4, seed=0, dtype=torch.float32)
     scan = dense.joint_scan(tokens, labels, torch.tensor([3, 2]))
-    assert scan.carry.probs.tolist() == [[0, 1, 0], [0, 0, 1]]
+    assert scan.carry.log_probs.exp().tolist() == [[0, 1, 0], [0, 0, 1]]
 
 
 def test_the_carry_of_a_blocked_joint_scan_is_the_last_label() -> None:
@@ -117,7 +117,7 @@ def test_the_carry_of_a_blocked_joint_scan_is_the_last_label() -> None:
     labels = torch.tensor([[0, 2, 1], [3, 2, -1]])
     carry = hmm.joint_scan(words, labels, torch.tensor([3, 2])).carry
     assert carry.states is not None
-    assert (carry.states * carry.probs).sum(1).tolist() == [1, 2]
+    assert (carry.states * carry.log_probs.exp()).sum(1).tolist() == [1, 2]
     following = hmm.joint_scan(words[:, :2], labels[:, :2], carry=carry).log_likelihood
     dense_carry = hmm.dense().carry_at(torch.tensor([1, 2]))
     expected = hmm.dense().joint_scan(words[:, :2], labels[:, :2], carry=dense_carry).log_likelihood

@@ -31,7 +31,7 @@ def draw(hmm: HiddenMarkovModel, batch: int, steps: int, seed: int = 0) -> tuple
 
 def some_carry(hmm: HiddenMarkovModel, batch: int) -> Carry:
     """Return a carry over all states."""
-    return Carry(torch.rand(batch, hmm.states, generator=torch.Generator().manual_seed(1)).double().softmax(1))
+    return Carry(torch.rand(batch, hmm.states, generator=torch.Generator().manual_seed(1)).double().log_softmax(1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -45,12 +45,12 @@ def test_scan_agrees_with_enumeration(kind: str, lengths: Tensor | None, restart
     found = hmm.scan(tokens, lengths, carry, restart)
     for row in range(3):
         size = 4 if lengths is None else int(lengths[row])
-        initial = None if carry is None else carry.probs[row]
+        initial = None if carry is None else carry.log_probs[row].exp()
         starts = None if restart is None else restart[row].tolist()
         oracle = Enumeration(hmm.dense(), tokens[row, :size].tolist(), initial, starts)
         torch.testing.assert_close(found.log_likelihood[row], oracle.log_likelihood())
         states = torch.arange(hmm.states) if found.carry.states is None else found.carry.states[row]
-        torch.testing.assert_close(found.carry.probs[row], oracle.posterior()[-1][states])
+        torch.testing.assert_close(found.carry.log_probs[row].exp(), oracle.posterior()[-1][states])
         assert oracle.posterior()[-1][states].sum().item() == pytest.approx(1)
 
 
@@ -78,7 +78,7 @@ def test_joint_scan_agrees_with_enumeration(
         oracle = Enumeration(hmm.dense(), tokens[row, :size].tolist(), certain, starts)
         torch.testing.assert_close(found.log_likelihood[row], oracle.log_joint_of(states[row, :size].tolist()))
         assert found.carry.most_likely()[row] == states[row, size - 1]
-        assert found.carry.probs[row].sum() == 1 and found.carry.probs[row].max() == 1
+        assert found.carry.log_probs[row].exp().sum() == 1 and found.carry.log_probs[row].max() == 0
 
 
 def test_joint_scan_of_states_that_cannot_emit_the_token() -> None:
@@ -114,7 +114,7 @@ def test_windows_with_a_carry_add_up_to_the_whole(kind: str, joint: bool) -> Non
         total, carry = total + part.log_likelihood, part.carry
     torch.testing.assert_close(total, whole.log_likelihood)
     assert carry is not None
-    torch.testing.assert_close(carry.probs, whole.carry.probs)
+    torch.testing.assert_close(carry.log_probs, whole.carry.log_probs)
     assert torch.equal(carry.most_likely(), whole.carry.most_likely())
     assert (carry.states is None) == (kind == "dense")
     if carry.states is not None:
@@ -135,7 +135,7 @@ def test_gradients_of_a_blocked_scan_are_those_of_the_dense_one(joint: bool) -> 
         result = (
             hmm.joint_scan(tokens, states, None, carry, restart) if joint else hmm.scan(tokens, None, carry, restart)
         )
-        assert not result.carry.probs.requires_grad
+        assert not result.carry.log_probs.requires_grad
         weight = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
         found.append(torch.autograd.grad(result.log_likelihood, leaves, weight))
     for blocked, want in zip(*found, strict=True):

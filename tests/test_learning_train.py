@@ -82,7 +82,7 @@ def test_adamw_equals_a_plain_loop(tmp_path: Path) -> None:
             initial = carry[: len(batch.tokens)] if batch.carry else None
             evidence = Evidence(batch.tokens, batch.lengths, initial, batch.restart)
             result = scan(plain().parameters, evidence, "naive")
-            carry = result.carry.probs
+            carry = result.carry.log_probs.exp().float()
             count = int((batch.tokens >= 0).sum())
             adamw.zero_grad()
             (-result.log_likelihood.sum() / count).backward()

@@ -55,9 +55,10 @@ def written_out(model: UniformNeural, columns: Tensor | None = None) -> HMM:
 
 
 def spread(carry: Carry, states: int = STATES) -> Tensor:
-    """Return the probabilities [B, Z] of a carry over a few states."""
+    """Return the log-probabilities [B, Z] of a carry over a few states."""
     assert carry.states is not None
-    return torch.zeros(len(carry.probs), states, dtype=carry.probs.dtype).scatter(1, carry.states, carry.probs)
+    nothing = torch.full((len(carry.log_probs), states), -torch.inf, dtype=torch.float64)
+    return nothing.scatter(1, carry.states, carry.log_probs)
 
 
 def check_gradients(model: UniformNeural, mine: Tensor, expected: Tensor) -> None:
@@ -103,7 +104,7 @@ def test_without_dropout_training_scan_equals_the_model(form: str, monkeypatch: 
     second = model.scan(tokens[:, 4:], carry=first.carry, restart=restart[:, 4:])
     whole = written_out(model).scan(tokens, restart=restart)
     torch.testing.assert_close(first.log_likelihood + second.log_likelihood, whole.log_likelihood)
-    torch.testing.assert_close(spread(second.carry), whole.carry.probs)
+    torch.testing.assert_close(spread(second.carry), whole.carry.log_probs, rtol=1e-5, atol=1e-5)
     hmm = written_out(model)
     check_gradients(
         model,
@@ -118,7 +119,7 @@ def test_words_beyond_a_length_do_not_matter() -> None:
     padded = tokens.masked_fill(torch.arange(5) >= lengths[:, None], -1)
     result, expected = model.scan(padded, lengths), written_out(model).scan(padded, lengths)
     torch.testing.assert_close(result.log_likelihood, expected.log_likelihood)
-    torch.testing.assert_close(spread(result.carry), expected.carry.probs)
+    torch.testing.assert_close(spread(result.carry), expected.carry.log_probs, rtol=1e-5, atol=1e-5)
 
 
 def test_dropout_is_the_dense_model_without_those_columns() -> None:
@@ -133,11 +134,11 @@ def test_dropout_is_the_dense_model_without_those_columns() -> None:
     hmms = [written_out(model, kept) for kept in columns]
     expected = hmms[0].scan(tokens[:, :4])
     torch.testing.assert_close(first.log_likelihood, expected.log_likelihood)
-    torch.testing.assert_close(spread(first.carry), expected.carry.probs)
-    assert bool((spread(first.carry)[:, ~columns[1]] > 0).any())
+    torch.testing.assert_close(spread(first.carry), expected.carry.log_probs, rtol=1e-5, atol=1e-5)
+    assert bool((spread(first.carry)[:, ~columns[1]] > -torch.inf).any())
     later = hmms[1].scan(tokens[:, 4:], carry=Carry(spread(first.carry)))
     torch.testing.assert_close(second.log_likelihood, later.log_likelihood)
-    torch.testing.assert_close(spread(second.carry), later.carry.probs)
+    torch.testing.assert_close(spread(second.carry), later.carry.log_probs, rtol=1e-5, atol=1e-5)
     check_gradients(model, first.log_likelihood + second.log_likelihood, expected.log_likelihood + later.log_likelihood)
     assert int(model.skipped) == 0
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, BlockedHMM
-from hmmlm.ops.blocked_scan import CarriedRows, Factors, api, blocked_scan, naive, scaled
+from hmmlm.ops.blocked_scan import Factors, api, blocked_scan, naive, scaled
 from hmmlm.ops.blocked_scan.problem import lay_out
 
 IMPLEMENTATIONS = implementations("scaled")
@@ -46,26 +46,26 @@ def test_tiles_of_a_few_steps_at_a_time(impl: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(module, "_TILE_AT_ONCE", 0)  # tiles are read two rows at a time
         monkeypatch.setattr(module, "_IN_CHUNKS", {"chunk": 8, "warps": 4, "stages": 2})
     monkeypatch.setattr(module, "_TILE_BUDGET", 2 * 4 * 3 * 3)
-    assert_agrees(make_case(2, 3, 4, 5, 2, 5, carried_states=4, ragged=True, restarts=True, seed=11), impl)
+    assert_agrees(make_case(2, 3, 4, 5, 2, 5, entered=True, ragged=True, restarts=True, seed=11), impl)
 
 
 @pytest.mark.parametrize("impl", ["naive", *IMPLEMENTATIONS])
 def test_impossible_sequences_have_no_gradient(impl: str) -> None:
-    case = make_case(2, 3, 2, 5, 3, 4, carried_states=3, seed=5)
+    case = make_case(2, 3, 2, 5, 3, 4, entered=True, seed=5)
     case.factors.log_emission[4] = -torch.inf  # no state emits word 4
     case.factors.log_emission[3, 1:] = -torch.inf
     case.tokens[:] = torch.tensor([[0, 1, 4, 2], [3, 2, 3, 1], [4, 0, 1, 4]])
     result = solve(case, impl)
     assert result.scan.log_likelihood.isinf().tolist() == [True, False, True]
-    assert (result.scan.carry.probs[[0, 2]] == 0).all()
-    assert case.carried is not None
-    alone = case._replace(tokens=case.tokens[1:2], carried=case.carried.rows(torch.tensor([1]), torch.float64))
+    assert (result.scan.carry.log_probs[[0, 2]] == -torch.inf).all()
+    assert case.entry is not None
+    alone = case._replace(tokens=case.tokens[1:2], entry=case.entry[1:2])
     leaves = alone.to("cpu", torch.float64)
-    only = blocked_scan(leaves.factors, leaves.tokens, carried=leaves.carried, impl="naive").log_likelihood
+    only = blocked_scan(leaves.factors, leaves.tokens, entry=leaves.entry, impl="naive").log_likelihood
     inputs = leaves.inputs()
     expected = torch.autograd.grad(weights(3)[1] * only.sum(), list(inputs.values()), materialize_grads=True)
     for (name, got), want in zip(result.gradients.items(), expected, strict=True):
-        if name.startswith("carried."):
+        if name == "entry":
             assert (got[[0, 2]] == 0).all()
             got = got[1:2]
         torch.testing.assert_close(got.double(), want, rtol=3e-5, atol=3e-5)
@@ -132,7 +132,7 @@ def test_a_path_that_matters_only_later_is_left_out_of_a_graph(impl: str, monkey
     both = case.to("cpu", torch.float32)
     result = blocked_scan(both.factors, both.tokens, impl=impl)
     assert result.suspect is not None and result.suspect.tolist() == [True, False]
-    assert result.log_likelihood[0] == -torch.inf and bool((result.carry.probs[0] == 0).all())
+    assert result.log_likelihood[0] == -torch.inf and bool((result.carry.log_probs[0] == -torch.inf).all())
     alone = case._replace(tokens=case.tokens[1:]).to("cpu", torch.float32)
     want = blocked_scan(alone.factors, alone.tokens, impl="naive").log_likelihood
     torch.testing.assert_close(result.log_likelihood[1:], want)
@@ -173,9 +173,7 @@ def test_what_is_not_suspect_is_accurate(impl: str) -> None:
     "options",
     [
         {},
-        {"carried_states": 4, "ragged": True, "restarts": True, "shared": True},
-        {"carried_states": 2, "ragged": True, "restarts": True},
-        {"carried_states": 3, "shared": True},
+        {"entered": True, "ragged": True, "restarts": True},
     ],
 )
 def test_steps_between_the_same_blocks_share_a_tile(
@@ -191,8 +189,7 @@ def test_steps_between_the_same_blocks_share_a_tile(
     monkeypatch.setattr(scaled, "_make", recorded)
     case = make_case(blocks, 3, 4, 6, 4, 9, **options, seed=7)
     assert_agrees(case, "scaled")
-    groups = blocks + (0 if case.carried is None else len(case.carried.u))
-    assert made and all(len(tiles.values) <= blocks * groups < case.tokens.numel() for tiles in made)
+    assert made and all(len(tiles.values) <= blocks**2 < case.tokens.numel() for tiles in made)
 
 
 @outside_interpreter
@@ -219,9 +216,10 @@ def dense(factors: Factors) -> HMM:
 
 
 @outside_interpreter
-@pytest.mark.parametrize(("carried_states", "restarts"), [(0, False), (3, False), (0, True), (2, True)])
-def test_the_specification_agrees_with_enumeration(carried_states: int, restarts: bool) -> None:
-    case = make_case(3, 2, 3, 5, 2, 4, carried_states=carried_states, restarts=restarts, seed=carried_states)
+@pytest.mark.parametrize("entered", [False, True])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_the_specification_agrees_with_enumeration(entered: bool, restarts: bool) -> None:
+    case = make_case(3, 2, 3, 5, 2, 4, entered=entered, restarts=restarts, seed=2 * entered)
     case = case._replace(lengths=torch.tensor([4, 2]))
     result = solve(case, "naive")
     hmm = dense(case.factors)
@@ -229,22 +227,22 @@ def test_the_specification_agrees_with_enumeration(carried_states: int, restarts
         tokens = case.tokens[row, :size].tolist()
         starts = [False] * size if case.restart is None else case.restart[row, :size].tolist()
         reference = hmm
-        if case.carried is not None and not starts[0]:  # the distribution that the first word is emitted from
-            filtered, u, normalizer = (x[row] for x in case.carried[:3])
-            entered = (filtered.log()[:, None] + u @ case.factors.w.T - normalizer[:, None]).logsumexp(0)
+        if case.entry is not None and not starts[0]:  # the distribution that the first word is emitted from
+            first_states = int(case.factors.block_of_word[tokens[0]]) * 2 + torch.arange(2)
+            entered_at = torch.full_like(hmm.log_start, -torch.inf).index_copy(0, first_states, case.entry[row, 0])
             if not any(starts):
-                reference = HMM(entered, hmm.log_transition, hmm.log_emission)
+                reference = HMM(entered_at, hmm.log_transition, hmm.log_emission)
             else:  # restarts use the start distribution: enumerate the stretch before the first of them alone
                 first = starts.index(True)
-                before = Enumeration(HMM(entered, hmm.log_transition, hmm.log_emission), tokens[:first])
+                before = Enumeration(HMM(entered_at, hmm.log_transition, hmm.log_emission), tokens[:first])
                 after = Enumeration(hmm, tokens[first:], restart=starts[first:])
                 expected = before.log_likelihood() + after.log_likelihood()
                 torch.testing.assert_close(result.scan.log_likelihood[row], expected)
-                assert_carry(case, result.scan.carry.probs[row], tokens[-1], after)
+                assert_carry(case, result.scan.carry.log_probs[row].exp(), tokens[-1], after)
                 continue
         oracle = Enumeration(reference, tokens, restart=starts)
         torch.testing.assert_close(result.scan.log_likelihood[row], oracle.log_likelihood())
-        assert_carry(case, result.scan.carry.probs[row], tokens[-1], oracle)
+        assert_carry(case, result.scan.carry.log_probs[row].exp(), tokens[-1], oracle)
 
 
 def assert_carry(case: Case, probs: Tensor, word: int, oracle: Enumeration) -> None:
@@ -256,13 +254,13 @@ def assert_carry(case: Case, probs: Tensor, word: int, oracle: Enumeration) -> N
 
 @outside_interpreter
 def test_gradients_of_the_specification_agree_with_finite_differences() -> None:
-    case = make_case(2, 2, 2, 4, 2, 3, carried_states=2, restarts=True, seed=4).to("cpu", torch.float64)
+    case = make_case(2, 2, 2, 4, 2, 3, entered=True, restarts=True, seed=4).to("cpu", torch.float64)
     names = list(case.inputs())
 
     def log_likelihood(*values: Tensor) -> Tensor:
         given = case.with_inputs(dict(zip(names, values, strict=True)))
         return blocked_scan(
-            given.factors, given.tokens, carried=given.carried, restart=given.restart, impl="naive"
+            given.factors, given.tokens, entry=given.entry, restart=given.restart, impl="naive"
         ).log_likelihood
 
     assert torch.autograd.gradcheck(log_likelihood, tuple(case.inputs().values()))
@@ -272,10 +270,9 @@ def test_gradients_of_the_specification_agree_with_finite_differences() -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     size=st.tuples(*[st.integers(1, 4)] * 5),
-    carried_states=st.integers(0, 5),
+    entered=st.booleans(),
     ragged=st.booleans(),
     restarts=st.booleans(),
-    shared=st.booleans(),
     seed=st.integers(0, 999),
 )
 def test_any_size(size: tuple[int, int, int, int, int], **options: Any) -> None:
@@ -290,11 +287,12 @@ def test_two_windows_are_one(impl: Any) -> None:
     factors, tokens = case.factors, case.tokens
     whole = blocked_scan(factors, tokens, impl=impl)
     one = blocked_scan(factors, tokens[:, :4], impl=impl)
-    rows = factors.block_of_word[tokens[:, 3]][:, None] * 4 + torch.arange(4)
-    carried = CarriedRows(one.carry.probs, factors.u[rows], factors.log_normalizer[rows])
-    two = blocked_scan(factors, tokens[:, 4:], carried=carried, impl=impl)
+    left, entered = (factors.block_of_word[tokens[:, t]][:, None] * 4 + torch.arange(4) for t in (3, 4))
+    moved = factors.u[left] @ factors.w[entered].mT - factors.log_normalizer[left][:, :, None]
+    entry = (one.carry.log_probs[:, :, None] + moved).logsumexp(1)[:, None]
+    two = blocked_scan(factors, tokens[:, 4:], entry=entry, impl=impl)
     torch.testing.assert_close(one.log_likelihood + two.log_likelihood, whole.log_likelihood)
-    torch.testing.assert_close(two.carry.probs, whole.carry.probs)
+    torch.testing.assert_close(two.carry.log_probs, whole.carry.log_probs)
 
 
 @outside_interpreter
@@ -313,18 +311,15 @@ def test_expected_counts_add_up() -> None:
 
 @outside_interpreter
 def test_narrow_products_round_the_operands_only() -> None:
-    case = make_case(3, 4, 8, 7, 3, 6, carried_states=3, seed=10)
-    assert case.carried is not None
-    case = case._replace(
-        factors=case.factors.to(torch.float32), carried=CarriedRows(*(x.float() for x in case.carried[:3]))
-    )
-    assert case.carried is not None
+    case = make_case(3, 4, 8, 7, 3, 6, entered=True, seed=10)
+    assert case.entry is not None
+    case = case._replace(factors=case.factors.to(torch.float32), entry=case.entry.float())
 
     def rounded(x: Tensor) -> Tensor:
         return x.bfloat16().float()
 
     factors = case.factors._replace(u=rounded(case.factors.u), w=rounded(case.factors.w))
-    exact = case._replace(factors=factors, carried=case.carried._replace(u=rounded(case.carried.u)))
+    exact = case._replace(factors=factors)
     narrow, expected = solve(case, "scaled", product_dtype=torch.bfloat16), solve(exact, "naive")
     torch.testing.assert_close(narrow.scan.log_likelihood, expected.scan.log_likelihood, rtol=1e-5, atol=1e-5)
     for name, want in expected.gradients.items():
@@ -338,7 +333,7 @@ def test_words_beyond_the_length_are_ignored() -> None:
     one = blocked_scan(case.factors, padded, lengths=torch.tensor([4, 4]))
     two = blocked_scan(case.factors, case.tokens)
     torch.testing.assert_close(one.log_likelihood, two.log_likelihood)
-    torch.testing.assert_close(one.carry.probs, two.carry.probs)
+    torch.testing.assert_close(one.carry.log_probs, two.carry.log_probs)
 
 
 @outside_interpreter
@@ -350,11 +345,7 @@ def test_words_beyond_the_length_are_ignored() -> None:
         ({"log_start": torch.zeros(5)}, {}, r"log_start is \[5\], should be \[6\]"),
         ({"block_of_word": torch.zeros(4).long()}, {}, r"block_of_word is \[4\], should be \[5\]"),
         ({}, {"restart": torch.zeros(4).bool()}, r"restart is \[4\], should be \[2, 4\]"),
-        (
-            {},
-            {"carried": CarriedRows(*map(torch.ones, [(2, 3), (2, 3, 1), (2, 3)]))},
-            r"carried\.u is \[2, 3, 1\], should be \[2, 3, 2\]",
-        ),
+        ({}, {"entry": torch.ones(2, 3)}, r"entry is \[2, 3\], should be \[2, 1, 3\]"),
         ({}, {"tokens": torch.tensor([[0, 1], [2, -1]])}, r"token -1 at \[1, 1\] is not one of the 5 words"),
         ({}, {"tokens": torch.zeros(2, 0).long()}, r"tokens \[2, 0\] must be \[B, T\] with at least one"),
         ({}, {"tokens": torch.tensor([[0, 5]])}, r"token 5 at \[0, 1\]"),

@@ -101,7 +101,7 @@ def test_a_carry_has_rows_and_a_most_likely_state() -> None:
     over_all, over_some = Carry(probs), Carry(probs, torch.tensor([[4, 5], [2, 3]]))
     assert over_all.most_likely().tolist() == [1, 0] and over_some.most_likely().tolist() == [5, 2]
     assert over_some.rows(1).states.tolist() == [[4, 5]] and over_all.rows(1).states is None
-    assert sorted(over_all.tensors()) == ["probs"] and sorted(over_some.tensors()) == ["probs", "states"]
+    assert sorted(over_all.tensors()) == ["log_probs"] and sorted(over_some.tensors()) == ["log_probs", "states"]
     copy = over_some.clone()
-    copy.probs.zero_()
-    assert torch.equal(over_some.probs, probs)
+    copy.log_probs.zero_()
+    assert torch.equal(over_some.log_probs, probs)

@@ -161,7 +161,7 @@ def test_any_division_gives_the_results_of_tensor_operations(
             result = scan(Parameters(*leaves), evidence, impl)  # type: ignore[arg-type]
             inputs = [*leaves, initial] if evidence.initial is not None else leaves
             gradients = torch.autograd.grad(result.log_likelihood, inputs, weight)
-            found.append([result.log_likelihood.detach(), result.carry.probs, *gradients])
+            found.append([result.log_likelihood.detach(), result.carry.log_probs.exp(), *gradients])
         for ours, theirs in zip(*found, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance / 10)
 

@@ -48,7 +48,7 @@ def test_log_space_agrees_with_enumeration(
         if oracle.log_likelihood() == NEG_INF:
             continue
         possible += 1
-        torch.testing.assert_close(result.carry.probs[0], oracle.posterior()[-1])
+        torch.testing.assert_close(result.carry.log_probs.exp()[0], oracle.posterior()[-1])
         alpha, beta = naive.forward(parameters, evidence), naive.backward(parameters, evidence)
         torch.testing.assert_close((alpha + beta)[0].softmax(1), oracle.posterior())
         counts = naive.expected_counts(parameters, evidence, torch.ones(1, dtype=torch.float64))
@@ -108,10 +108,10 @@ def test_windows_with_a_carry_add_up_to_the_whole(impl: Impl) -> None:
     carried, total = None, torch.zeros(3, dtype=torch.float64)
     for window in tokens.split(7, dim=1):
         part = scan(parameters, Evidence(window, initial=carried), impl)
-        carried, total = part.carry.probs, total + part.log_likelihood
+        carried, total = part.carry.log_probs.exp(), total + part.log_likelihood
     torch.testing.assert_close(total, whole.log_likelihood)
     assert carried is not None
-    torch.testing.assert_close(carried, whole.carry.probs)
+    torch.testing.assert_close(carried, whole.carry.log_probs.exp())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -135,7 +135,7 @@ def test_an_impossible_sequence_has_minus_infinity_and_no_gradient(impl: Impl, d
     result = scan(parameters, Evidence(torch.tensor([[0, 3, 1], [0, 1, 2]])), impl)
     assert result.log_likelihood[0] == NEG_INF
     assert bool(result.log_likelihood[1].isfinite())
-    assert bool((result.carry.probs[0] == 0).all())
+    assert bool((result.carry.log_probs.exp()[0] == 0).all())
     gradients = torch.autograd.grad(result.log_likelihood[0], parameters)
     assert all(bool((g == 0).all()) for g in gradients)
 
@@ -162,7 +162,7 @@ def test_fifty_thousand_tokens_in_float32() -> None:
         exact = Parameters(*(p.double() for p in parameters))
         for window in tokens.split(12_500, 1):
             part = scan(exact, Evidence(window, initial=carried))
-            carried, windows = part.carry.probs, windows + part.log_likelihood[0]
+            carried, windows = part.carry.log_probs.exp(), windows + part.log_likelihood[0]
     assert result.item() == pytest.approx(windows.item(), rel=1e-5)
     start, transition, emission = torch.autograd.grad(result.sum(), parameters)
     assert transition.sum().item() == pytest.approx(49_999, rel=1e-3)
@@ -199,7 +199,7 @@ def test_a_carry_below_the_floor_may_be_the_only_explanation(impl: Impl) -> None
     initial = torch.tensor([[1.0, 2e-39]])
     result = scan(parameters, Evidence(torch.tensor([[1]]), None, initial), impl)
     torch.testing.assert_close(result.log_likelihood, torch.tensor([math.log(2e-39) - 60]))
-    torch.testing.assert_close(result.carry.probs, torch.tensor([[0.0, 1.0]]))
+    torch.testing.assert_close(result.carry.log_probs.exp(), torch.tensor([[0.0, 1.0]], dtype=torch.float64))
 
 
 # --- compiled loops ---
@@ -265,6 +265,6 @@ def test_compiled_loops_of_padded_rows_agree_with_log_space(states: int, dtype: 
         result = scan(Parameters(*inputs[:3]), Evidence(tokens, lengths, inputs[3], restart), impl)
         possible = result.log_likelihood.isfinite()
         gradients = torch.autograd.grad(result.log_likelihood[possible].sum(), inputs)
-        found.append([result.log_likelihood.detach()[possible], result.carry.probs[possible], *gradients])
+        found.append([result.log_likelihood.detach()[possible], result.carry.log_probs.exp()[possible], *gradients])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got.double(), want.double(), **CLOSE[dtype])

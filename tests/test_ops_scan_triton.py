@@ -111,9 +111,9 @@ if INTERPRETING:
         narrow, tokens = Parameters(*(p.float() for p in parameters)), evidence.tokens
         whole = scan(narrow, Evidence(tokens), "triton")
         first = scan(narrow, Evidence(tokens[:, :4]), "triton")
-        second = scan(narrow, Evidence(tokens[:, 4:], initial=first.carry.probs), "triton")
+        second = scan(narrow, Evidence(tokens[:, 4:], initial=first.carry.log_probs.exp()), "triton")
         torch.testing.assert_close(first.log_likelihood + second.log_likelihood, whole.log_likelihood)
-        torch.testing.assert_close(second.carry.probs, whole.carry.probs)
+        torch.testing.assert_close(second.carry.log_probs.exp(), whole.carry.log_probs.exp())
 
 
 # --- inside a CUDA graph, where nothing may be inspected: simulated, by the check that the functions make ---
@@ -132,7 +132,8 @@ def test_suspect_sequences_have_no_gradient() -> None:
     inputs = leaves(sticky(NEG_INF, NEG_INF))
     result = scan(inputs, Evidence(tokens), IMPL)
     assert result.suspect is not None and result.suspect.tolist() == [False, True]
-    torch.testing.assert_close(result.carry.probs, torch.tensor([[1.0, 0.0], [0.5, 0.5]]))  # the second starts again
+    carried = result.carry.log_probs.exp().tolist()
+    assert carried == [pytest.approx([1.0, 0.0]), pytest.approx([0.5, 0.5])]  # the second starts again
     got = torch.autograd.grad(torch.where(result.suspect, 0.0, result.log_likelihood).sum(), inputs)
     alone = leaves(sticky(NEG_INF, NEG_INF))
     want = torch.autograd.grad(scan(alone, Evidence(tokens[:1]), "naive").log_likelihood.sum(), alone)
@@ -179,8 +180,8 @@ def test_gradients_stay_finite_where_nothing_explains_a_word() -> None:
     result = model.scan(tokens)
     assert result.suspect is not None
     assert int(model.skipped) == int(result.suspect.sum()) > 0
-    assert result.log_likelihood.isfinite().all() and result.carry.probs.isfinite().all()
-    torch.testing.assert_close(result.carry.probs.sum(1), torch.ones(5))
+    assert result.log_likelihood.isfinite().all() and result.carry.log_probs.exp().isfinite().all()
+    torch.testing.assert_close(result.carry.log_probs.exp().sum(1), torch.ones(5, dtype=torch.float64))
     result.log_likelihood.sum().backward()
     for parameter in model.parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all()

@@ -7,13 +7,13 @@ import torch
 from helpers.blocked_scan import Case, make_case, weights
 from torch import Tensor
 
-from hmmlm.ops.blocked_scan import CarriedFeatures, Features, blocked_scan, scaled, softmax, softmax_scan, table
+from hmmlm.ops.blocked_scan import Features, blocked_scan, scaled, softmax, softmax_scan, table
 
 CASES = [
     ((3, 4, 5, 9, 4, 6), {}),
-    ((3, 4, 5, 9, 4, 6), {"carried_states": 4, "restarts": True}),
-    ((3, 4, 5, 9, 6, 6), {"carried_states": 4, "groups": 2, "ragged": True, "restarts": True}),
-    ((1, 5, 3, 7, 3, 4), {"carried_states": 5, "shared": True}),
+    ((3, 4, 5, 9, 4, 6), {"entered": True, "restarts": True}),
+    ((3, 4, 5, 9, 6, 6), {"entered": True, "ragged": True, "restarts": True}),
+    ((1, 5, 3, 7, 3, 4), {"entered": True}),
     ((2, 64, 3, 7, 3, 9), {}),  # tiles so large that they are shared
 ]
 
@@ -23,26 +23,23 @@ def solve(case: Case, dtype: torch.dtype, specification: bool) -> dict[str, Tens
     case = case.to("cpu", dtype)
     block_of_word, u, w, _, log_start, log_emission = case.factors
     features = Features(block_of_word, u, w, log_start, log_emission)
-    carried = None
     leaves = dict(zip(("u", "w", "log_start", "log_emission"), features[1:], strict=True))
-    if case.carried is not None:
-        filtered, rows, _, group = case.carried
-        carried, leaves = CarriedFeatures(filtered, rows, group), leaves | {"filtered": filtered, "rows": rows}
-    options: dict[str, Any] = {"lengths": case.lengths, "restart": case.restart}
+    if case.entry is not None:
+        leaves["entry"] = case.entry
+    options: dict[str, Any] = {"entry": case.entry, "lengths": case.lengths, "restart": case.restart}
     if specification:
-        before = None if carried is None else carried.normalized(w)
-        result = blocked_scan(features.factors(), case.tokens, carried=before, impl="naive", **options)
+        result = blocked_scan(features.factors(), case.tokens, impl="naive", **options)
     else:
-        result = softmax_scan(features, case.tokens, carried=carried, **options)
+        result = softmax_scan(features, case.tokens, **options)
         assert result.suspect is not None and not result.suspect.any()
     total = (weights(len(case.tokens)).to(dtype) * result.log_likelihood).sum()
     gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    found = {"log_likelihood": result.log_likelihood, "carry": result.carry.probs}
+    found = {"log_likelihood": result.log_likelihood, "carry": result.carry.log_probs.exp()}
     return {name: x.detach().double() for name, x in (found | dict(zip(leaves, gradients, strict=True))).items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("chunk", [2**21, 1])  # all rows at a time, and one group at a time
+@pytest.mark.parametrize("chunk", [2**21, 1])  # all rows at a time, and one block at a time
 @pytest.mark.parametrize(("size", "options"), CASES)
 def test_agrees_with_the_specification(
     size: tuple[int, ...], options: dict[str, Any], chunk: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -58,19 +55,16 @@ def test_agrees_with_the_specification(
 
 def test_tiles_of_a_few_steps_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaled, "_TILE_BUDGET", 2 * 4 * 4 * 4)
-    case = make_case(3, 4, 5, 9, 4, 6, carried_states=4, seed=1)
+    case = make_case(3, 4, 5, 9, 4, 6, entered=True, seed=1)
     got, want = solve(case, torch.float64, False), solve(case, torch.float64, True)
     for name in want:
         torch.testing.assert_close(got[name], want[name])
 
 
-@pytest.mark.parametrize("options", [{"carried_states": 3, "groups": 2}, {"carried_states": 4}])
-def test_without_a_table_where_it_does_not_fit(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Carried states of another number than that of a block have no place in the table either."""
-    if options["carried_states"] == 4:
-        monkeypatch.setattr(table, "_LARGEST", 100)
+def test_without_a_table_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "_LARGEST", 100)
     monkeypatch.setattr(softmax, "table_scan", None)
-    case = make_case(3, 4, 5, 9, 4, 6, **options, seed=2)
+    case = make_case(3, 4, 5, 9, 4, 6, entered=True, seed=2)
     got, want = solve(case, torch.float64, False), solve(case, torch.float64, True)
     for name in want:
         torch.testing.assert_close(got[name], want[name])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hmmlm.hmm import HMM
 from hmmlm.ops.blocked_emission import blocked_emission, make_tiles
-from hmmlm.ops.blocked_scan import CarriedRows, Factors, naive
+from hmmlm.ops.blocked_scan import Factors, naive
 from hmmlm.ops.blocked_scan.api import blocked_scan as blocked_scan_op
 from hmmlm.ops.blocked_scan.problem import lay_out
 from hmmlm.ops.common import choose_kernels
@@ -59,7 +59,7 @@ def test_dense_scan_of_training_size_agrees_with_float64(size: tuple[int, int, i
     want = dense_scan.solve(*problem, "scaled", torch.float64, device)
     assert got.scan.suspect is not None and not got.scan.suspect.any()
     assert relative_error(got.scan.log_likelihood, want.scan.log_likelihood) < 1e-5
-    assert relative_error(got.scan.carry.probs, want.scan.carry.probs) < 1e-4
+    assert relative_error(got.scan.carry.log_probs.exp(), want.scan.carry.log_probs.exp()) < 1e-4
     for name, expected in want.gradients.items():
         assert relative_error(got.gradients[name], expected) < 1e-4, name
 
@@ -118,7 +118,7 @@ def test_dense_scan_inside_a_graph_reports_suspect_sequences(device: torch.devic
         result = scan(inputs, Evidence(tokens), "triton")
         assert result.suspect is not None
         kept = torch.where(result.suspect, 0.0, result.log_likelihood)
-        return result.suspect, kept.detach(), result.carry.probs, *torch.autograd.grad(kept.sum(), inputs)
+        return result.suspect, kept.detach(), result.carry.log_probs.exp(), *torch.autograd.grad(kept.sum(), inputs)
 
     suspect, kept, probs, *gradients = in_graph(run)
     assert suspect.tolist() == [False, True]
@@ -149,23 +149,21 @@ def test_blocked_scan_in_pieces_agrees_with_the_specification(
     monkeypatch.setattr(kernels, "_TILE_AT_ONCE", 0)
     monkeypatch.setattr(kernels, "_IN_CHUNKS", {"chunk": 8, "warps": 4, "stages": 2})
     monkeypatch.setattr(kernels, "_TILE_BUDGET", 2 * 4 * 3 * 3)
-    case = blocked_scan.make_case(2, 3, 4, 5, 2, 5, carried_states=4, ragged=True, restarts=True, seed=11)
+    case = blocked_scan.make_case(2, 3, 4, 5, 2, 5, entered=True, ragged=True, restarts=True, seed=11)
     blocked_scan.assert_agrees(case, "triton", device)
 
 
 @pytest.mark.parametrize("product_dtype", [torch.float32, torch.bfloat16])
 def test_blocked_scan_of_training_size_agrees_with_float64(product_dtype: torch.dtype, device: torch.device) -> None:
     """Operands are rounded first, so that the error is that of the kernels."""
-    case = blocked_scan.make_case(8, 64, 64, 200, 16, 12, carried_states=64, restarts=True, seed=4)
-    assert case.carried is not None
+    case = blocked_scan.make_case(8, 64, 64, 200, 16, 12, entered=True, restarts=True, seed=4)
 
     def rounded(x: Tensor) -> Tensor:
         return (x / 4).to(product_dtype).double()
 
-    u, w, carried = rounded(case.factors.u), rounded(case.factors.w), rounded(case.carried.u)
+    u, w = rounded(case.factors.u), rounded(case.factors.w)
     factors = case.factors._replace(u=u, w=w, log_normalizer=(u @ w.T).logsumexp(1))
-    rows = CarriedRows(case.carried.filtered, carried, (carried @ w.T).logsumexp(2))
-    case = case._replace(factors=factors, carried=rows)
+    case = case._replace(factors=factors)
     want = blocked_scan.solve(case, "scaled", device).values()
     got = blocked_scan.solve(case, "triton", device, product_dtype=product_dtype).values()
     tolerance = 1e-4 if product_dtype == torch.float32 else 2e-2
@@ -208,7 +206,7 @@ def test_blocked_scan_inside_a_graph_reports_what_it_would_recompute_outside(dev
             def run(factors: Factors = factors) -> tuple[Tensor, ...]:
                 result = blocked_scan_op(factors, given, impl="triton")
                 assert result.suspect is not None
-                return result.suspect, result.log_likelihood, result.carry.probs
+                return result.suspect, result.log_likelihood, result.carry.log_probs.exp()
 
             suspect, log_likelihood, probs = (x.cpu() for x in in_graph(run))
             assert torch.equal(suspect, outside)

@@ -6,20 +6,19 @@ import torch
 from torch import Tensor
 
 from helpers.dense_scan import sticky
-from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
+from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.common import Scan
 
 KERNEL_CASES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((3, 4, 5, 9, 3, 4), {}),
-    ((2, 5, 3, 6, 3, 3), {"carried_states": 7, "ragged": True, "restarts": True}),
-    ((2, 3, 17, 6, 2, 3), {"carried_states": 2, "restarts": True}),
-    ((1, 1, 1, 2, 2, 3), {"carried_states": 1}),
+    ((2, 5, 3, 6, 3, 3), {"entered": True, "ragged": True, "restarts": True}),
+    ((2, 3, 17, 6, 2, 3), {"entered": True, "restarts": True}),
+    ((1, 1, 1, 2, 2, 3), {"entered": True}),
     ((2, 2, 2, 4, 2, 3), {"ragged": True, "restarts": True}),
-    ((1, 3, 4, 6, 3, 4), {"carried_states": 2, "shared": True}),
-    ((2, 3, 4, 6, 3, 4), {"carried_states": 4, "ragged": True, "restarts": True, "shared": True}),
+    ((1, 3, 4, 6, 3, 4), {"entered": True}),
     ((3, 4, 5, 9, 3, 4), {"next_words": 1}),
-    ((2, 5, 3, 6, 3, 5), {"carried_states": 7, "ragged": True, "restarts": True, "next_words": 3}),
-    ((1, 3, 4, 6, 3, 4), {"carried_states": 2, "shared": True, "next_words": 2}),
+    ((2, 5, 3, 6, 3, 5), {"entered": True, "ragged": True, "restarts": True, "next_words": 3}),
+    ((1, 3, 4, 6, 3, 4), {"entered": True, "next_words": 2}),
 ]
 """Sizes (blocks, states per block, hidden, words, batch, steps) and options of problems for the Triton kernels."""
 
@@ -27,7 +26,7 @@ KERNEL_CASES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
 class Case(NamedTuple):
     tokens: Tensor
     factors: Factors
-    carried: CarriedRows | None = None
+    entry: Tensor | None = None
     lengths: Tensor | None = None
     restart: Tensor | None = None
     next_words: Tensor | None = None
@@ -35,17 +34,11 @@ class Case(NamedTuple):
     def inputs(self) -> dict[str, Tensor]:
         """Return what the result is differentiable in."""
         found = {name: value for name, value in self.factors._asdict().items() if name != "block_of_word"}
-        if self.carried is not None:
-            found |= {f"carried.{name}": value for name, value in self.carried._asdict().items() if name != "group"}
-        return found
+        return found if self.entry is None else {**found, "entry": self.entry}
 
     def with_inputs(self, inputs: dict[str, Tensor]) -> "Case":
-        own = {name: value for name, value in inputs.items() if not name.startswith("carried.")}
-        rest = [value for name, value in inputs.items() if name.startswith("carried.")]
-        return self._replace(
-            factors=self.factors._replace(**own),
-            carried=CarriedRows(*rest, self.carried.group) if self.carried is not None else None,
-        )
+        own = {name: value for name, value in inputs.items() if name != "entry"}
+        return self._replace(factors=self.factors._replace(**own), entry=inputs.get("entry"))
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> "Case":
         """Return a copy whose inputs are leaves."""
@@ -53,7 +46,7 @@ class Case(NamedTuple):
         case = self.with_inputs(moved)
         factors = case.factors._replace(block_of_word=case.factors.block_of_word.to(device))
         rest = (None if x is None else x.to(device) for x in (self.lengths, self.restart, self.next_words))
-        return Case(self.tokens.to(device), factors, case.carried, *rest)
+        return Case(self.tokens.to(device), factors, case.entry, *rest)
 
 
 def make_case(
@@ -64,15 +57,13 @@ def make_case(
     batch: int,
     steps: int,
     *,
-    carried_states: int = 0,
-    shared: bool = False,
-    groups: int = 0,
+    entered: bool = False,
     ragged: bool = False,
     restarts: bool = False,
     next_words: int = 0,
     seed: int = 0,
 ) -> Case:
-    """Return a case in float64; `shared`: all sequences carry the same states; `groups`: each carries those of one."""
+    """Return a case in float64; `entered`: sequences continue those of another window."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -85,18 +76,14 @@ def make_case(
     u, w = normal(states, hidden), normal(states, hidden)
     log_normalizer, log_start = (u @ w.T).logsumexp(1), normal(states).log_softmax(0)
     log_emission = normal(words, states_per_block) - 2
-    carried = None
-    if carried_states:
-        rows = normal(1 if shared else groups or batch, carried_states, hidden)
-        group = integers(groups, batch) if groups else None
-        carried = CarriedRows(normal(batch, carried_states).softmax(1), rows, (rows @ w.T).logsumexp(2), group)
+    entry = normal(batch, 1 + next_words, states_per_block) - 1 if entered else None
     lengths = integers(steps + 1, batch) if ragged else None
     restart = integers(3, batch, steps) == 0 if restarts else None
     block_of_word = torch.cat([torch.arange(blocks), integers(blocks, words - blocks)])
     factors = Factors(block_of_word, u, w, log_normalizer, log_start, log_emission)
     tokens = integers(words, batch, steps)
     other = integers(words, batch, steps, next_words) if next_words else None
-    return Case(tokens, factors, carried, lengths, restart, other)
+    return Case(tokens, factors, entry, lengths, restart, other)
 
 
 def two_regimes(log_leak: float, log_wrong: float) -> Factors:
@@ -118,7 +105,7 @@ class Solution(NamedTuple):
 
     def values(self) -> dict[str, Tensor]:
         """Return everything by name, in float64, on the CPU."""
-        found = {"log_likelihood": self.scan.log_likelihood, "carry": self.scan.carry.probs, **self.gradients}
+        found = {"log_likelihood": self.scan.log_likelihood, "carry": self.scan.carry.log_probs.exp(), **self.gradients}
         if self.scan.next_word_score is not None:
             found["next_word_score"] = self.scan.next_word_score
         return {name: value.detach().double().cpu() for name, value in found.items()}
@@ -138,7 +125,7 @@ def solve(case: Case, impl: Any, device: torch.device | str = "cpu", **options: 
     result = blocked_scan(
         moved.factors,
         moved.tokens,
-        carried=moved.carried,
+        entry=moved.entry,
         lengths=moved.lengths,
         restart=moved.restart,
         next_words=moved.next_words,
@@ -146,7 +133,7 @@ def solve(case: Case, impl: Any, device: torch.device | str = "cpu", **options: 
         **options,
     )
     assert result.suspect is None or not result.suspect.any()  # only inside a CUDA graph
-    assert not result.carry.probs.requires_grad
+    assert not result.carry.log_probs.requires_grad
     log_likelihood = result.log_likelihood
     weight = weights(len(log_likelihood)).to(log_likelihood)
     total = torch.where(log_likelihood > -torch.inf, weight * log_likelihood, log_likelihood).sum()

@@ -107,10 +107,10 @@ def assert_agrees(
     got, want = solve(parameters, evidence, impl, dtype, device), solve(parameters, evidence, "naive")
     suspect = got.scan.suspect
     assert suspect is not None and not suspect.any()  # only inside a CUDA graph
-    log_likelihood, probs = got.scan.log_likelihood.double().cpu(), got.scan.carry.probs.double().cpu()
+    log_likelihood, probs = got.scan.log_likelihood.double().cpu(), got.scan.carry.log_probs.exp().cpu()
     torch.testing.assert_close(log_likelihood, want.scan.log_likelihood, rtol=rtol, atol=atol)
     possible = want.scan.log_likelihood > NEG_INF
-    torch.testing.assert_close(probs[possible], want.scan.carry.probs[possible], rtol=rtol, atol=atol)
+    torch.testing.assert_close(probs[possible], want.scan.carry.log_probs[possible].exp(), rtol=rtol, atol=atol)
     for name, expected in want.gradients.items():
         torch.testing.assert_close(
             got.gradients[name], expected, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"

@@ -20,7 +20,7 @@ from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, UnionHMM, blocked, blocked_products, dense, origins
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.constraints import Guide
-from hmmlm.ops.blocked_scan import CarriedRows, blocked_scan
+from hmmlm.ops.blocked_scan import blocked_scan
 from hmmlm.ops.common import Carry, Impl
 
 MOST_PATHS = 1300
@@ -248,19 +248,26 @@ class Fuzz:
             random = torch.from_numpy(self.rng.integers(hmm.vocab_size, size=tuple(batch.tokens.shape)))
             batch = batch._replace(tokens=torch.where(batch.tokens < 0, random.to(self.device), batch.tokens))
         paths = self._paths(batch, initial=True, restart=True)
-        model, carry = self._leaves(), None if batch.initial is None else Carry(batch.initial)
+        model, carry = self._leaves(), None if batch.initial is None else Carry(batch.initial.double().log())
         result = model.scan(batch.tokens, batch.lengths, carry, batch.restart)
         self._scan("scan", model, result.log_likelihood, result.carry, paths, batch)
         if isinstance(hmm, BlockedHMM):
             model = self._leaves()
             assert isinstance(model, BlockedHMM)
-            carried = None
+            entry = None
             if batch.initial is not None:
-                carried = CarriedRows(batch.initial, model.factors.u[None], model.factors.log_normalizer[None])
-            given: dict[str, Any] = {"carried": carried, "lengths": batch.lengths, "restart": batch.restart}
+                moved = model.factors.u @ model.factors.w.t() - model.factors.log_normalizer[:, None]
+                every = (batch.initial.log()[:, :, None] + moved).logsumexp(1).unflatten(1, (model.blocks, -1))
+                entry = every[torch.arange(len(every)), model.factors.block_of_word[batch.tokens[:, 0]]][:, None]
+            given: dict[str, Any] = {"entry": entry, "lengths": batch.lengths, "restart": batch.restart}
             again = blocked_scan(model.factors, batch.tokens, **given, impl="naive")
             self._scan(
-                "naive scan", model, again.log_likelihood, Carry(again.carry.probs, result.carry.states), paths, batch
+                "naive scan",
+                model,
+                again.log_likelihood,
+                Carry(again.carry.log_probs, result.carry.states),
+                paths,
+                batch,
             )
 
     def _scan(
@@ -277,7 +284,7 @@ class Fuzz:
             self.agree(name, log_likelihood[b], total)
             if total == NEG_INF:
                 continue  # nothing continues from it
-            probs = carry.probs[b]
+            probs = carry.log_probs[b].exp().to(self.hmm.dtype)
             if carry.states is not None:
                 probs = torch.zeros(self.hmm.states, dtype=probs.dtype, device=self.device).scatter(
                     0, carry.states[b], probs

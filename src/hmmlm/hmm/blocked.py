@@ -32,7 +32,7 @@ from hmmlm.hmm.protocol import Carry, Counts, Predictions, Scan, Support
 from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.hmm.tilestore import TileStore
 from hmmlm.hmm.word_products import WordProducts
-from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
+from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.common import NEG_INF, exp
 
 _CELLS = 2**24  # largest piece of the transition matrix computed at once
@@ -157,16 +157,14 @@ class BlockedHMM(HiddenMarkovModel):
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> Scan:
         """See `Primitives.scan`; tokens may not be missing."""
-        carried = None
+        every, block_of_word, entry = self.all_states.view(self.blocks, -1), self.factors.block_of_word, None
         if carry is not None:
-            states = self.all_states[None] if carry.states is None else carry.states
-            # With a single block, all sequences carry the same states.
-            states = states[:1] if self.blocks == 1 else states
-            carried = CarriedRows(carry.probs, self.factors.u[states], self.factors.log_normalizer[states])
-        result = blocked_scan(self.factors, tokens, carried=carried, lengths=lengths, restart=restart)
-        last = last_tokens(tokens, lengths)
-        states = self.all_states.view(self.blocks, -1)[self.factors.block_of_word[last.clamp(min=0)]]
-        return result._replace(carry=Carry(result.carry.probs, states))
+            source = None if carry.states is None else BlockSupport(carry.states[:, 0] // self.states_per_block, False)
+            target = BlockSupport(block_of_word[tokens[:, 0].clamp(min=0)], False)
+            entry = self.pull(carry.log_probs.to(self.dtype), source, target)[:, None]
+        result = blocked_scan(self.factors, tokens, entry=entry, lengths=lengths, restart=restart, exact_carry=True)
+        states = every[block_of_word[last_tokens(tokens, lengths).clamp(min=0)]]
+        return result._replace(carry=Carry(result.carry.log_probs, states))
 
     @property
     def all_states(self) -> Tensor:
@@ -181,7 +179,7 @@ class BlockedHMM(HiddenMarkovModel):
         inside = lengths is None or torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         kept = self.device.type == "cpu" and self._table is not None
         if not kept and not bool(((tokens < 0) & inside).any()):
-            return self.scan(tokens, lengths, None if initial is None else Carry(initial)).log_likelihood
+            return self.scan(tokens, lengths, None if initial is None else Carry(initial.double().log())).log_likelihood
         batch = self._batch(tokens, lengths)
         lattice = self._forward(batch, None if initial is None else initial[batch.order].log())
         return batch.unsort(lattice.log_likelihood()).to(self.dtype)
@@ -432,7 +430,7 @@ class BlockedHMM(HiddenMarkovModel):
 
     def carry_at(self, states: Tensor) -> Carry:
         every = self.all_states.view(self.blocks, -1)[states // self.states_per_block]
-        return Carry((every == states[:, None]).to(self.dtype), every)
+        return Carry((every == states[:, None]).double().log(), every)
 
     @torch.no_grad()
     def _expected_counts(self, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Counts:

@@ -178,7 +178,7 @@ class HMM(HiddenMarkovModel):
     def scan(
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> Scan:
-        evidence = Evidence(tokens, lengths, carry and carry.probs, restart)
+        evidence = Evidence(tokens, lengths, None if carry is None else carry.log_probs.exp(), restart)
         # From a CUDA graph, where the shape of the batch recurs.
         replayed = self._recorded_scans.run(self.parameters, evidence, self.impl) if tokens.is_cuda else None
         return scan(self.parameters, evidence, self.impl) if replayed is None else replayed
@@ -191,7 +191,7 @@ class HMM(HiddenMarkovModel):
         if lengths is not None:  # tokens beyond a sequence's end must not matter
             outside = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
             tokens = tokens.masked_fill(outside, -1)
-        return self.scan(tokens, lengths, None if initial is None else Carry(initial)).log_likelihood
+        return self.scan(tokens, lengths, None if initial is None else Carry(initial.double().log())).log_likelihood
 
     def _expected_counts(self, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Counts:
         leaves = HMM(*Parameters(*(p.detach().requires_grad_() for p in self.parameters)), self.impl)
@@ -408,8 +408,8 @@ class HMM(HiddenMarkovModel):
         return self.log_start.index_select(0, states), moved, emitted
 
     def carry_at(self, states: Tensor) -> Carry:
-        certain = torch.zeros(len(states), self.states, dtype=self.dtype, device=self.device)
-        return Carry(certain.scatter_(1, states[:, None], 1.0))
+        certain = torch.full((len(states), self.states), NEG_INF, dtype=torch.float64, device=self.device)
+        return Carry(certain.scatter_(1, states[:, None], 0.0))
 
 
 def active_rows(values: Tensor, batch: SortedBatch) -> list[Tensor]:

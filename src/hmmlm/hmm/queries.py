@@ -25,8 +25,8 @@ from hmmlm.hmm.guided_cpu import CpuSteps
 from hmmlm.hmm.guided_step import GuidedSteps
 from hmmlm.hmm.lattice import Lattice, SortedBatch, add_first, continuing, endings, first_rows, some_rows
 from hmmlm.hmm.protocol import Carry, Counts, Filtered, Predictions, Scan, Support
-from hmmlm.hmm.recursions import Recursions, finite
-from hmmlm.ops.common import NEG_INF, logsumexp
+from hmmlm.hmm.recursions import Recursions
+from hmmlm.ops.common import NEG_INF, finite, logsumexp
 
 _CELLS = 2**24  # largest table of probabilities of sampled tokens
 _SAMPLED = 10**8  # most tokens of a sample: a few gigabytes

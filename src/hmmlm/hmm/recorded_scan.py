@@ -97,7 +97,7 @@ class _Shape:
         self.replays += 1
         log_likelihood, final = self.result.log_likelihood.clone(), self.result.final.clone()
         if bool(self.result.sound):  # waits: nothing else may write to the buffers before
-            return Scan(log_likelihood, Carry(final))
+            return Scan(log_likelihood, Carry(final.double().log()))
         self.unsound += 1
         return None
 

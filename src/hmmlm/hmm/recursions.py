@@ -13,7 +13,7 @@ from hmmlm.errors import InputError
 from hmmlm.hmm.checks import ArrayLike, check_batch
 from hmmlm.hmm.lattice import Lattice, SortedBatch, first_rows
 from hmmlm.hmm.protocol import Primitives, Support
-from hmmlm.ops.common import NEG_INF, logsumexp
+from hmmlm.ops.common import NEG_INF, finite, logsumexp
 
 _WINDOW_CELLS = 2**25  # tokens × states of a window of queries that need no more than one at a time
 _WINDOW_STEPS = 2**13
@@ -130,8 +130,3 @@ class Recursions(Primitives):
         for t, value in enumerate(values):
             result[lattice.batch.order[: len(value)], t] = self.spread(value, lattice.supports[t], fill)
         return result
-
-
-def finite(log_total: Tensor) -> Tensor:
-    """Return log totals with −inf replaced by the lowest finite number: −inf minus it is −inf, not NaN."""
-    return log_total.clamp_min(torch.finfo(log_total.dtype).min)

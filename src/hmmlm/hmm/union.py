@@ -194,11 +194,13 @@ class UnionHMM(HiddenMarkovModel):
         """Compute log p(component, x) [K, B]."""
         given = None
         if initial is not None:
-            given = split_carry(Carry(initial), torch.arange(len(tokens), device=self.device), self.sizes, self.dtype)
+            given = split_carry(
+                Carry(initial.double().log()), torch.arange(len(tokens), device=self.device), self.sizes
+            )
         rows = []
         for k, component in enumerate(self.components):
             log_weight, own = (self.log_weights[k], None) if given is None else given[k]
-            rows.append(log_weight + component._log_likelihood(tokens, lengths, own and own.probs))
+            rows.append(log_weight + component._log_likelihood(tokens, lengths, own and own.log_probs.exp()))
         return torch.stack(rows)
 
     @torch.no_grad()
@@ -337,7 +339,7 @@ class UnionHMM(HiddenMarkovModel):
         carries, weights = [], []
         for component, inside, own in self._inside(states):
             carries.append(component.carry_at(own))
-            weights.append(inside.double())
+            weights.append(inside.double().log())
         return join_carries(carries, torch.stack(weights), self.sizes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.hmm.protocol import Carry, Scan
-from hmmlm.ops.common import NEG_INF, logsumexp
+from hmmlm.ops.common import NEG_INF, finite, log_normalize, logsumexp
 
 
 class Segments(NamedTuple):
@@ -63,50 +64,51 @@ def scan_components(
     A restart chooses a component again, so that each stretch between two restarts is a sequence of its own.
     """
     cut = Segments.of(tokens, lengths, restart)
-    given = None if carry is None else split_carry(carry, cut.row, sizes, log_weights.dtype)
+    given = None if carry is None else split_carry(carry, cut.row, sizes)
     results = []
     for k, component in enumerate(components):
         log_weight, own = log_weights[k], None
         if given is not None:
-            log_mass, own = given[k]
+            log_mass, own = given[k][0].to(log_weights.dtype), given[k][1]
             log_weight = log_mass if cut.restart is None else torch.where(cut.restart[:, 0], log_weight, log_mass)
         result = component.scan(cut.tokens, cut.lengths, own, cut.restart)
         results.append((result, log_weight + result.log_likelihood))
     log_joint = torch.stack([joint for _, joint in results])
     total = log_joint.new_zeros(len(tokens)).index_add(0, cut.row, logsumexp(log_joint, 0))
     total = torch.where(total.detach() == NEG_INF, NEG_INF, total)  # impossible: no gradient of other segments
-    final = log_joint.detach()[:, cut.last].double().softmax(0).nan_to_num(0.0)  # [K, B]
-    carries = [Carry(result.carry.probs[cut.last], result.carry.states) for result, _ in results]
-    carries = [c if c.states is None else Carry(c.probs, c.states[cut.last]) for c in carries]
+    final = log_normalize(log_joint.detach()[:, cut.last].double().t()).t()  # [K, B]
+    carries = [Carry(result.carry.log_probs[cut.last], result.carry.states) for result, _ in results]
+    carries = [c if c.states is None else Carry(c.log_probs, c.states[cut.last]) for c in carries]
     return Scan(total, join_carries(carries, final, sizes))
 
 
-def split_carry(carry: Carry, row: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> list[tuple[Tensor, Carry]]:
+def split_carry(carry: Carry, row: Tensor, sizes: Sequence[int]) -> list[tuple[Tensor, Carry]]:
     """Return the log-mass [S] of each component in a carry, and its carry given the component, for `row` [S]."""
     widths, starts = list(sizes), first_states(sizes)
     if carry.states is not None:  # of a scan: the states of a component are side by side, in every row as many
         ends = torch.tensor([*starts[1:], sum(sizes)], device=carry.states.device)
         widths = torch.bucketize(carry.states[0], ends, right=True).bincount(minlength=len(sizes)).tolist()
-    probs = carry.probs.split(widths, 1)
+    log_probs = carry.log_probs.split(widths, 1)
     states = [None] * len(widths) if carry.states is None else list(carry.states.split(widths, 1))
     result = []
-    for own, names, start in zip(probs, states, starts, strict=True):
-        wide = own[row].double()
-        mass = wide.sum(1, keepdim=True)
+    for own, names, start in zip(log_probs, states, starts, strict=True):
+        log_mass = torch.logsumexp(own[row], 1)
         # A component without mass has weight zero, so that any distribution will do.
-        conditional = torch.where(mass > 0, wide / mass, 1 / wide.shape[1]).to(dtype)
-        result.append((mass[:, 0].log().to(dtype), Carry(conditional, None if names is None else names[row] - start)))
+        conditional = torch.where(
+            log_mass[:, None] > NEG_INF, own[row] - finite(log_mass)[:, None], -math.log(own.shape[1])
+        )
+        result.append((log_mass, Carry(conditional, None if names is None else names[row] - start)))
     return result
 
 
-def join_carries(carries: Sequence[Carry], weights: Tensor, sizes: Sequence[int]) -> Carry:
-    """Return the carry of a union, in float64: a component that is unlikely now may be likely later."""
-    probs = [own.probs.double() * weight[:, None] for own, weight in zip(carries, weights, strict=True)]
+def join_carries(carries: Sequence[Carry], log_weights: Tensor, sizes: Sequence[int]) -> Carry:
+    """Return the carry of a union from those of its components and their log-weights [K, B]."""
+    log_probs = [own.log_probs + weight[:, None] for own, weight in zip(carries, log_weights, strict=True)]
     states = []
     for own, start, size in zip(carries, first_states(sizes), sizes, strict=True):
-        every = torch.arange(start, start + size, device=own.probs.device)
-        states.append(every.expand(len(own.probs), -1) if own.states is None else own.states + start)
-    return Carry(torch.cat(probs, 1), torch.cat(states, 1))
+        every = torch.arange(start, start + size, device=own.log_probs.device)
+        states.append(every.expand(len(own.log_probs), -1) if own.states is None else own.states + start)
+    return Carry(torch.cat(log_probs, 1), torch.cat(states, 1))
 
 
 def first_states(sizes: Sequence[int]) -> list[int]:

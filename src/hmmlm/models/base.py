@@ -15,8 +15,9 @@ from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Carry, HiddenMarkovModel, Scan
 from hmmlm.hmm.blocked import BlockedHMM, last_tokens
 from hmmlm.ops.blocked_emission import make_tiles
-from hmmlm.ops.blocked_scan import CarriedFeatures, Features, softmax_scan
-from hmmlm.ops.common import product_dtype
+from hmmlm.ops.blocked_scan import Features, softmax_scan
+from hmmlm.ops.common import factor_logits, logsumexp, product_dtype
+from hmmlm.ops.linear_logsumexp import linear_logsumexp
 from hmmlm.section import Fraction, ModelSize, Passes, Section, States
 from hmmlm.structure.blocks import Blocks
 from hmmlm.structure.dropout import global_states, sample_states, states_kept
@@ -198,7 +199,7 @@ class BlockedModel(Model):
         """Drop underflowed sequences and name the states [M, kept] that the carry is over."""
         block = block_of_word.index_select(0, last_tokens(tokens, lengths).clamp(min=0))
         result = self.drop_underflowed(result)
-        return result._replace(carry=Carry(result.carry.probs, states.index_select(0, block)))
+        return result._replace(carry=Carry(result.carry.log_probs, states.index_select(0, block)))
 
 
 class FactoredBlockedModel(BlockedModel):
@@ -242,28 +243,37 @@ class FactoredBlockedModel(BlockedModel):
             next_words: [B, T, S]; the result then has their score too (see `blocked_scan`).
         """
         sample = sample_states(self.blocks, self.dropout)
-        kept = global_states(self.blocks, sample)
-        carried_states = group = None
+        kept, block_of_word = global_states(self.blocks, sample), self.blocks.block_of_word
+        carried_states = group = entry = None
         if carry is not None:
             assert carry.states is not None  # of this family's own scan
             carried_states, group = self._distinct(carry.states)
         features, left = self.features_of(kept, None if carried_states is None else carried_states.flatten())
-        carried = None
         if carry is not None and carried_states is not None and left is not None:
-            carried = CarriedFeatures(carry.probs, left.unflatten(0, carried_states.shape), group)
+            log_normalizer = linear_logsumexp(left, features.w).view(carried_states.shape)
+            left = left.unflatten(0, carried_states.shape)
+            if group is not None:
+                left, log_normalizer = left.index_select(0, group), log_normalizer.index_select(0, group)
+            first = tokens[:, :1] if next_words is None else torch.cat([tokens[:, :1], next_words[:, 0]], 1)
+            words = block_of_word.index_select(0, first.clamp(min=0).flatten()).view(first.shape)
+            entering = features.w.view(*sample.shape, -1)[words]  # [B, 1 + S, kept, h]
+            scores = factor_logits(left.expand(len(tokens), -1, -1), entering.flatten(1, 2))
+            entry = enter(carry, scores - log_normalizer[:, :, None]).unflatten(1, entering.shape[1:3])
         result = softmax_scan(
             features,
             tokens,
-            carried=carried,
+            entry=entry,
             lengths=lengths,
             restart=restart_lost(restart, carry, tokens),
             next_words=next_words,
         )
-        return self.finish(result, tokens, lengths, kept.view(sample.shape), self.blocks.block_of_word)
+        return self.finish(result, tokens, lengths, kept.view(sample.shape), block_of_word)
 
     def _distinct(self, states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the different rows of the carried states [B, k], and which of them each sequence carries (see
-        `CarriedFeatures`)."""
+        """Return the different rows of the carried states [B, k], and which of them each sequence carries.
+
+        None: its own, or the only one.
+        """
         if self.blocks.num_blocks == 1:
             return states[:1], None
         if states.is_cuda:  # finding them would synchronize with the device
@@ -274,12 +284,17 @@ class FactoredBlockedModel(BlockedModel):
         return rows, group
 
 
+def enter(carry: Carry, log_transition: Tensor) -> Tensor:
+    """Compute log p(z_0 | past) [B, n], differentiable, from log A [B, K, n] of the carried states."""
+    return logsumexp(carry.log_probs[:, :, None].to(log_transition.dtype) + log_transition, 1)
+
+
 def restart_lost(restart: Tensor | None, carry: Carry | None, tokens: Tensor) -> Tensor | None:
     """Return `restart` [B, T] with sequences whose carried mass has vanished starting again: they would stay lost."""
     if carry is None:
         return restart
     restart = torch.zeros_like(tokens, dtype=torch.bool) if restart is None else restart.clone()
-    restart[:, 0] |= carry.probs.sum(1) == 0
+    restart[:, 0] |= carry.is_lost
     return restart
 
 

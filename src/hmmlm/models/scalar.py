@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, BlockedHMM, Carry, Scan
-from hmmlm.models.base import BlockedConfig, BlockedModel, Model, restart_lost
-from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
+from hmmlm.models.base import BlockedConfig, BlockedModel, Model, enter, restart_lost
+from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.join_rows import join_rows
 from hmmlm.ops.scan import Evidence, Parameters, PendingGradient, divided_scan, softmax_scan
 from hmmlm.ranks import world
@@ -132,7 +132,7 @@ class Scalar(Model):
         if own is None:
             restart = restart_lost(restart, carry, tokens)
         if self.divided:
-            evidence = Evidence(tokens, lengths, None if carry is None else carry.probs, restart)
+            evidence = Evidence(tokens, lengths, None if carry is None else carry.log_probs.exp(), restart)
             return divided_scan(self.log_probs() if own is None else own, evidence)
         hmm = self() if own is None else HMM(*own)
         return self.drop_underflowed(hmm.scan(tokens, lengths, carry, restart))
@@ -147,7 +147,7 @@ class Scalar(Model):
         if self.divided or not all(logits.requires_grad for logits in self.logits):
             return None
         evidence = Evidence(
-            tokens, lengths, None if carry is None else carry.probs, restart_lost(restart, carry, tokens)
+            tokens, lengths, None if carry is None else carry.log_probs.exp(), restart_lost(restart, carry, tokens)
         )
         found = softmax_scan(self.logits, evidence)
         if found is None:
@@ -221,12 +221,12 @@ class BlockedScalar(BlockedModel):
         tiles = tiles.transpose(1, 2)  # [from block, to block, from state, to state]
         following = block.roll(-1, 1)  # the last position leads nowhere: any tile does
         leading = tiles[block.flatten(), following.flatten()]
-        carried = None
+        entry = None
         if carry is not None:
             assert carry.states is not None  # of this family's own scan
             rows = columns.index_select(0, carry.states.flatten()).log_softmax(1).view(batch, -1, len(sample), size)
             entering = rows[torch.arange(batch, device=tokens.device), :, block[:, 0]]
-            carried = CarriedRows(carry.probs, entering, torch.zeros_like(carry.probs))
+            entry = enter(carry, entering)[:, None]
         positions = torch.arange(batch * steps, device=tokens.device).view(batch, steps)
         log_start = self.start.index_select(0, kept).log_softmax(0).view(-1, size).index_select(0, block.flatten())
         factors = Factors(
@@ -242,7 +242,7 @@ class BlockedScalar(BlockedModel):
         result = blocked_scan(
             factors,
             positions,
-            carried=carried,
+            entry=entry,
             lengths=lengths,
             restart=restart_lost(restart, carry, tokens),
             product_dtype=self.start.dtype,

@@ -12,10 +12,10 @@ from torch.autograd.function import once_differentiable
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.hmm import HMM, Carry, Scan
 from hmmlm.hmm.blocked import last_tokens
-from hmmlm.models.base import Model, one_block, restart_lost
+from hmmlm.models.base import Model, enter, one_block, restart_lost
 from hmmlm.models.neural import Form, NetworkConfig, Neural
-from hmmlm.ops.blocked_scan import CarriedRows, Factors, blocked_scan
-from hmmlm.ops.common import accumulate, matmul, product_dtype
+from hmmlm.ops.blocked_scan import Factors, blocked_scan
+from hmmlm.ops.common import accumulate, factor_logits, matmul, product_dtype
 from hmmlm.ops.linear_logsumexp import linear_logsumexp, split_linear_logsumexp
 from hmmlm.section import Fraction, ModelSize, States
 from hmmlm.structure.blocks import UniformSubsets
@@ -189,14 +189,15 @@ class UniformNeural(Model):
         left = None if carried_states is None else carried_states.flatten()
         embedding = self.network.embed(kept)
         (u, u_carried), (w, log_start) = self.network.leaving(embedding, left), self.network.entering(embedding)
-        carried = None
-        if carry is not None and carried_states is not None and u_carried is not None:
-            size = carried_states.shape
-            normalizer = linear_logsumexp(u_carried, w).view(size)
-            carried = CarriedRows(carry.probs, u_carried.view(*size, -1), normalizer)
         words = tokens.clamp(min=0).flatten()
         states = self.subsets.states_of_word.index_select(0, words)  # [B·T, n]
         rows = place.index_select(0, states.flatten())
+        entry = None
+        if carry is not None and carried_states is not None and u_carried is not None:
+            entering = w.index_select(0, rows.view(*tokens.shape, -1)[:, 0].flatten()).unflatten(0, (len(tokens), -1))
+            normalizer = linear_logsumexp(u_carried, w).view(*carried_states.shape, 1)
+            scores = factor_logits(u_carried.unflatten(0, carried_states.shape), entering)
+            entry = enter(carry, scores - normalizer)[:, None]
         cells = rows * self.lists.words.shape[1] + self.lists.slot.index_select(0, words).flatten()
         log_emission = self.log_emission(kept).flatten().index_select(0, cells)
         log_emission = log_emission.masked_fill(~columns.index_select(0, states.flatten()), float("-inf"))
@@ -210,9 +211,9 @@ class UniformNeural(Model):
             log_emission=log_emission.view_as(states),
         )
         restart = restart_lost(restart, carry, tokens)
-        result = blocked_scan(factors, positions, carried=carried, lengths=lengths, restart=restart)
+        result = blocked_scan(factors, positions, entry=entry, lengths=lengths, restart=restart)
         impossible = result.log_likelihood.detach() == float("-inf")
         suspect = impossible if result.suspect is None else result.suspect | impossible
         result = self.drop_underflowed(result._replace(suspect=suspect))
         last = self.subsets.states_of_word.index_select(0, last_tokens(tokens, lengths).clamp(min=0))
-        return result._replace(carry=Carry(result.carry.probs, last))
+        return result._replace(carry=Carry(result.carry.log_probs, last))

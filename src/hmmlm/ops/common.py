@@ -28,18 +28,21 @@ Impl = Literal["auto", "naive", "scaled", "compiled", "triton"]
 
 
 class Carry(NamedTuple):
-    """Filtered distribution at the last token of each sequence, carried from one window to the next."""
+    """The state at the last token of each sequence given all tokens, carried from one window to the next.
 
-    probs: Tensor  # [B, K]
-    states: Tensor | None = None  # [B, K] state of each entry of probs; None: all states in order
+    In log space and float64: a state that explains a later token may have any probability.
+    """
+
+    log_probs: Tensor  # [B, K] log p(z | x) in float64; all −inf after an impossible sequence
+    states: Tensor | None = None  # [B, K] state of each entry of log_probs; None: all states in order
 
     def rows(self, count: int) -> "Carry":
         """Return the carry of the first `count` sequences."""
-        return Carry(self.probs[:count], None if self.states is None else self.states[:count])
+        return Carry(self.log_probs[:count], None if self.states is None else self.states[:count])
 
     def clone(self) -> "Carry":
         """Return a copy."""
-        return Carry(self.probs.clone(), None if self.states is None else self.states.clone())
+        return Carry(self.log_probs.clone(), None if self.states is None else self.states.clone())
 
     def copy_(self, other: "Carry") -> None:
         """Overwrite the tensors with those of another carry, unless they are the same."""
@@ -49,8 +52,13 @@ class Carry(NamedTuple):
 
     def most_likely(self) -> Tensor:
         """Return the most likely state of each sequence [B]."""
-        best = self.probs.argmax(1, keepdim=True)
+        best = self.log_probs.argmax(1, keepdim=True)
         return (best if self.states is None else self.states.gather(1, best))[:, 0]
+
+    @property
+    def is_lost(self) -> Tensor:
+        """Whether all states of a sequence are impossible [B]."""
+        return self.log_probs.amax(1) == NEG_INF
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by field name, for a checkpoint."""
@@ -135,6 +143,16 @@ def logsumexp(scores: Tensor, dim: int) -> Tensor:
     return torch.where(possible, log_total, NEG_INF)
 
 
+def finite(log_total: Tensor) -> Tensor:
+    """Return log totals with −inf replaced by the lowest finite number: −inf minus it is −inf, not NaN."""
+    return log_total.clamp_min(torch.finfo(log_total.dtype).min)
+
+
+def log_normalize(log_weights: Tensor) -> Tensor:
+    """Return log-distributions over the last dimension; all −inf where every weight is."""
+    return log_weights - finite(torch.logsumexp(log_weights, -1, keepdim=True))
+
+
 def exp(scores: Tensor) -> Tensor:
     """Compute exp(scores); on the CPU, set results below FLOOR to zero.
 
@@ -193,7 +211,9 @@ def accumulate(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def factor_logits(a: Tensor, b: Tensor) -> Tensor:
-    """Compute the logits a bᵀ [n, m] of factors a [n, h] and b [m, h]: operands in autocast's dtype, result wide.
+    """Compute the logits a bᵀ [..., n, m] of factors a [..., n, h] and b [..., m, h].
+
+    Operands are in autocast's dtype, the result is wide.
 
     The result is not rounded: in bfloat16, a logit of 20 has an error of 6% of its probability.
     """
@@ -209,11 +229,11 @@ class _FactorLogits(torch.autograd.Function):
         ctx.dtypes = a.dtype, b.dtype
         a, b = a.to(dtype), b.to(dtype)
         ctx.save_for_backward(a, b)
-        return matmul(a, b.t())
+        return matmul(a, b.mT)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         a, b = ctx.saved_tensors
         grad = grad.to(a.dtype)
-        return None, matmul(grad, b).to(ctx.dtypes[0]), matmul(grad.t(), a).to(ctx.dtypes[1])
+        return None, matmul(grad, b).to(ctx.dtypes[0]), matmul(grad.mT, a).to(ctx.dtypes[1])

@@ -11,16 +11,17 @@ from torch.autograd.function import once_differentiable
 from hmmlm.errors import InputError
 from hmmlm.ops.blocked_scan import naive
 from hmmlm.ops.blocked_scan.problem import (
+    ENTRY,
     BlockedForward,
-    CarriedRows,
     Factors,
     Gradients,
     NextWords,
     Problem,
     lay_out,
+    limits,
     one_step_problem,
 )
-from hmmlm.ops.common import NEG_INF, Carry, Impl, Scan, capturing, choose_kernels
+from hmmlm.ops.common import NEG_INF, Carry, Impl, Scan, capturing, choose_kernels, log_normalize
 from hmmlm.ops.common import product_dtype as resolve_dtype
 
 
@@ -28,72 +29,99 @@ def blocked_scan(
     factors: Factors,
     tokens: Tensor,
     *,
-    carried: CarriedRows | None = None,
+    entry: Tensor | None = None,
     lengths: Tensor | None = None,
     restart: Tensor | None = None,
     next_words: Tensor | None = None,
     product_dtype: torch.dtype | None = None,
     impl: Impl = "auto",
+    exact_carry: bool = False,
 ) -> Scan:
-    """Compute log p(x) [B], differentiable in the factors and in `carried`.
+    """Compute log p(x) [B], differentiable in the factors and in `entry`.
 
-    The carry holds probabilities [B, k] over the states of the last word's block; the caller adds the states. To give
-    the columns of the transition a bias, append a column of ones to u and a column of biases to w.
+    The carry is over the k states of the last word's block; the caller adds the states. To give the columns of the
+    transition a bias, append a column of ones to u and a column of biases to w.
 
     Args:
         tokens: [B, T]. Missing words (−1) are not supported here: the queries of the blocked HMM handle them.
-        carried: the carry that precedes the first word, used where that word does not restart.
+        entry: [B, 1, k] log p(z_0 | all words before the window) over the states of the first word's block, in place of
+            the start distribution where that word does not restart. With `next_words` [B, 1 + S, k]: also over those
+            of the blocks of the words in its place.
         lengths: [B]; words beyond are ignored.
         restart: [B, T] bool; the word starts from log_start regardless of the preceding words, and the log-likelihood
             is the sum over the segments.
         next_words: [B, T, S] words in place of those of `tokens`, such as a teacher's samples. `next_word_score` [B] of
             the result is then the mean over S of Σ_t log p(next_words[b, t] | tokens[b, :t]), differentiable; a word
             whose probability underflows counts as 0.
+        exact_carry: also recompute sequences of which a state of the carry underflows.
 
     An impossible sequence has log-likelihood −inf and no gradient. A sequence for which underflow in scaled arithmetic
     may matter (see `Limits`) is recomputed in log space in float64. During CUDA graph capture, where the device must
     not be synchronized, it is returned as `suspect` instead, with −inf, no gradient and a carry of zeros.
     """
-    check(factors, tokens, carried, lengths, restart)
+    check(factors, tokens, entry, lengths, restart, next_words)
     if impl == "naive":
-        return naive.blocked_scan(factors, tokens, carried, lengths, restart, next_words)
+        return naive.blocked_scan(factors, tokens, entry, lengths, restart, next_words)
     dtype = resolve_dtype(factors.u, product_dtype)
     unsupported = "float64" if dtype == torch.float64 else ""
     chosen = choose_kernels("blocked_scan", impl, factors.u, "scaled", unsupported)
-    problem = lay_out(factors, tokens, carried, lengths, restart, dtype)
-    given = (*factors[1:], *(carried or (None, None, None))[:3])
-    words = None if next_words is None else NextWords(next_words, factors.block_of_word[next_words.clamp_min(0)])
-    log_likelihood, final, suspect, score = _BlockedScan.apply(chosen, problem, words, *given)
-    score = None if next_words is None else score
-    scan = Scan(log_likelihood, Carry(final), suspect, score)
+    problem = lay_out(factors, tokens, None if entry is None else entry[:, 0], lengths, restart, dtype)
+    words = None
+    if next_words is not None:
+        before = None if entry is None else entry[:, 1:].detach()
+        words = NextWords(next_words, factors.block_of_word[next_words.clamp_min(0)], before)
+    log_likelihood, carry, suspect, score = _BlockedScan.apply(chosen, problem, words, exact_carry, *factors[1:], entry)
+    scan = Scan(log_likelihood, Carry(carry), suspect, None if next_words is None else score)
     if capturing(factors.u) or not suspect.any():
         return scan
-    return recompute_suspects(scan, factors, tokens, carried, lengths, restart)
+    return recompute_suspects(scan, factors, tokens, entry, lengths, restart, exact_carry)
 
 
 def recompute_suspects(
     scan: Scan,
     factors: Factors,
     tokens: Tensor,
-    carried: CarriedRows | None,
+    entry: Tensor | None,
     lengths: Tensor | None,
     restart: Tensor | None,
+    exact_carry: bool = False,
 ) -> Scan:
-    """Return the scan with its suspect sequences recomputed in log space in float64."""
+    """Return the scan with its suspect sequences recomputed in float64, or in log space if these are suspect too."""
     assert scan.suspect is not None
     again = scan.suspect.nonzero()[:, 0]
-    result = naive.blocked_scan(
-        factors.to(torch.float64),
+    rows = [value if value is None else value[again] for value in (entry, lengths, restart)]
+    narrow, exact = factors.u.dtype != torch.float64, factors.to(torch.float64)
+    entry = None if rows[0] is None else rows[0][:, :1].double()
+    result = blocked_scan(
+        exact,
         tokens[again],
-        None if carried is None else carried.rows(again, torch.float64),
-        None if lengths is None else lengths[again],
-        None if restart is None else restart[again],
+        entry=entry,
+        lengths=rows[1],
+        restart=rows[2],
+        product_dtype=torch.float64,
+        impl="scaled" if narrow else "naive",
+        exact_carry=exact_carry,
     )
     return scan._replace(
         log_likelihood=scan.log_likelihood.index_put((again,), result.log_likelihood.to(scan.log_likelihood.dtype)),
-        carry=Carry(scan.carry.probs.index_put((again,), result.carry.probs.to(scan.carry.probs.dtype))),
+        carry=Carry(scan.carry.log_probs.index_put((again,), result.carry.log_probs)),
         suspect=torch.zeros_like(scan.suspect),
     )
+
+
+def log_carry(problem: Problem, result: BlockedForward) -> tuple[Tensor, Tensor]:
+    """Return log p(z | all words) [B, k] of the last words in float64, and whether a state of it may be missing [B].
+
+    The last step is taken in log space, so that no emission underflows.
+    """
+    last = (problem.lengths - 1).clamp_min(0)[:, None]
+    source, block, word = (x.gather(1, last) for x in (problem.source, problem.block, problem.word))
+    reached = result.predicted.gather(1, last[:, :, None].expand(-1, 1, problem.w.shape[1]))[:, 0]
+    emission, begins = problem.log_emission[word[:, 0].clamp_min(0)], source < 0
+    begun = torch.where(source == ENTRY, problem.entry, problem.log_start[block[:, 0].clamp_min(0)])
+    joint = torch.where(begins, begun, reached.log()) + emission
+    lost = (reached < limits(reached.dtype).sure) & ~begins & (emission > NEG_INF)
+    return log_normalize(joint.double()).masked_fill(problem.lengths[:, None] == 0, NEG_INF), lost.any(1)
 
 
 class _BlockedScan(torch.autograd.Function):
@@ -101,14 +129,18 @@ class _BlockedScan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kernels: ModuleType, problem: Problem, words: NextWords | None, *given: Tensor | None
+        ctx: Any,
+        kernels: ModuleType,
+        problem: Problem,
+        words: NextWords | None,
+        exact_carry: bool,
+        *given: Tensor | None,
     ) -> tuple[Tensor, ...]:
         result: BlockedForward = kernels.forward(problem)
-        kept = problem.w.shape[1]
-        last = problem.lengths[:, None, None].expand(-1, 1, kept)
-        final = result.filtered[:, :, :kept].gather(1, last)[:, 0]
-        known = (problem.lengths > 0) & ~result.suspect
-        final = torch.where(known[:, None], final, 0.0)
+        carry, lost = log_carry(problem, result)
+        if exact_carry:
+            result = result._replace(suspect=result.suspect | lost)
+        carry = carry.masked_fill(result.suspect[:, None], NEG_INF)
         score = torch.zeros_like(result.log_likelihood)
         of_words: tuple[Tensor | None, ...] = ()
         if words is not None:
@@ -119,8 +151,8 @@ class _BlockedScan(torch.autograd.Function):
         ctx.kernels, ctx.given = kernels, [x if x is None else (x.dtype, x.shape) for x in given]
         ctx.words = None if words is None else words.word.shape
         ctx.save_for_backward(*problem, *result, *of_words)
-        ctx.mark_non_differentiable(final, result.suspect)
-        return result.log_likelihood.masked_fill(result.suspect, NEG_INF), final, result.suspect, score
+        ctx.mark_non_differentiable(carry, result.suspect)
+        return result.log_likelihood.masked_fill(result.suspect, NEG_INF), carry, result.suspect, score
 
     @staticmethod
     @once_differentiable
@@ -129,21 +161,12 @@ class _BlockedScan(torch.autograd.Function):
         problem, result = Problem(*islice(saved, size)), BlockedForward(*islice(saved, len(BlockedForward._fields)))
         if ctx.words is None:
             out = ctx.kernels.backward(problem, result, grads[0])
+            layout = [*out[:5], out.entry[:, None]]
         else:
             steps, scored = Problem(*islice(saved, size)), BlockedForward(*saved)
-            out = _backward_with_words(ctx.kernels, problem, result, steps, scored, ctx.words, grads[0], grads[3])
-        blocks, kept = problem.w.shape[:2]
-        own_u, own_normalizer = out.u[:blocks, :kept], out.log_normalizer[:blocks, :kept]
-        layout = [own_u, out.w, own_normalizer, out.log_start, out.log_emission, None, None, None]
-        if ctx.given[-1] is not None:
-            then = ctx.given[-1][1][1]
-            is_carried = problem.source[:, :1] >= blocks
-            initial = torch.where(is_carried, out.initial[:, :then], 0.0)
-            layout[5:] = [initial, out.u[blocks:, :then], out.log_normalizer[blocks:, :then]]
-        shaped = (
-            g if g is None or x is None else g.reshape(x[1]).to(x[0]) for g, x in zip(layout, ctx.given, strict=True)
-        )
-        return None, None, None, *shaped
+            layout = _backward_with_words(ctx.kernels, problem, result, steps, scored, ctx.words, grads[0], grads[3])
+        shaped = (None if x is None else g.reshape(x[1]).to(x[0]) for g, x in zip(layout, ctx.given, strict=True))
+        return None, None, None, None, *shaped
 
 
 def _backward_with_words(
@@ -155,8 +178,8 @@ def _backward_with_words(
     shape: torch.Size,
     grad: Tensor,
     grad_score: Tensor,
-) -> Gradients:
-    """Compute the gradients of the log-likelihoods and of the words in their place.
+) -> list[Tensor]:
+    """Compute the gradients of factors and entry from the log-likelihoods and the words in their place.
 
     log p(x' | x_<t) = log Σ_i f_i b_i of the filtered distribution f before t, b_i = Σ_j A_ij p(x' | j). A word thus
     adds f_i b_i / Σ f b − f_i to the expected count of state i at t − 1, which the backward pass carries further back.
@@ -169,20 +192,25 @@ def _backward_with_words(
     extra = torch.zeros_like(result.filtered)
     extra[:, :-1] = change.view(*shape, -1).sum(2)
     out: Gradients = kernels.backward(problem, result, grad, extra)
-    own = own._replace(initial=ahead.view(*shape, -1)[:, 0].sum(1))
-    return Gradients(*(a + b for a, b in zip(out, own, strict=True)))
+    entry = torch.cat([out.entry[:, None], own.entry.view(*shape, -1)[:, 0]], 1)
+    return [*(a + b for a, b in zip(out[:5], own[:5], strict=True)), entry]
 
 
 def check(
-    factors: Factors, tokens: Tensor, carried: CarriedRows | None, lengths: Tensor | None, restart: Tensor | None
+    factors: Factors,
+    tokens: Tensor,
+    entry: Tensor | None,
+    lengths: Tensor | None,
+    restart: Tensor | None,
+    next_words: Tensor | None = None,
 ) -> None:
     """Raise an InputError that names the input with a wrong shape or value; values only outside a CUDA graph."""
-    _check_shapes(factors, tokens, carried, restart)
+    _check_shapes(factors, tokens, entry, restart, 1 if next_words is None else 1 + next_words.shape[2])
     if not capturing(factors.u):
         _check_words(tokens, lengths, factors.log_emission.shape[0])
 
 
-def _check_shapes(factors: Factors, tokens: Tensor, carried: CarriedRows | None, restart: Tensor | None) -> None:
+def _check_shapes(factors: Factors, tokens: Tensor, entry: Tensor | None, restart: Tensor | None, entries: int) -> None:
     """Raise an InputError that names the tensor with a wrong shape; does not synchronize with the device."""
     if tokens.dim() != 2 or not tokens.numel():
         raise InputError(f"blocked_scan: tokens {list(tokens.shape)} must be [B, T] with at least one word")
@@ -196,15 +224,8 @@ def _check_shapes(factors: Factors, tokens: Tensor, carried: CarriedRows | None,
         "log_start": (factors.log_start, (states,)),
         "block_of_word": (factors.block_of_word, (words,)),
         "restart": (restart, tuple(tokens.shape)),
+        "entry": (entry, (len(tokens), entries, kept)),
     }
-    if carried is not None:
-        then = carried.filtered.shape[1]
-        rows = len(carried.u) if carried.group is not None or len(carried.u) == 1 else tokens.shape[0]
-        expected |= {
-            "carried.filtered": (carried.filtered, (tokens.shape[0], then)),
-            "carried.u": (carried.u, (rows, then, h)),
-            "carried.log_normalizer": (carried.log_normalizer, (rows, then)),
-        }
     for name, (x, shape) in expected.items():
         if x is not None and tuple(x.shape) != shape:
             raise InputError(f"blocked_scan: {name} is {list(x.shape)}, should be {list(shape)}")

@@ -5,9 +5,9 @@
 import triton
 import triton.language as tl
 
-from hmmlm.ops.blocked_scan.problem import START
+from hmmlm.ops.blocked_scan.problem import ENTRY, START
 
-_START = tl.constexpr(START)
+_START, _ENTRY = tl.constexpr(START), tl.constexpr(ENTRY)
 
 
 @triton.jit
@@ -21,7 +21,6 @@ def tiles_kernel(
     first,
     span,
     TIME,
-    ROWS: tl.constexpr,
     KEPT: tl.constexpr,
     H: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -41,8 +40,8 @@ def tiles_kernel(
         for start in range(0, H, BLOCK_H):
             inner = start + tl.arange(0, BLOCK_H)
             a = tl.load(
-                u + (group * ROWS + row)[:, None] * H + inner[None, :],
-                mask=(row < ROWS)[:, None] & (inner < H)[None, :],
+                u + (group * KEPT + row)[:, None] * H + inner[None, :],
+                mask=(row < KEPT)[:, None] & (inner < H)[None, :],
                 other=0.0,
             )
             b = tl.load(
@@ -51,13 +50,22 @@ def tiles_kernel(
                 other=0.0,
             )
             scores = tl.dot(a, b, scores, input_precision=PRECISION)
-        shift = tl.load(log_normalizer + group * ROWS + row, mask=row < ROWS, other=0.0)
+        shift = tl.load(log_normalizer + group * KEPT + row, mask=row < KEPT, other=0.0)
         values = tl.exp(scores - shift[:, None])
         tl.store(
-            tiles + n * ROWS * KEPT + row[:, None] * KEPT + column[None, :],
+            tiles + n * KEPT * KEPT + row[:, None] * KEPT + column[None, :],
             values.to(tiles.dtype.element_ty),
-            mask=(row < ROWS)[:, None] & (column < KEPT)[None, :],
+            mask=(row < KEPT)[:, None] & (column < KEPT)[None, :],
         )
+
+
+@triton.jit
+def _begun(log_start, entry, block, source, b, at, column, KEPT: tl.constexpr):
+    """Return log p(z) [WIDTH] of a position that is no step: of the start, or of the entry of sequence b."""
+    inside, entering = column < KEPT, tl.load(source + at) == _ENTRY
+    row = tl.where(entering, b, tl.load(block + at))
+    start = tl.load(log_start + row * KEPT + column, mask=inside & (entering == 0), other=-float("inf"))
+    return tl.maximum(start, tl.load(entry + row * KEPT + column, mask=inside & entering, other=-float("inf")))
 
 
 @triton.jit
@@ -69,6 +77,7 @@ def forward_kernel(
     lengths,
     log_start,
     log_emission,
+    entry,
     filtered,
     predicted,
     log_likelihood,
@@ -78,7 +87,6 @@ def forward_kernel(
     TIME,
     FLOOR,
     SUSPICIOUS,
-    ROWS: tl.constexpr,
     KEPT: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -93,18 +101,17 @@ def forward_kernel(
     for t in range(first, tl.minimum(end, tl.load(lengths + b).to(tl.int32))):
         at = b * TIME + t
         emission = tl.load(log_emission + tl.load(word + at) * KEPT + column, mask=inside, other=-float("inf"))
-        if tl.load(source + at) == _START:
-            start = tl.load(log_start + tl.load(block + at) * KEPT + column, mask=inside, other=-float("inf"))
-            scores = emission + start
+        if tl.load(source + at) < 0:
+            scores = emission + _begun(log_start, entry, block, source, b, at, column, KEPT)
             reached = tl.full([WIDTH], 1.0, tl.float32)
         else:
             scores = emission
-            tile = tiles + (b * (end - first) + t - first) * ROWS * KEPT
+            tile = tiles + (b * (end - first) + t - first) * KEPT * KEPT
             sums = tl.zeros([CHUNK, WIDTH], tl.float32)
-            for top in tl.range(0, ROWS, CHUNK, num_stages=STAGES):
+            for top in tl.range(0, KEPT, CHUNK, num_stages=STAGES):
                 row = top + tl.arange(0, CHUNK)
-                f = tl.load(filtered + (b * (TIME + 1) + t) * ROWS + row, mask=row < ROWS, other=0.0)
-                mask = (row < ROWS)[:, None] & inside[None, :]
+                f = tl.load(filtered + (b * (TIME + 1) + t) * KEPT + row, mask=row < KEPT, other=0.0)
+                mask = (row < KEPT)[:, None] & inside[None, :]
                 a = tl.load(tile + row[:, None] * KEPT + column[None, :], mask=mask, other=0.0)
                 sums += f[:, None] * a.to(tl.float32)
             reached = tl.sum(sums, 0)
@@ -118,7 +125,7 @@ def forward_kernel(
         mass = tl.where(dead > 0, 1.0, mass)
         total += tl.log(mass) + shift
         f = tl.where(dead > 0, 0.0, weight / mass)
-        tl.store(filtered + (b * (TIME + 1) + t + 1) * ROWS + column, f, mask=inside)
+        tl.store(filtered + (b * (TIME + 1) + t + 1) * KEPT + column, f, mask=inside)
         tl.debug_barrier()  # the next step reads what all threads wrote
     tl.store(log_likelihood + b, tl.where(dead > 0, -float("inf"), total))
     tl.store(suspect + b, dead.to(tl.int8))
@@ -133,6 +140,7 @@ def stray_kernel(
     lengths,
     log_start,
     log_emission,
+    entry,
     predicted,
     stray,
     suspect,
@@ -144,7 +152,6 @@ def stray_kernel(
     TINY,
     SURE,
     TOLERATED,
-    ROWS: tl.constexpr,
     KEPT: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -163,15 +170,15 @@ def stray_kernel(
         scores = tl.load(log_emission + tl.load(word + at) * KEPT + column, mask=inside, other=-float("inf"))
         reached = tl.full([WIDTH], 1.0, tl.float32)
         strayed = tl.zeros([WIDTH], tl.float32)
-        if tl.load(source + at) == _START:
-            scores += tl.load(log_start + tl.load(block + at) * KEPT + column, mask=inside, other=-float("inf"))
+        if tl.load(source + at) < 0:
+            scores += _begun(log_start, entry, block, source, b, at, column, KEPT)
         else:
-            tile = tiles + (b * (end - first) + t - first) * ROWS * KEPT
+            tile = tiles + (b * (end - first) + t - first) * KEPT * KEPT
             sums = tl.zeros([CHUNK, WIDTH], tl.float32)
-            for top in tl.range(0, ROWS, CHUNK, num_stages=STAGES):
+            for top in tl.range(0, KEPT, CHUNK, num_stages=STAGES):
                 row = top + tl.arange(0, CHUNK)
-                s = tl.load(stray + (2 * b + t % 2) * ROWS + row, mask=row < ROWS, other=0.0)
-                mask = (row < ROWS)[:, None] & inside[None, :]
+                s = tl.load(stray + (2 * b + t % 2) * KEPT + row, mask=row < KEPT, other=0.0)
+                mask = (row < KEPT)[:, None] & inside[None, :]
                 a = tl.load(tile + row[:, None] * KEPT + column[None, :], mask=mask, other=0.0)
                 sums += s[:, None] * a.to(tl.float32)
             reached = tl.load(predicted + at * KEPT + column, mask=inside, other=0.0)
@@ -182,7 +189,7 @@ def stray_kernel(
         strayed = tl.maximum((relative * strayed + 2 * TINY) / mass, LOST)
         strayed = tl.where(inside, strayed, 0.0)
         dead = tl.where(tl.sum(strayed, 0) <= TOLERATED, dead, 1)
-        tl.store(stray + (2 * b + (t + 1) % 2) * ROWS + column, strayed, mask=inside)
+        tl.store(stray + (2 * b + (t + 1) % 2) * KEPT + column, strayed, mask=inside)
         tl.debug_barrier()  # the next step reads what all threads wrote
     tl.store(suspect + b, dead.to(tl.int8))
 
@@ -203,7 +210,6 @@ def backward_kernel(
     end,
     TIME,
     EXTRA: tl.constexpr,
-    ROWS: tl.constexpr,
     KEPT: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -222,7 +228,7 @@ def backward_kernel(
     for step in range(last - first + 1):
         t = last - step
         at = b * TIME + t
-        slot = (b * (TIME + 1) + t + 1) * ROWS
+        slot = (b * (TIME + 1) + t + 1) * KEPT
         following = tl.load(source + at + 1, mask=t + 1 < length, other=_START)
         if following < 0:  # no later position depends on this one
             gamma = weight * tl.load(filtered + slot + column, mask=inside, other=0.0)
@@ -235,16 +241,16 @@ def backward_kernel(
             q = tl.load(predicted + at * KEPT + column, mask=inside, other=0.0)
             r = tl.where(q > 0, gamma / tl.where(q > 0, q, 1.0), 0.0)
             tl.store(ratio + at * KEPT + column, r, mask=inside)
-            tile = tiles + (b * (end - first) + t - first) * ROWS * KEPT
-            for top in tl.range(0, ROWS, CHUNK, num_stages=STAGES):
+            tile = tiles + (b * (end - first) + t - first) * KEPT * KEPT
+            for top in tl.range(0, KEPT, CHUNK, num_stages=STAGES):
                 row = top + tl.arange(0, CHUNK)
-                mask = (row < ROWS)[:, None] & inside[None, :]
+                mask = (row < KEPT)[:, None] & inside[None, :]
                 a = tl.load(tile + row[:, None] * KEPT + column[None, :], mask=mask, other=0.0)
                 ahead = tl.sum(a.to(tl.float32) * r[None, :], 1)
-                f = tl.load(filtered + slot - ROWS + row, mask=row < ROWS, other=0.0)
-                tl.store(posterior + slot - ROWS + row, f * ahead, mask=row < ROWS)
+                f = tl.load(filtered + slot - KEPT + row, mask=row < KEPT, other=0.0)
+                tl.store(posterior + slot - KEPT + row, f * ahead, mask=row < KEPT)
                 if t == 0:
-                    tl.store(grad_initial + b * ROWS + row, ahead, mask=row < ROWS)
+                    tl.store(grad_initial + b * KEPT + row, ahead, mask=row < KEPT)
         tl.debug_barrier()  # the next step reads what all threads wrote
 
 
@@ -380,7 +386,6 @@ def segment_kernel(
     ADD: tl.constexpr,
     STARTS: tl.constexpr,
     SLOT: tl.constexpr,
-    ROWS: tl.constexpr,
     KEPT: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -400,7 +405,7 @@ def segment_kernel(
         wanted = k < end
         if STARTS:
             wanted = wanted & (tl.load(source + b * TIME + t, mask=wanted, other=0) == _START)
-        at = (b * (TIME + 1) + t + SLOT) * ROWS
+        at = (b * (TIME + 1) + t + SLOT) * KEPT
         found = tl.load(values + at[:, None] + column[None, :], mask=wanted[:, None] & inside[None, :], other=0.0)
         total += sign * tl.sum(found, 0)
     tl.store(out + g * KEPT + column, total, mask=inside)

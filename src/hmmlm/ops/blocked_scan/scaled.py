@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hmmlm.ops.blocked_scan.problem import START, BlockedForward, Gradients, Problem, limits, read_tiles
+from hmmlm.ops.blocked_scan.problem import ENTRY, START, BlockedForward, Gradients, Problem, limits, read_tiles
 from hmmlm.ops.common import FLOOR, exp, matmul
 
 _TILE_BUDGET = 2**26  # elements of the transition tiles held at a time: 256 MB in float32
@@ -28,16 +28,16 @@ class Tiles(NamedTuple):
 
     first: int
     end: int
-    source: Tensor  # [P] source group of each tile
+    source: Tensor  # [P] source block of each tile
     block: Tensor  # [P] target block of each tile
-    rows: Tensor  # [P, R, h] factors in U of the tile's rows
-    columns: Tensor  # [P, kept, h] factors in W of the tile's columns
-    values: Tensor  # [P, R, kept]
+    rows: Tensor  # [P, k, h] factors in U of the tile's rows
+    columns: Tensor  # [P, k, h] factors in W of the tile's columns
+    values: Tensor  # [P, k, k]
     tile_of: Tensor | None  # [B, span] tile of each position; None: each position has its own, in order
     alike: list[bool]  # per time, whether all sequences use the same tile
 
     def reach(self, k: int, vectors: Tensor) -> Tensor:
-        """Multiply vectors [B, R] by the tiles at time first + k; return [B, kept]."""
+        """Multiply vectors [B, n] by the tiles at time first + k."""
         lift = _LIFT[vectors.dtype]
         return self.product(k, lift * vectors).div_(lift)
 
@@ -48,13 +48,13 @@ class Tiles(NamedTuple):
         return torch.bmm(lifted[:, None], self._own(k))[:, 0]
 
     def look_back(self, k: int, vectors: Tensor) -> Tensor:
-        """Multiply vectors [B, kept] by the transposed tiles at time first + k; return [B, R]."""
+        """Multiply vectors [B, n] by the transposed tiles at time first + k."""
         if self.alike[k]:
             return vectors @ self._one(k).T
         return torch.bmm(self._own(k), vectors[:, :, None])[:, :, 0]
 
     def pairs(self, before: Tensor, after: Tensor) -> Tensor:
-        """Sum before_i · tile_ij · after_j [P, R, kept] over the positions of each tile, for vectors [B, span, ·]."""
+        """Sum before_i · tile_ij · after_j [P, k, k] over the positions of each tile, for vectors [B, span, ·]."""
         if self.tile_of is None:
             return before.flatten(0, 1)[:, :, None] * self.values * after.flatten(0, 1)[:, None, :]
         # in float64: `after` can be close to the float32 maximum before it is multiplied by the tile
@@ -76,11 +76,11 @@ class Tiles(NamedTuple):
 
 def _all_tiles(problem: Problem, backwards: bool = False) -> Iterator[Tiles]:
     """Yield the tiles of all times, one range of time after another."""
-    (blocks, kept), rows = problem.w.shape[:2], problem.u.shape[1]
-    if not problem.u.is_cuda and rows * kept >= _WORTH_SHARING:  # on the GPU, counting them would synchronize
+    blocks, kept = problem.w.shape[:2]
+    if not problem.u.is_cuda and kept**2 >= _WORTH_SHARING:  # on the GPU, counting them would synchronize
         pair = problem.source.clamp_min(0) * blocks + problem.block.clamp_min(0)
         distinct, index = pair.unique(return_inverse=True)
-        if 2 * len(distinct) <= pair.numel() and len(distinct) * rows * kept <= _TILE_BUDGET:
+        if 2 * len(distinct) <= pair.numel() and len(distinct) * kept**2 <= _TILE_BUDGET:
             alike = (index == index[:1]).all(0).tolist()
             yield _make(problem, 0, pair.shape[1], distinct // blocks, distinct % blocks, index, alike)
             return
@@ -93,7 +93,7 @@ def _all_tiles(problem: Problem, backwards: bool = False) -> Iterator[Tiles]:
 def _make(
     problem: Problem, first: int, end: int, source: Tensor, block: Tensor, index: Tensor | None, alike: list[bool]
 ) -> Tiles:
-    """Compute the tiles from groups `source` [P] to blocks `block` [P] for times `first` to `end`."""
+    """Compute the tiles from blocks `source` [P] to blocks `block` [P] for times `first` to `end`."""
     if problem.table is not None:
         rows, columns = problem.u[:0], problem.w[:0]
         return Tiles(first, end, source, block, rows, columns, read_tiles(problem.table, source, block), index, alike)
@@ -108,7 +108,7 @@ def forward(problem: Problem) -> BlockedForward:
     batch, time = problem.word.shape
     dtype, kept = problem.log_start.dtype, problem.w.shape[1]
     limit, lift = limits(dtype), _LIFT[dtype]
-    filtered = torch.zeros(batch, time + 1, problem.u.shape[1], dtype=dtype, device=problem.u.device)
+    filtered = torch.zeros(batch, time + 1, kept, dtype=dtype, device=problem.u.device)
     filtered[:, 0] = problem.initial
     predicted = torch.zeros(batch, time, kept, dtype=dtype, device=problem.u.device)
     log_likelihood = torch.zeros(batch, dtype=dtype, device=problem.u.device)
@@ -118,12 +118,13 @@ def forward(problem: Problem) -> BlockedForward:
     word, block = problem.word.clamp_min(0), problem.block.clamp_min(0)
     for tiles in _all_tiles(problem):
         for t in range(tiles.first, tiles.end):
-            inside, starts = t < problem.lengths, (problem.source[:, t] == START)[:, None]
-            emission = problem.log_emission[word[:, t]]
+            source, emission = problem.source[:, t, None], problem.log_emission[word[:, t]]
+            inside, starts = t < problem.lengths, (source == START) | (source == ENTRY)
+            begun = torch.where(source == ENTRY, problem.entry, problem.log_start[block[:, t]])
             reached = tiles.reach(t - tiles.first, filtered[:, t])
             faint = reached < limit.sure
             reached = reached.masked_fill(starts | (reached < limit.floor), 0.0)
-            scores = torch.where(starts, problem.log_start[block[:, t]] + emission, emission)
+            scores = torch.where(starts, begun + emission, emission)
             shift = scores.amax(1)
             shift = shift.masked_fill(shift == -torch.inf, 0.0)
             relative = (scores - shift[:, None]).exp_()
@@ -134,12 +135,12 @@ def forward(problem: Problem) -> BlockedForward:
             strayed = (
                 strayed.mul_(relative).add_(2 * lift * limit.tiny).div_(mass[:, None]).clamp_min_(lift * limit.lost)
             )
-            stray[:, :kept] = strayed
+            stray.copy_(strayed)
             torch.sum(strayed, 1, out=missing[t])
             alive = alive & ((mass >= limit.suspicious) | ~inside)
             going = inside & alive
             here = weight / mass[:, None]
-            filtered[:, t + 1, :kept] = here.masked_fill_(~going[:, None] | (here < limit.lost), 0.0)
+            filtered[:, t + 1] = here.masked_fill_(~going[:, None] | (here < limit.lost), 0.0)
             predicted[:, t] = reached
             log_likelihood += torch.where(going, mass.log() + shift, 0.0)
     beyond = torch.arange(time, device=missing.device)[:, None] >= problem.lengths
@@ -157,11 +158,11 @@ def backward(
     """Compute expected counts weighted by `grad` [B]; suspect sequences contribute nothing.
 
     Args:
-        extra: [B, T + 1, R] added to the posterior of each position (entry t + 1 is that of t) from elsewhere.
-        add_pairs: called with tiles and their expected transitions [P, R, kept]; None: these become gradients of the
+        extra: [B, T + 1, k] added to the posterior of each position (entry t + 1 is that of t) from elsewhere.
+        add_pairs: called with tiles and their expected transitions [P, k, k]; None: these become gradients of the
             factors.
     """
-    batch, kept = problem.word.shape[0], problem.w.shape[1]
+    batch = problem.word.shape[0]
     grad = grad.masked_fill(result.suspect, 0.0).to(problem.log_start.dtype)[:, None]
     out = Gradients(*(torch.zeros_like(x, dtype=grad.dtype) for x in problem.differentiable()))
     lost = FLOOR[grad.dtype]
@@ -174,9 +175,9 @@ def backward(
         ratio = torch.zeros_like(predicted)
         for k in reversed(range(end - first)):
             inside = (first + k < problem.lengths)[:, None]
-            posterior[:, k] = torch.where(stepped, back[:, :kept], grad * filtered[:, k + 1, :kept]) * inside
+            posterior[:, k] = torch.where(stepped, back, grad * filtered[:, k + 1]) * inside
             if extra is not None:
-                posterior[:, k] += extra[:, first + k + 1, :kept]
+                posterior[:, k] += extra[:, first + k + 1]
             stepped = problem.source[:, first + k, None] >= 0
             some = stepped & (predicted[:, k] > 0) & (posterior[:, k].abs() >= lost)
             ratio[:, k] = torch.where(some, posterior[:, k] / predicted[:, k], 0.0)
@@ -185,6 +186,7 @@ def backward(
             before[:, k] = back
             if first + k == 0:
                 out.initial.copy_(ahead)
+                out.entry.copy_(posterior[:, 0] * (problem.source[:, :1] == ENTRY))
         source, block, word = (
             x[:, first:end].clamp_min(0).reshape(-1) for x in (problem.source, problem.block, problem.word)
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hmmlm.ops.blocked_scan import scaled
+from hmmlm.ops.blocked_scan.api import log_carry
 from hmmlm.ops.blocked_scan.problem import BlockedForward, Problem, tile_lines
 from hmmlm.ops.common import FLOOR, NEG_INF
 
@@ -19,19 +20,19 @@ _LARGEST = 2**26  # elements of a table: 256 MB in float32
 _CHUNK = 2**21  # elements of the rows that are processed together: they stay in the cache
 
 
-def fits(rows: int, states: int, reference: Tensor) -> bool:
-    """Return whether the transitions of `rows` states into all states are to be kept in a table."""
-    return reference.device.type == "cpu" and reference.dtype in FLOOR and rows * states <= _LARGEST
+def fits(states: int, reference: Tensor) -> bool:
+    """Return whether the transitions between all states are to be kept in a table."""
+    return reference.device.type == "cpu" and reference.dtype in FLOOR and states**2 <= _LARGEST
 
 
 def table_scan(problem: Problem, u: Tensor, w: Tensor, *given: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-likelihoods [B], final filtered distributions [B, kept] and suspect sequences [B].
+    """Compute log-likelihoods [B], the carry [B, k] and suspect sequences [B].
 
     Args:
         problem: without factors and table.
-        u: [G, R, h] factors of the groups of states that are left.
-        w: [M·kept, h] factors of the states that are entered.
-        given: log_start [M·kept], log_emission [V, kept] and the carry [B, R], if there is one.
+        u: [Z, h] factors of the states that are left.
+        w: [Z, h] factors of the states that are entered.
+        given: log_start [Z], log_emission [V, k] and the entry [B, 1, k], if there is one.
     """
     result: tuple[Tensor, Tensor, Tensor] = _TableScan.apply(problem, u, w, *given)
     return result
@@ -42,17 +43,14 @@ class _TableScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, u: Tensor, w: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
-        (groups, rows, _), (blocks, kept) = u.shape, problem.w.shape[:2]
-        table = _transitions(u.flatten(0, 1), w)
-        problem = problem._replace(table=table.view(groups, rows, blocks, kept))
+        blocks, kept = problem.w.shape[:2]
+        problem = problem._replace(table=_transitions(u, w).view(blocks, kept, blocks, kept))
         result = scaled.forward(problem)
         ctx.shapes = [None if x is None else x.shape for x in given]
         ctx.save_for_backward(u, w, *problem, *result)
-        last = problem.lengths[:, None, None].expand(-1, 1, kept)
-        known = (problem.lengths > 0) & ~result.suspect
-        final = torch.where(known[:, None], result.filtered[:, :, :kept].gather(1, last)[:, 0], 0.0)
-        ctx.mark_non_differentiable(final, result.suspect)
-        return result.log_likelihood.masked_fill(result.suspect, NEG_INF), final, result.suspect
+        carry = log_carry(problem, result)[0].masked_fill_(result.suspect[:, None], NEG_INF)
+        ctx.mark_non_differentiable(carry, result.suspect)
+        return result.log_likelihood.masked_fill(result.suspect, NEG_INF), carry, result.suspect
 
     @staticmethod
     @once_differentiable
@@ -60,10 +58,10 @@ class _TableScan(torch.autograd.Function):
         u, w, *saved = ctx.saved_tensors
         size = len(Problem._fields)
         problem, result = Problem(*saved[:size]), BlockedForward(*saved[size:])
-        blocks = problem.w.shape[0]
+        blocks, kept = problem.w.shape[:2]
         pair = problem.source.clamp_min(0) * blocks + problem.block.clamp_min(0)
         distinct, index = pair.unique(return_inverse=True)
-        counts = torch.zeros(len(distinct), u.shape[1], problem.w.shape[1], dtype=u.dtype)
+        counts = torch.zeros(len(distinct), kept, kept, dtype=u.dtype)
 
         def add(tiles: scaled.Tiles, pairs: Tensor) -> None:
             if tiles.tile_of is None:
@@ -73,16 +71,15 @@ class _TableScan(torch.autograd.Function):
 
         out = scaled.backward(problem, result, grads[0], add_pairs=add)
         grad_u, grad_w = _gradients(problem, distinct, counts, out.log_normalizer, u, w)
-        is_carried = problem.source[:, :1] >= blocks
-        given = (out.log_start, out.log_emission, torch.where(is_carried, out.initial, 0.0))
+        given = (out.log_start, out.log_emission, out.entry)
         shaped = (None if s is None else g.reshape(s) for g, s in zip(given, ctx.shapes, strict=True))
         return None, grad_u, grad_w, *shaped
 
 
-def _chunks(groups: int, elements: int) -> Iterator[slice]:
-    """Yield slices of the groups, each with about `_CHUNK` elements; a group has `elements`."""
+def _chunks(count: int, elements: int) -> Iterator[slice]:
+    """Yield slices of `count` rows or blocks, each with about `_CHUNK` elements; a row or block has `elements`."""
     size = max(1, _CHUNK // elements)
-    return (slice(first, min(first + size, groups)) for first in range(0, groups, size))
+    return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
 
 def _transitions(u: Tensor, w: Tensor) -> Tensor:
@@ -97,23 +94,23 @@ def _transitions(u: Tensor, w: Tensor) -> Tensor:
 def _gradients(
     problem: Problem, distinct: Tensor, counts: Tensor, grad_normalizer: Tensor, u: Tensor, w: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of u [G, R, h] and w [Z, h].
+    """Compute the gradients of u and w [Z, h].
 
     Args:
-        distinct: [D] group · M + block of the tiles that were used.
-        counts: [D, R, kept] expected transitions of these tiles.
-        grad_normalizer: [G, R] minus the expected transitions out of each state.
+        distinct: [D] source block · M + target block of the tiles that were used.
+        counts: [D, k, k] expected transitions of these tiles.
+        grad_normalizer: [M, k] minus the expected transitions out of each state.
     """
     assert problem.table is not None
-    groups, rows, blocks, kept = problem.table.shape
+    blocks, kept = problem.table.shape[:2]
     grad_u, grad_w = torch.empty_like(u), torch.zeros_like(w)
-    for chunk in _chunks(groups, rows * blocks * kept):
+    for chunk in _chunks(blocks, kept * len(w)):
         scores = problem.table[chunk] * grad_normalizer[chunk, :, None, None]
         first, end = torch.searchsorted(distinct, torch.tensor([chunk.start, chunk.stop]) * blocks).tolist()
-        group, block = distinct[first:end] // blocks - chunk.start, distinct[first:end] % blocks
-        lines = tile_lines(group, block, rows, blocks)
+        source, target = distinct[first:end] // blocks - chunk.start, distinct[first:end] % blocks
+        lines = tile_lines(source, target, kept, blocks)
         scores.view(-1, kept).index_add_(0, lines, counts[first:end].flatten(0, 1))
-        scores = scores.view(-1, blocks * kept)
-        grad_u[chunk] = (scores @ w).view(-1, rows, u.shape[2])
-        grad_w.addmm_(scores.T, u[chunk].flatten(0, 1))
+        scores, own = scores.view(-1, len(w)), slice(chunk.start * kept, chunk.stop * kept)
+        grad_u[own] = scores @ w
+        grad_w.addmm_(scores.T, u[own])
     return grad_u, grad_w

@@ -19,7 +19,7 @@ from hmmlm.ops.blocked_scan.kernels import (
     stray_kernel,
     tiles_kernel,
 )
-from hmmlm.ops.blocked_scan.problem import BlockedForward, Gradients, Problem, limits
+from hmmlm.ops.blocked_scan.problem import ENTRY, BlockedForward, Gradients, Problem, limits
 from hmmlm.ops.common import dot_precision
 
 _TILE_BUDGET = 2**29  # elements of the transition tiles held at a time: 1 GB in bfloat16
@@ -49,12 +49,12 @@ def _segments(problem: Problem, first: int, end: int) -> _Segments:
 
 
 def _tiles(problem: Problem, first: int, end: int) -> Tensor:
-    """Compute the tiles [B·span, R, kept] in the dtype of products; positions that are not steps are not written."""
+    """Compute the tiles [B·span, k, k] in the dtype of products; positions that are not steps are not written."""
     batch, time = problem.word.shape
-    (_, rows, h), kept = problem.u.shape, problem.w.shape[1]
-    out = problem.u.new_empty(batch * (end - first), rows, kept)
+    _, kept, h = problem.u.shape
+    out = problem.u.new_empty(batch * (end - first), kept, kept)
     size = _product(problem.u.dtype)
-    grid = (out.shape[0], triton.cdiv(rows, size), triton.cdiv(kept, size))
+    grid = (out.shape[0], triton.cdiv(kept, size), triton.cdiv(kept, size))
     tiles_kernel[grid](
         problem.u,
         problem.w,
@@ -65,7 +65,6 @@ def _tiles(problem: Problem, first: int, end: int) -> Tensor:
         first,
         end - first,
         time,
-        ROWS=rows,
         KEPT=kept,
         H=h,
         PRECISION=dot_precision(problem.u.dtype),
@@ -83,31 +82,24 @@ def _product(dtype: torch.dtype) -> int:
 
 def _recursion(problem: Problem) -> dict[str, int]:
     """Return the options of the recursion kernels: a tile at once if it fits, else in chunks of rows."""
-    rows, kept = problem.u.shape[1], problem.w.shape[1]
-    height, width = triton.next_power_of_2(rows), triton.next_power_of_2(kept)
-    if height * width <= _TILE_AT_ONCE:
-        return {"ROWS": rows, "KEPT": kept, "WIDTH": width, "CHUNK": height, "STAGES": 1, "num_warps": 4}
-    chunk = min(height, max(1, _IN_CHUNKS["chunk"] // width))
-    return {
-        "ROWS": rows,
-        "KEPT": kept,
-        "WIDTH": width,
-        "CHUNK": chunk,
-        "STAGES": _IN_CHUNKS["stages"],
-        "num_warps": _IN_CHUNKS["warps"],
-    }
+    kept = problem.w.shape[1]
+    width = triton.next_power_of_2(kept)
+    if width**2 <= _TILE_AT_ONCE:
+        return {"KEPT": kept, "WIDTH": width, "CHUNK": width, "STAGES": 1, "num_warps": 4}
+    chunk = min(width, max(1, _IN_CHUNKS["chunk"] // width))
+    stages, warps = _IN_CHUNKS["stages"], _IN_CHUNKS["warps"]
+    return {"KEPT": kept, "WIDTH": width, "CHUNK": chunk, "STAGES": stages, "num_warps": warps}
 
 
 def forward(problem: Problem) -> BlockedForward:
     """Compute filtered distributions and log-likelihoods; see `Limits` for what is suspect."""
-    batch, time = problem.word.shape
-    rows, kept = problem.u.shape[1], problem.w.shape[1]
-    filtered = problem.initial.new_zeros(batch, time + 1, rows)
+    (batch, time), kept = problem.word.shape, problem.w.shape[1]
+    filtered = problem.initial.new_zeros(batch, time + 1, kept)
     filtered[:, 0] = problem.initial
     predicted = problem.initial.new_empty(batch, time, kept)
     log_likelihood = problem.initial.new_empty(batch)
     suspect = torch.empty(batch, dtype=torch.int8, device=filtered.device)
-    stray = problem.initial.new_zeros(batch, 2, rows)
+    stray = problem.initial.new_zeros(batch, 2, kept)
     limit = limits(torch.float32)
     for first, end in problem.spans(_TILE_BUDGET):
         tiles = _tiles(problem, first, end)
@@ -119,6 +111,7 @@ def forward(problem: Problem) -> BlockedForward:
             problem.lengths,
             problem.log_start,
             problem.log_emission,
+            problem.entry,
             filtered,
             predicted,
             log_likelihood,
@@ -138,6 +131,7 @@ def forward(problem: Problem) -> BlockedForward:
             problem.lengths,
             problem.log_start,
             problem.log_emission,
+            problem.entry,
             predicted,
             stray,
             suspect,
@@ -158,10 +152,9 @@ def backward(problem: Problem, result: BlockedForward, grad: Tensor, extra: Tens
     """Compute expected counts weighted by `grad` [B]; suspect sequences contribute nothing.
 
     Args:
-        extra: [B, T + 1, R] added to the posterior of each position (entry t + 1 is that of t) from elsewhere.
+        extra: [B, T + 1, k] added to the posterior of each position (entry t + 1 is that of t) from elsewhere.
     """
-    batch, time = problem.word.shape
-    rows, kept = problem.u.shape[1], problem.w.shape[1]
+    (batch, time), kept = problem.word.shape, problem.w.shape[1]
     grad = grad.masked_fill(result.suspect, 0.0).float()
     out = Gradients(*(torch.empty_like(x, dtype=torch.float32) for x in problem.differentiable()))
     posterior, ratio = torch.empty_like(result.filtered), torch.empty_like(result.predicted)
@@ -185,9 +178,11 @@ def backward(problem: Problem, result: BlockedForward, grad: Tensor, extra: Tens
             **_recursion(problem),
         )
         counts = posterior if extra is None else posterior + extra
+        if first == 0:
+            out.entry.copy_(torch.where(problem.source[:, :1] == ENTRY, counts[:, 1], 0.0))
         segments = _segments(problem, first, end)
         place = {"first": first, "span": end - first, "TIME": time, "ADD": end < time}
-        before = (result.filtered, (time + 1) * rows)  # vectors over the rows of a tile, and their batch stride
+        before = (result.filtered, (time + 1) * kept)  # vectors over the rows of a tile, and their batch stride
         after = (ratio, time * kept)  # vectors over its columns, likewise
         _factor(segments, _BY_SOURCE, tiles, *before, *after, problem.block, problem.w, out.u, (kept, 1), place)
         _factor(segments, _BY_BLOCK, tiles, *after, *before, problem.source, problem.u, out.w, (1, kept), place)
@@ -206,7 +201,6 @@ def backward(problem: Problem, result: BlockedForward, grad: Tensor, extra: Tens
                 sign=sign,
                 SLOT=slot,
                 STARTS=target is out.log_start,
-                ROWS=rows,
                 KEPT=target.shape[1],
                 WIDTH=width,
                 CHUNK=max(1, min(16, 2048 // width)),

@@ -23,6 +23,7 @@ from hmmlm.ops.common import (
     capturing,
     choose_kernels,
     installed,
+    log_normalize,
     logsumexp,
     product_dtype,
     without_autocast,
@@ -45,7 +46,7 @@ def scan(parameters: Parameters, evidence: Evidence, impl: Impl = "auto") -> Sca
     """
     if impl == "naive":
         joint = naive.forward(parameters, evidence)[:, -1]
-        return Scan(logsumexp(joint, 1), Carry(torch.softmax(joint.detach(), 1).nan_to_num(0.0)))
+        return Scan(logsumexp(joint, 1), Carry(log_normalize(joint.detach().double())))
     products = product_dtype(parameters.log_start)
     recursions = choose_recursions(parameters, evidence, products, impl)
     inputs = (*parameters, evidence.initial)
@@ -53,7 +54,7 @@ def scan(parameters: Parameters, evidence: Evidence, impl: Impl = "auto") -> Sca
         log_likelihood, final, suspect = _Scan.apply(*parameters, *evidence, products, recursions)
     else:  # the autograd function would cost a small model time
         log_likelihood, final, suspect = _run_filter(parameters, evidence, products, recursions, False)[3:]
-    return Scan(log_likelihood, Carry(final), suspect)
+    return Scan(log_likelihood, Carry(final.double().log()), suspect)
 
 
 def loops_pay(states: int, device: torch.device) -> bool:

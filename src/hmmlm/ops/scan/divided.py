@@ -34,7 +34,7 @@ def divided_scan(own: Parameters, evidence: Evidence) -> Scan:
     shared = _share(evidence)
     products = product_dtype(own.log_start)
     log_likelihood, final = _DividedScan.apply(*own, shared, products)
-    return Scan(log_likelihood[:batch], Carry(final[:batch]))
+    return Scan(log_likelihood[:batch], Carry(final[:batch].double().log()))
 
 
 def _share(evidence: Evidence) -> Evidence:

@@ -50,7 +50,7 @@ def softmax_scan(logits: Parameters, evidence: Evidence, impl: Impl = "auto") ->
         final = torch.where(suspect[:, None], chain.start, result.final)
     pending = PendingGradient()
     log_likelihood: Tensor = _SoftmaxScan.apply(*logits[:2], kernels, chain, result, suspect, pending)
-    return Scan(log_likelihood, Carry(final), suspect), pending
+    return Scan(log_likelihood, Carry(final.double().log()), suspect), pending
 
 
 class _SoftmaxScan(torch.autograd.Function):
