@@ -79,10 +79,10 @@ def test_adamw_equals_a_plain_loop(tmp_path: Path) -> None:
     tokens, carry = 0, torch.zeros(0)
     for epoch in range(2):
         for batch in make_batches(config, data, "train").epoch(epoch):
-            initial = carry[: len(batch.tokens)] if batch.carry else None
-            evidence = Evidence(batch.tokens, batch.lengths, initial, batch.restart)
+            before = carry[: len(batch.tokens)] if batch.carry else None
+            evidence = Evidence(batch.tokens, batch.lengths, before, batch.restart)
             result = scan(plain().parameters, evidence, "naive")
-            carry = result.carry.log_probs.exp().float()
+            carry = result.carry.log_probs
             count = int((batch.tokens >= 0).sum())
             adamw.zero_grad()
             (-result.log_likelihood.sum() / count).backward()

@@ -39,7 +39,7 @@ def test_log_space_agrees_with_enumeration(
         oracle = Enumeration(hmm, tokens, before, starts)
         evidence = Evidence(
             torch.tensor([tokens]),
-            initial=None if before is None else before[None],
+            carry=None if before is None else before[None].log(),
             restart=None if starts is None else torch.tensor([starts]),
         )
         parameters = leaves(Parameters(*hmm.parameters))
@@ -107,11 +107,11 @@ def test_windows_with_a_carry_add_up_to_the_whole(impl: Impl) -> None:
     whole = scan(parameters, Evidence(tokens), impl)
     carried, total = None, torch.zeros(3, dtype=torch.float64)
     for window in tokens.split(7, dim=1):
-        part = scan(parameters, Evidence(window, initial=carried), impl)
-        carried, total = part.carry.log_probs.exp(), total + part.log_likelihood
+        part = scan(parameters, Evidence(window, carry=carried), impl)
+        carried, total = part.carry.log_probs, total + part.log_likelihood
     torch.testing.assert_close(total, whole.log_likelihood)
     assert carried is not None
-    torch.testing.assert_close(carried, whole.carry.log_probs.exp())
+    torch.testing.assert_close(carried, whole.carry.log_probs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -161,8 +161,8 @@ def test_fifty_thousand_tokens_in_float32() -> None:
         windows, carried = torch.zeros((), dtype=torch.float64), None
         exact = Parameters(*(p.double() for p in parameters))
         for window in tokens.split(12_500, 1):
-            part = scan(exact, Evidence(window, initial=carried))
-            carried, windows = part.carry.log_probs.exp(), windows + part.log_likelihood[0]
+            part = scan(exact, Evidence(window, carry=carried))
+            carried, windows = part.carry.log_probs, windows + part.log_likelihood[0]
     assert result.item() == pytest.approx(windows.item(), rel=1e-5)
     start, transition, emission = torch.autograd.grad(result.sum(), parameters)
     assert transition.sum().item() == pytest.approx(49_999, rel=1e-3)
@@ -196,8 +196,8 @@ def test_a_carry_below_the_floor_may_be_the_only_explanation(impl: Impl) -> None
     transition = torch.tensor([[0.0, never], [0.0, -60.0]])
     emission = torch.tensor([[0.0, never], [never, 0.0]])  # state 1 alone emits word 1, and only state 1 leads to it
     parameters = Parameters(torch.tensor([0.0, never]), transition, emission)
-    initial = torch.tensor([[1.0, 2e-39]])
-    result = scan(parameters, Evidence(torch.tensor([[1]]), None, initial), impl)
+    carry = torch.tensor([[1.0, 2e-39]], dtype=torch.float64).log()
+    result = scan(parameters, Evidence(torch.tensor([[1]]), None, carry), impl)
     torch.testing.assert_close(result.log_likelihood, torch.tensor([math.log(2e-39) - 60]))
     torch.testing.assert_close(result.carry.log_probs.exp(), torch.tensor([[0.0, 1.0]], dtype=torch.float64))
 
@@ -261,8 +261,8 @@ def test_compiled_loops_of_padded_rows_agree_with_log_space(states: int, dtype: 
     found = []
     impl: Impl
     for impl, wanted in (("compiled", dtype), ("naive", torch.float64)):  # type: ignore[assignment]
-        inputs = *leaves(given, wanted), carried.softmax(1).to(wanted).requires_grad_()
-        result = scan(Parameters(*inputs[:3]), Evidence(tokens, lengths, inputs[3], restart), impl)
+        inputs = leaves(given, wanted)
+        result = scan(inputs, Evidence(tokens, lengths, carried.double().log_softmax(1), restart), impl)
         possible = result.log_likelihood.isfinite()
         gradients = torch.autograd.grad(result.log_likelihood[possible].sum(), inputs)
         found.append([result.log_likelihood.detach()[possible], result.carry.log_probs.exp()[possible], *gradients])

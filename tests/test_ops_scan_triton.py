@@ -111,7 +111,7 @@ if INTERPRETING:
         narrow, tokens = Parameters(*(p.float() for p in parameters)), evidence.tokens
         whole = scan(narrow, Evidence(tokens), "triton")
         first = scan(narrow, Evidence(tokens[:, :4]), "triton")
-        second = scan(narrow, Evidence(tokens[:, 4:], initial=first.carry.log_probs.exp()), "triton")
+        second = scan(narrow, Evidence(tokens[:, 4:], carry=first.carry.log_probs), "triton")
         torch.testing.assert_close(first.log_likelihood + second.log_likelihood, whole.log_likelihood)
         torch.testing.assert_close(second.carry.log_probs.exp(), whole.carry.log_probs.exp())
 

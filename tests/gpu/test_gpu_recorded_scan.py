@@ -45,8 +45,8 @@ def test_replays_agree_with_eager_scans(
         with torch.autocast("cuda", dtype=products, enabled=products != torch.float32):
             given = [carry if carried else None for carry in carries]
             got = hmm.scan(tokens, None, given[0], restart)
-            initial = None if given[1] is None else given[1].log_probs.exp().float()
-            want = scan(hmm.parameters, Evidence(tokens, None, initial, restart))
+            carry = None if given[1] is None else given[1].log_probs
+            want = scan(hmm.parameters, Evidence(tokens, None, carry, restart))
         carries = [got.carry, want.carry]
         found.append((got, want))
     torch.cuda.synchronize()

@@ -46,11 +46,11 @@ def make_problem(
     parameters = Parameters(*(p.log().float().double() for p in random_hmm(states, words, seed, sharpness, zeros)))
     tokens = torch.randint(-1, words, (batch, steps), generator=generator)
     lengths = torch.randint(1, steps + 1, (batch,), generator=generator) if ragged else None
-    initial = torch.rand(batch, states, generator=generator, dtype=torch.float64) if carried else None
-    if initial is not None:
-        initial = (initial / initial.sum(1, keepdim=True)).float().double()
+    carry = torch.rand(batch, states, generator=generator, dtype=torch.float64) if carried else None
+    if carry is not None:
+        carry = (carry / carry.sum(1, keepdim=True)).log()
     restart = torch.rand(batch, steps, generator=generator) < 0.3 if restarts else None
-    return parameters, Evidence(tokens, lengths, initial, restart)
+    return parameters, Evidence(tokens, lengths, carry, restart)
 
 
 def sticky(log_leak: float, log_wrong: float) -> Parameters:
@@ -81,10 +81,7 @@ def solve(
     """Run the scan and its backward pass; an impossible sequence must have no gradient."""
     inputs = {name: p.to(device, dtype, copy=True).requires_grad_() for name, p in parameters._asdict().items()}
     moved = Evidence(*(None if value is None else value.to(device) for value in evidence))
-    if moved.initial is not None:
-        inputs["initial"] = moved.initial.to(dtype, copy=True).requires_grad_()
-        moved = moved._replace(initial=inputs["initial"])
-    result = scan(Parameters(*list(inputs.values())[:3]), moved, impl)
+    result = scan(Parameters(**inputs), moved, impl)
     weight = torch.linspace(-1, 2, len(moved.tokens), dtype=dtype, device=device)
     if impl == "naive":  # the specification: autograd of −inf is not
         weight = torch.where(result.log_likelihood == NEG_INF, 0.0, weight)

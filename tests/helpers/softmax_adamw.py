@@ -38,16 +38,13 @@ def make_logits(
     generator = torch.Generator().manual_seed(1)
     logits = (p + torch.randn(p.shape[:-1], generator=generator)[..., None] for p in parameters)
     moved = (None if value is None else value.to(device) for value in evidence)
-    initial = None if evidence.initial is None else evidence.initial.float().to(device)
-    return Parameters(*(p.float().to(device) for p in logits)), Evidence(*moved)._replace(initial=initial)
+    return Parameters(*(p.float().to(device) for p in logits)), Evidence(*moved)
 
 
 def scan_exactly(logits: Parameters, evidence: Evidence, weight: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return log-likelihoods and the gradients of the logits in float64, on the CPU."""
     leaves = [p.detach().double().cpu().requires_grad_() for p in logits]
     moved = Evidence(*(None if value is None else value.cpu() for value in evidence))
-    if moved.initial is not None:
-        moved = moved._replace(initial=moved.initial.double())
     log_likelihood = scan(Parameters(*(p.log_softmax(-1) for p in leaves)), moved, "scaled").log_likelihood
     return log_likelihood.detach(), torch.autograd.grad(log_likelihood, leaves, weight.double().cpu())
 

@@ -154,7 +154,12 @@ class BlockedHMM(HiddenMarkovModel):
     # --- likelihood ---
 
     def scan(
-        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        carry: Carry | None = None,
+        restart: Tensor | None = None,
+        exact_carry: bool = True,
     ) -> Scan:
         """See `Primitives.scan`; tokens may not be missing."""
         every, block_of_word, entry = self.all_states.view(self.blocks, -1), self.factors.block_of_word, None
@@ -162,7 +167,9 @@ class BlockedHMM(HiddenMarkovModel):
             source = None if carry.states is None else BlockSupport(carry.states[:, 0] // self.states_per_block, False)
             target = BlockSupport(block_of_word[tokens[:, 0].clamp(min=0)], False)
             entry = self.pull(carry.log_probs.to(self.dtype), source, target)[:, None]
-        result = blocked_scan(self.factors, tokens, entry=entry, lengths=lengths, restart=restart, exact_carry=True)
+        result = blocked_scan(
+            self.factors, tokens, entry=entry, lengths=lengths, restart=restart, exact_carry=exact_carry
+        )
         states = every[block_of_word[last_tokens(tokens, lengths).clamp(min=0)]]
         return result._replace(carry=Carry(result.carry.log_probs, states))
 

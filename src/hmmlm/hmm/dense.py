@@ -35,7 +35,7 @@ from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.hmm.recorded_scan import RecordedScans
 from hmmlm.ops.common import NEG_INF, Impl, installed, logsumexp
 from hmmlm.ops.maximize_rows import maximize_rows
-from hmmlm.ops.scan import Evidence, Parameters, path_loops_pay, scan
+from hmmlm.ops.scan import Evidence, Parameters, log_likelihood, path_loops_pay, scan
 from hmmlm.ops.scan.scaled import distinct
 
 _RANDOM_CELLS = 2**30  # probabilities of a random model: 8 GB while they are drawn
@@ -176,12 +176,22 @@ class HMM(HiddenMarkovModel):
     # --- likelihood and expected counts ---
 
     def scan(
-        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        carry: Carry | None = None,
+        restart: Tensor | None = None,
+        exact_carry: bool = True,
     ) -> Scan:
-        evidence = Evidence(tokens, lengths, None if carry is None else carry.log_probs.exp(), restart)
-        # From a CUDA graph, where the shape of the batch recurs.
-        replayed = self._recorded_scans.run(self.parameters, evidence, self.impl) if tokens.is_cuda else None
-        return scan(self.parameters, evidence, self.impl) if replayed is None else replayed
+        evidence = Evidence(tokens, lengths, None if carry is None else carry.log_probs, restart)
+        replayed = self._replay(evidence, exact_carry)
+        return scan(self.parameters, evidence, self.impl, exact_carry) if replayed is None else replayed
+
+    def _replay(self, evidence: Evidence, exact_carry: bool) -> Scan | None:
+        """Return the scan of a batch from a CUDA graph, if its shape recurs."""
+        if not evidence.tokens.is_cuda:
+            return None
+        return self._recorded_scans.run(self.parameters, evidence, self.impl, exact_carry)
 
     @cached_property
     def _recorded_scans(self) -> RecordedScans:
@@ -191,15 +201,17 @@ class HMM(HiddenMarkovModel):
         if lengths is not None:  # tokens beyond a sequence's end must not matter
             outside = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
             tokens = tokens.masked_fill(outside, -1)
-        return self.scan(tokens, lengths, None if initial is None else Carry(initial.double().log())).log_likelihood
+        evidence = Evidence(tokens, lengths, None if initial is None else initial.double().log())
+        replayed = self._replay(evidence, exact_carry=False)
+        return log_likelihood(self.parameters, evidence, self.impl) if replayed is None else replayed.log_likelihood
 
     def _expected_counts(self, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Counts:
         leaves = HMM(*Parameters(*(p.detach().requires_grad_() for p in self.parameters)), self.impl)
         with torch.enable_grad():
-            log_likelihood = leaves._log_likelihood(tokens, lengths, None)
+            total = leaves._log_likelihood(tokens, lengths, None)
             if weights is not None:
-                log_likelihood = torch.where(weights > 0, weights * log_likelihood, 0.0)
-            total = log_likelihood.sum()
+                total = torch.where(weights > 0, weights * total, 0.0)
+            total = total.sum()
             start, transition, emission = torch.autograd.grad(total, leaves.parameters, materialize_grads=True)
         return Counts(start, transition, emission, total.detach())
 

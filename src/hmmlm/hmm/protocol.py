@@ -111,13 +111,19 @@ class Primitives(ABC):
 
     @abstractmethod
     def scan(
-        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        carry: Carry | None = None,
+        restart: Tensor | None = None,
+        exact_carry: bool = True,
     ) -> Scan:
         """Compute log p(x) [B], differentiable, and the carry of a training or evaluation batch; nothing is checked.
 
         Args:
             carry: of the previous window; position 0 continues from it unless it restarts.
             restart: [B, T] bool, True where the chain restarts from the start distribution.
+            exact_carry: also recompute sequences of which only the carry underflows; training does without.
         """
 
     @abstractmethod

@@ -38,7 +38,7 @@ class RecordedScans:
     def __reduce__(self) -> tuple[type[RecordedScans], tuple[()]]:
         return RecordedScans, ()  # a copy of the model records graphs of its own
 
-    def run(self, parameters: Parameters, evidence: Evidence, impl: Impl) -> Scan | None:
+    def run(self, parameters: Parameters, evidence: Evidence, impl: Impl, exact_carry: bool = False) -> Scan | None:
         """Return the likelihood of a batch and the carry; None if `scan` has to compute them.
 
         That is so for the first batches of a shape, for problems that the kernels do not support, and where underflow
@@ -62,7 +62,7 @@ class RecordedScans:
             self._shapes[given, products] = shape
             if len(self._shapes) > _SHAPES:
                 self._shapes.popitem(last=False)
-            return shape.run(lambda: self._fix(parameters, products), evidence)
+            return shape.run(lambda: self._fix(parameters, products), evidence, exact_carry)
 
     def _fix(self, parameters: Parameters, products: torch.dtype) -> FixedModel | None:
         """Return the model prepared for the filter, once for all shapes; None if nothing can be recorded."""
@@ -81,7 +81,7 @@ class _Shape:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs, self.replays, self.unsound = 0, 0, 0
 
-    def run(self, get_model: Callable[[], FixedModel | None], evidence: Evidence) -> Scan | None:
+    def run(self, get_model: Callable[[], FixedModel | None], evidence: Evidence, exact_carry: bool) -> Scan | None:
         """Replay the graph; None if there is none yet, or it did not serve."""
         self.runs += 1
         if self.runs <= EAGER or 2 * self.unsound > self.replays + _TRIALS:
@@ -95,9 +95,10 @@ class _Shape:
                 own.copy_(value, non_blocking=True)
         self.graph.replay()
         self.replays += 1
-        log_likelihood, final = self.result.log_likelihood.clone(), self.result.final.clone()
-        if bool(self.result.sound):  # waits: nothing else may write to the buffers before
-            return Scan(log_likelihood, Carry(final.double().log()))
+        log_likelihood, carry = self.result.log_likelihood.clone(), self.result.carry.clone()
+        sound = self.result.sound & ~self.result.lost if exact_carry else self.result.sound
+        if bool(sound):  # waits: nothing else may write to the buffers before
+            return Scan(log_likelihood, Carry(carry))
         self.unsound += 1
         return None
 
@@ -109,9 +110,9 @@ class _Shape:
         if model is None:
             self.unsound = _TRIALS  # do not try again
             return
-        tokens, _, initial, restart = evidence
-        initial, restart = (None if value is None else _copy(value) for value in (initial, restart))
-        self.evidence = Evidence(_copy(tokens), None, initial, restart)
+        tokens, _, carry, restart = evidence
+        carry, restart = (None if value is None else _copy(value) for value in (carry, restart))
+        self.evidence = Evidence(_copy(tokens), None, carry, restart)
         filter_fixed(model, self.evidence)  # compiles the kernels for these buffers
         self.graph, self.result = record(lambda: filter_fixed(model, self.evidence), "thread_local")
 

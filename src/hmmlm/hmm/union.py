@@ -182,7 +182,12 @@ class UnionHMM(HiddenMarkovModel):
     # --- likelihood ---
 
     def scan(
-        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        carry: Carry | None = None,
+        restart: Tensor | None = None,
+        exact_carry: bool = True,
     ) -> Scan:
         """See `Primitives.scan`; tokens may not be missing if they may not in a component."""
         return scan_components(self.components, self.sizes, self.log_weights, tokens, lengths, carry, restart)

@@ -159,7 +159,8 @@ class Model(nn.Module, ABC):
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> Scan:
         """Compute log p(x) [B] of a training batch and its carry; see `Primitives.scan`."""
-        return self.drop_underflowed(self().scan(tokens, lengths, carry, restart_lost(restart, carry, tokens)))
+        restart = restart_lost(restart, carry, tokens)
+        return self.drop_underflowed(self().scan(tokens, lengths, carry, restart, exact_carry=False))
 
     def drop_underflowed(self, result: Scan) -> Scan:
         """Set the log-likelihoods of suspect sequences, which have no gradient, to zero and count them in `skipped`."""

@@ -132,10 +132,10 @@ class Scalar(Model):
         if own is None:
             restart = restart_lost(restart, carry, tokens)
         if self.divided:
-            evidence = Evidence(tokens, lengths, None if carry is None else carry.log_probs.exp(), restart)
+            evidence = Evidence(tokens, lengths, None if carry is None else carry.log_probs, restart)
             return divided_scan(self.log_probs() if own is None else own, evidence)
         hmm = self() if own is None else HMM(*own)
-        return self.drop_underflowed(hmm.scan(tokens, lengths, carry, restart))
+        return self.drop_underflowed(hmm.scan(tokens, lengths, carry, restart, exact_carry=False))
 
     def scan_logits(
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
@@ -147,7 +147,7 @@ class Scalar(Model):
         if self.divided or not all(logits.requires_grad for logits in self.logits):
             return None
         evidence = Evidence(
-            tokens, lengths, None if carry is None else carry.log_probs.exp(), restart_lost(restart, carry, tokens)
+            tokens, lengths, None if carry is None else carry.log_probs, restart_lost(restart, carry, tokens)
         )
         found = softmax_scan(self.logits, evidence)
         if found is None:

@@ -140,7 +140,7 @@ def run_filter(  # type: ignore[no-untyped-def]
     last,
     alpha,
     scale,
-    final,
+    predicted,
     log_likelihood,
 ):
     """Run the filter over some sequences, normalized at every step; values below `floor` become zero.
@@ -153,10 +153,10 @@ def run_filter(  # type: ignore[no-untyped-def]
         restart: [T, B], or [0, B].
         alpha: [(1 + T)·B, W], or [0, W] if it is not kept: `initial` or zero, and the distribution after each step;
             not written where a sequence has ended.
-        final: [B, Z] the filtered distribution of the last step.
+        predicted: [B, Z] p(z | all tokens but the last) of the state at the last one.
         log_likelihood: [B] in float64.
     """
-    (batch, states), width, dtype = final.shape, table.shape[1], table.dtype
+    (batch, states), width, dtype = predicted.shape, table.shape[1], table.dtype
     zero, one, seen, n = dtype.type(0), dtype.type(1), 1 + states, last - first
     room = -(-n // ROWS) * ROWS
     here, guess, likelihood = np.zeros((room, width + LANES), dtype), np.zeros((room, width), dtype), np.ones(n)
@@ -201,7 +201,7 @@ def run_filter(  # type: ignore[no-untyped-def]
                     lanes.store(alpha, (1 + t) * batch + row, z, part)
             if lengths[row] == t + 1:
                 for z in range(states):
-                    final[row, z] = here[b, z]
+                    predicted[row, z] = guess[b, z]
 
 
 @compiled
@@ -219,7 +219,6 @@ def run_backward(  # type: ignore[no-untyped-def]
     last,
     alpha,
     scale,
-    entering,
     transitions,
     by_word,
 ):
@@ -229,7 +228,6 @@ def run_backward(  # type: ignore[no-untyped-def]
         table, lengths, initial, restart, alpha, scale: as in `run_filter`; alpha is zero where a sequence has ended.
         strips: of the transposed transition matrix.
         seed: [B] the weight of each sequence.
-        entering: [B, W] is set to w_0, zero where the chain starts at position 0.
         transitions: [≥ Z, W] Σ α_t−1(i) w_t(j) over the positions where no chain starts.
         by_word: [1 + U, W] Σ w_t over those where one starts, and for each word Σ predicted_t w_t, the posteriors,
             which are α_t times the message from the next step.
@@ -260,8 +258,6 @@ def run_backward(  # type: ignore[no-untyped-def]
                     lanes.store(by_word, 0, z, lanes.add(lanes.load(by_word, 0, z), weight))
                     weight = lanes.repeat(zero)
                 lanes.store(here, b, z, weight)
-                if t == 0:
-                    lanes.store(entering, row, z, weight)
         if t % STEPS == 0:
             count = min(STEPS, lengths[first] - t)
             add_outer_products(alpha, t * batch + first, batch, weights, count, n, transitions)

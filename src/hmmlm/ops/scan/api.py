@@ -4,10 +4,10 @@ The gradient is the expected counts, in closed form.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from hmmlm.ops.common import (
 from hmmlm.ops.scan import naive, scaled
 from hmmlm.ops.scan.naive import Evidence, Parameters
 
+CarryKind = Literal["none", "kept", "exact"]
 LOG_SPACE_CELLS = 2**25  # largest [rows, Z, Z] intermediate of the log-space recursion
 LOOP_STATES = 256  # most states for which compiled loops are faster than tensor operations on two cores
 LOOP_PATH_STATES, LOOP_SEQUENCES = 1024, 8  # for best paths: most states, or least sequences
@@ -38,23 +39,38 @@ LARGE = 2**20  # emissions whose gradient the C library would return to the syst
 KERNEL_CELLS = 2**30  # largest [T, B, Z] that the Triton kernels allocate
 
 
-def scan(parameters: Parameters, evidence: Evidence, impl: Impl = "auto") -> Scan:
-    """Compute log p(x) [B], differentiable in the parameters and `evidence.initial`, and the carry over all Z states.
+def scan(parameters: Parameters, evidence: Evidence, impl: Impl = "auto", exact_carry: bool = False) -> Scan:
+    """Compute log p(x) [B], differentiable in the parameters, and the carry over all Z states.
 
-    Sequences whose scaled mass may have underflowed are recomputed in log space, in float64. Inside a CUDA graph they
-    are reported as `suspect` instead, with the start distribution as their carry.
+    Sequences whose scaled mass may have underflowed are recomputed in float64, or in log space if it may have there
+    too; with `exact_carry`, also those of which a possible state of the carry may have lost its share. Inside a CUDA
+    graph they are reported as `suspect` instead, with the start distribution as their carry.
     """
+    log_likelihood, carry, suspect = _solve(parameters, evidence, impl, "exact" if exact_carry else "kept")
+    assert carry is not None
+    return Scan(log_likelihood, Carry(carry), suspect)
+
+
+def log_likelihood(parameters: Parameters, evidence: Evidence, impl: Impl = "auto") -> Tensor:
+    """Compute log p(x) [B] as `scan` does, without a carry."""
+    return _solve(parameters, evidence, impl, "none")[0]
+
+
+def _solve(
+    parameters: Parameters, evidence: Evidence, impl: Impl, kind: CarryKind
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return log-likelihoods [B], the carry [B, Z] and suspect sequences [B]."""
     if impl == "naive":
         joint = naive.forward(parameters, evidence)[:, -1]
-        return Scan(logsumexp(joint, 1), Carry(log_normalize(joint.detach().double())))
+        return logsumexp(joint, 1), log_normalize(joint.detach().double()), None
     products = product_dtype(parameters.log_start)
     recursions = choose_recursions(parameters, evidence, products, impl)
-    inputs = (*parameters, evidence.initial)
-    if torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in inputs):
-        log_likelihood, final, suspect = _Scan.apply(*parameters, *evidence, products, recursions)
-    else:  # the autograd function would cost a small model time
-        log_likelihood, final, suspect = _run_filter(parameters, evidence, products, recursions, False)[3:]
-    return Scan(log_likelihood, Carry(final.double().log()), suspect)
+    if torch.is_grad_enabled() and any(value.requires_grad for value in parameters):
+        found: tuple[Tensor, Tensor | None, Tensor] = _Scan.apply(*parameters, evidence, products, recursions, kind)
+        return found
+    # The autograd function would cost a small model time.
+    run = _run_filter(parameters, evidence, products, recursions, False, kind)
+    return run.log_likelihood, run.carry, run.suspect
 
 
 def loops_pay(states: int, device: torch.device) -> bool:
@@ -114,37 +130,57 @@ def unsupported(parameters: Parameters, evidence: Evidence) -> str:
 class _Run(NamedTuple):
     """The filter over a batch; rows of the last three in the order of the batch."""
 
-    chain: Any  # of the module of recursions
+    recursions: ModuleType
+    chain: Any  # of the recursions
     result: Any
-    doubt: Tensor  # indices of the sequences that were recomputed in log space
+    doubt: Tensor  # indices of the sequences that were recomputed
+    again: Any  # their `_Run` in float64; None: in log space, or there are none
     log_likelihood: Tensor  # [B]
-    final: Tensor  # [B, Z]
+    carry: Tensor | None  # [B, Z]
     suspect: Tensor  # [B]
 
 
 def _run_filter(
-    parameters: Parameters, evidence: Evidence, products: torch.dtype, recursions: ModuleType, keep: bool
+    parameters: Parameters,
+    evidence: Evidence,
+    products: torch.dtype,
+    recursions: ModuleType,
+    keep: bool,
+    kind: CarryKind,
 ) -> _Run:
-    """Run the filter, and again in log space for sequences whose mass may have underflowed."""
-    tokens = evidence.tokens
+    """Run the filter, and again in float64 or log space for sequences whose mass may have underflowed."""
+    tokens, dtype = evidence.tokens, parameters.log_start.dtype
     with without_autocast(tokens):  # `products` already is the dtype of products
         chain = recursions.make_chain(parameters, evidence, products)
         result = recursions.forward(chain, keep)
-        doubt = torch.empty(0, dtype=torch.long, device=tokens.device)
+        predicted = chain.unsort(result.predicted if result.predicted.dim() == 2 else result.predicted[-1])
+        doubt, again = torch.empty(0, dtype=torch.long, device=tokens.device), None
         if not capturing(tokens):
-            doubt = chain.unsort(recursions.doubtful(parameters, chain, result)).nonzero().squeeze(1)
-    log_likelihood, final = chain.unsort(result.log_likelihood), chain.unsort(result.final)
+            mask = chain.unsort(recursions.doubtful(parameters, chain, result))
+            if kind == "exact":
+                mask = mask | scaled.lost_in_carry(parameters, evidence, predicted, result.floor)
+            doubt = mask.nonzero().squeeze(1)
+    log_likelihood, carry = chain.unsort(result.log_likelihood), None
+    if kind != "none":
+        carry = scaled.log_carry(parameters, evidence, predicted) if result.carry is None else result.carry
     if doubt.numel():
-        joint = _in_log_space(lambda p, e: naive.forward(p, e)[:, -1], parameters, evidence, doubt)
-        log_likelihood = log_likelihood.index_copy(0, doubt, logsumexp(joint, 1).to(log_likelihood.dtype))
-        final = final.index_copy(0, doubt, torch.softmax(joint, 1).nan_to_num(0.0).to(final.dtype))
+        if dtype == torch.float32:
+            exact = Parameters(*(p.detach().double() for p in parameters))
+            again = _run_filter(exact, evidence.rows(doubt), torch.float64, scaled, keep, kind)
+            found, state = again.log_likelihood, again.carry
+        else:
+            joint = _in_log_space(lambda p, e: naive.forward(p, e)[:, -1], parameters, evidence, doubt)
+            found, state = logsumexp(joint, 1), log_normalize(joint)
+        log_likelihood = log_likelihood.index_copy(0, doubt, found.to(dtype))
+        carry = None if carry is None or state is None else carry.index_copy(0, doubt, state)
     suspect = torch.zeros(tokens.shape[:1], dtype=torch.bool, device=tokens.device)
     if tokens.is_cuda or capturing(tokens):
         # Outside a graph no sequence is suspect any more. The kernels run anyway: warm-up steps compile them.
         found = chain.unsort(recursions.suspicious(result))
         suspect = found if capturing(tokens) else suspect
-        final = torch.where(suspect[:, None], chain.start, final)  # the next window needs a valid carry
-    return _Run(chain, result, doubt, log_likelihood, final, suspect)
+        if carry is not None:  # the next window needs a valid one
+            carry = torch.where(suspect[:, None], parameters.log_start.detach().double(), carry)
+    return _Run(recursions, chain, result, doubt, again, log_likelihood, carry, suspect)
 
 
 class _Scan(torch.autograd.Function):
@@ -156,63 +192,63 @@ class _Scan(torch.autograd.Function):
         log_start: Tensor,
         log_transition: Tensor,
         log_emission: Tensor,
-        tokens: Tensor,
-        lengths: Tensor | None,
-        initial: Tensor | None,
-        restart: Tensor | None,
+        evidence: Evidence,
         products: torch.dtype,
         recursions: ModuleType,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        kind: CarryKind,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         parameters = Parameters(log_start, log_transition, log_emission)
-        evidence = Evidence(tokens, lengths, initial, restart)
-        if tokens.device.type == "cpu" and log_emission.numel() >= LARGE:
+        if log_start.device.type == "cpu" and log_emission.numel() >= LARGE:
             keep_freed_memory()  # for the next step: whoever needs gradients trains
-        run = _run_filter(parameters, evidence, products, recursions, any(ctx.needs_input_grad))
+        run = _run_filter(parameters, evidence, products, recursions, any(ctx.needs_input_grad), kind)
         ctx.save_for_backward(*parameters)
-        ctx.evidence, ctx.run, ctx.recursions = evidence, run, recursions
+        ctx.evidence, ctx.run = evidence, run
         # Cloned because ctx must not hold a returned tensor.
-        log_likelihood, final, suspect = run.log_likelihood.clone(), run.final.clone(), run.suspect.clone()
-        ctx.mark_non_differentiable(final, suspect)
-        return log_likelihood, final, suspect
+        log_likelihood, suspect = run.log_likelihood.clone(), run.suspect.clone()
+        carry = None if run.carry is None else run.carry.clone()
+        ctx.mark_non_differentiable(*(value for value in (carry, suspect) if value is not None))
+        return log_likelihood, carry, suspect
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        parameters = Parameters(*ctx.saved_tensors)
-        evidence, (chain, result, doubt, _, _, suspect) = ctx.evidence, ctx.run
-        seed = torch.where(suspect, 0.0, grad)
-        if doubt.numel():
-            seed = seed.index_fill(0, doubt, 0.0)
-        seed = torch.where(result.log_likelihood == NEG_INF, 0.0, chain.sort(seed))
         with without_autocast(grad):
-            counts, first = ctx.recursions.accumulate(chain, result, seed, parameters.log_emission.shape)
-            before = None
-            if ctx.needs_input_grad[5]:  # β at the token before position 0
-                before = chain.unsort(scaled.move(first.to(grad.dtype), chain.transition.t()))
-        if doubt.numel():
-            exact, pieces = _log_space_problems(parameters, evidence, doubt)
-            weights = grad[doubt].double().split(pieces[0].tokens.shape[0])
-            for piece, weight in zip(pieces, weights, strict=True):
-                more = naive.expected_counts(exact, piece, weight)
-                counts = Parameters(*(a + b for a, b in zip(counts, more, strict=True)))
-            if before is not None:
-                scores = _in_log_space(naive.initial_gradient, parameters, evidence, doubt)
-                before[doubt] = (scores * grad[doubt, None]).to(before.dtype)
-        dtype = grad.dtype
-        return *(count.to(dtype) for count in counts), None, None, before, None, None, None
+            counts = _counts(Parameters(*ctx.saved_tensors), ctx.evidence, ctx.run, grad)
+        return *(count.to(grad.dtype) for count in counts), None, None, None, None
 
 
-def _log_space_problems(parameters: Parameters, evidence: Evidence, rows: Tensor) -> tuple[Parameters, list[Evidence]]:
-    """Return parameters and the sequences at `rows` in float64, split so that [rows, Z, Z] fits LOG_SPACE_CELLS."""
-    exact = Parameters(*(p.detach().double() for p in parameters))
-    size = max(1, LOG_SPACE_CELLS // exact.log_start.shape[0] ** 2)
-    pieces = [evidence.rows(piece) for piece in rows.split(size)]
-    return exact, [p if p.initial is None else p._replace(initial=p.initial.double()) for p in pieces]
+def _counts(parameters: Parameters, evidence: Evidence, run: _Run, grad: Tensor) -> Parameters:
+    """Compute the expected counts of all sequences, weighted by grad [B]."""
+    chain, result, doubt = run.chain, run.result, run.doubt
+    seed = torch.where(run.suspect, 0.0, grad)
+    if doubt.numel():
+        seed = seed.index_fill(0, doubt, 0.0)
+    seed = torch.where(result.log_likelihood == NEG_INF, 0.0, chain.sort(seed))
+    counts: Parameters = run.recursions.accumulate(chain, result, seed, parameters.log_emission.shape)
+    if not doubt.numel():
+        return counts
+    exact, weight = Parameters(*(p.detach().double() for p in parameters)), grad[doubt].double()
+    more = _log_space_counts if run.again is None else partial(_counts, run=run.again)
+    return Parameters(*(a + b for a, b in zip(counts, more(exact, evidence.rows(doubt), grad=weight), strict=True)))
+
+
+def _log_space_counts(parameters: Parameters, evidence: Evidence, grad: Tensor) -> Parameters:
+    """Compute `_counts` in log space."""
+    pieces = _pieces(parameters, evidence)
+    weights = grad.split(len(pieces[0].tokens))
+    counts = [naive.expected_counts(parameters, *each) for each in zip(pieces, weights, strict=True)]
+    return Parameters(*(torch.stack(parts).sum(0) for parts in zip(*counts, strict=True)))
+
+
+def _pieces(parameters: Parameters, evidence: Evidence) -> list[Evidence]:
+    """Return the sequences in pieces so small that [rows, Z, Z] fits LOG_SPACE_CELLS."""
+    every = torch.arange(len(evidence.tokens), device=evidence.tokens.device)
+    return [evidence.rows(rows) for rows in every.split(max(1, LOG_SPACE_CELLS // len(parameters.log_start) ** 2))]
 
 
 def _in_log_space(
     function: Callable[[Parameters, Evidence], Tensor], parameters: Parameters, evidence: Evidence, rows: Tensor
 ) -> Tensor:
     """Apply a log-space function to the sequences at `rows` in float64; return [rows, ...]."""
-    exact, pieces = _log_space_problems(parameters, evidence, rows)
-    return torch.cat([function(exact, piece) for piece in pieces])
+    exact = Parameters(*(p.detach().double() for p in parameters))
+    return torch.cat([function(exact, piece) for piece in _pieces(exact, evidence.rows(rows))])

@@ -66,19 +66,23 @@ class CompiledForward(NamedTuple):
     alpha: np.ndarray  # [(1 + T)·B, W] p(z_t | x_1..t), zero where a sequence has ended, or [0, W]
     scale: np.ndarray  # [T, B] p(x_t | x_1..t−1) / peak of x_t, one where a sequence has ended
     log_likelihood: Tensor  # [B]
-    final: Tensor  # [B, Z]
+    predicted: Tensor  # [B, Z] as in `scaled`
+    floor: float
+    carry: Tensor | None = None
 
 
 def make_chain(parameters: Parameters, evidence: Evidence, products: torch.dtype) -> CompiledChain:
     """Convert parameters to probabilities; see `scaled.make_chain`. Products are in the dtype of the parameters."""
     dtype = parameters.log_start.dtype
-    ordered, _, order = sort_by_length(evidence, dtype)
+    ordered, _, order = sort_by_length(evidence)
     table, log_peak, vocabulary, words, log_ratio = _make_table(
         parameters, ordered.tokens, math.log(FLOOR[dtype]), to_probs=True
     )
     (steps, batch), states = words.shape, parameters.log_start.shape[0]
     lengths = np.full(batch, steps) if ordered.lengths is None else _array(ordered.lengths)
-    initial = np.empty((0, states), table.dtype) if ordered.initial is None else _array(ordered.initial)
+    initial = np.empty((0, states), table.dtype)
+    if ordered.carry is not None:
+        initial = _array(scaled.carried_probs(ordered.carry, dtype))
     restart = np.empty((0, batch), np.bool_) if ordered.restart is None else _array(ordered.restart)
     return CompiledChain(table, log_peak, words, vocabulary, lengths, initial, restart, log_ratio, order, evidence)
 
@@ -89,7 +93,7 @@ def forward(chain: CompiledChain, keep: bool = True) -> CompiledForward:
     # Where a sequence has ended, the distributions are zero: products with them must be finite.
     allocate = np.empty if chain.lengths[-1] == steps else np.zeros
     alpha = allocate(((1 + steps) * batch if keep else 0, chain.table.shape[1] + LANES), dtype)
-    scale, final, log_likelihood = np.ones((steps, batch), dtype), np.empty((batch, states), dtype), np.empty(batch)
+    scale, predicted, log_likelihood = np.ones((steps, batch), dtype), np.empty((batch, states), dtype), np.empty(batch)
     strips, groups = _strips(chain.table, states), _groups(chain.lengths, steps, states)
 
     def run(part: int) -> None:
@@ -106,12 +110,13 @@ def forward(chain: CompiledChain, keep: bool = True) -> CompiledForward:
                 *group,
                 alpha,
                 scale,
-                final,
+                predicted,
                 log_likelihood,
             )
 
     run_parts(run, len(groups))
-    return CompiledForward(alpha, scale, torch.from_numpy(log_likelihood.astype(dtype)), torch.from_numpy(final))
+    likelihood, last = torch.from_numpy(log_likelihood.astype(dtype)), torch.from_numpy(predicted)
+    return CompiledForward(alpha, scale, likelihood, last, FLOOR[last.dtype])
 
 
 def doubtful(parameters: Parameters, chain: CompiledChain, result: CompiledForward) -> Tensor:
@@ -123,16 +128,14 @@ def doubtful(parameters: Parameters, chain: CompiledChain, result: CompiledForwa
     if least > 0 and math.log(least) >= margin:
         return torch.zeros(chain.words.shape[1], dtype=torch.bool)
     scale = torch.from_numpy(result.scale)
-    found = ScaledForward(None, scale, result.log_likelihood, result.final, floor)
+    found = ScaledForward(None, scale, result.log_likelihood, result.predicted, floor)
     return scaled.doubtful(parameters, scaled.make_chain(parameters, chain.evidence, dtype), found)
 
 
-def accumulate(
-    chain: CompiledChain, result: CompiledForward, seed: Tensor, shape: torch.Size
-) -> tuple[Parameters, Tensor]:
+def accumulate(chain: CompiledChain, result: CompiledForward, seed: Tensor, shape: torch.Size) -> Parameters:
     """Compute the expected counts; see `scaled.accumulate`."""
-    (steps, batch), states, width = chain.words.shape, shape[0], chain.table.shape[1]
-    dtype, entering, given = chain.table.dtype, np.empty((batch, width), chain.table.dtype), _array(seed)
+    steps, states, width = len(chain.words), shape[0], chain.table.shape[1]
+    dtype, given = chain.table.dtype, _array(seed)
     strips, groups = _strips(chain.table, states, transposed=True), _groups(chain.lengths, steps, states)
 
     def run(part: int) -> tuple[np.ndarray, np.ndarray]:
@@ -151,7 +154,6 @@ def accumulate(
                 *group,
                 result.alpha,
                 result.scale,
-                entering,
                 transitions,
                 by_word,
             )
@@ -165,10 +167,7 @@ def accumulate(
     share = _shares(states, len(groups))
     run_parts(lambda k: loops.spread_words(by_word[1:], chain.vocabulary, *share[k], emission.numpy()), len(share))
     start, transition = by_word[0] * chain.table[0], transitions[:states] * chain.table[1 : 1 + states]
-    counts = Parameters(
-        torch.from_numpy(start[:states]), torch.from_numpy(transition)[:, :states].contiguous(), emission
-    )
-    return counts, torch.from_numpy(entering)[:, :states]
+    return Parameters(torch.from_numpy(start[:states]), torch.from_numpy(transition)[:, :states].contiguous(), emission)
 
 
 def best_paths(parameters: Parameters, tokens: Tensor, active: list[int]) -> tuple[Tensor, Tensor]:

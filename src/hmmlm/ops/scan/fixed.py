@@ -26,20 +26,21 @@ class FixedModel(NamedTuple):
     scores: Tensor  # [V+1, Z] log p(word | z); the first row is of a missing token
     log_peak: Tensor  # [V+1] maximum of scores over states
     least_scale: float  # a step with a smaller one is not sound
+    least_prediction: float  # of a state, below which it may have lost its share
 
 
 class FixedResult(NamedTuple):
     """Result of the filter."""
 
     log_likelihood: Tensor  # [B]
-    final: Tensor  # [B, Z]
+    carry: Tensor  # [B, Z] log p(z | x) of the last token, in float64
+    lost: Tensor  # [] bool: a state of a carry may have lost its share
     sound: Tensor  # [] bool: underflow does not matter for any sequence
 
 
 def serves(parameters: Parameters, evidence: Evidence, products: torch.dtype, impl: Impl) -> bool:
     """Return whether `filter_fixed` can take the place of `scan`: the kernels serve, and nothing needs a gradient."""
-    inputs = (*parameters, evidence.initial)
-    learned = torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in inputs)
+    learned = torch.is_grad_enabled() and any(value.requires_grad for value in parameters)
     if learned or capturing(evidence.tokens) or impl not in ("auto", "triton"):
         return False
     return choose_recursions(parameters, evidence, products, impl).__name__.endswith(".triton")
@@ -55,7 +56,8 @@ def prepare(parameters: Parameters, products: torch.dtype) -> FixedModel | None:
         return None
     transition = transition_probs(parameters.log_transition, products)
     scores, log_peak = scores_by_word(parameters.log_emission)
-    return FixedModel(parameters.log_start.exp(), transition, scores, log_peak, math.exp(log_least))
+    least = least_mass(FLOOR[dtype], states, dtype)
+    return FixedModel(parameters.log_start.exp(), transition, scores, log_peak, math.exp(log_least), least)
 
 
 def filter_fixed(model: FixedModel, evidence: Evidence) -> FixedResult:
@@ -67,4 +69,5 @@ def filter_fixed(model: FixedModel, evidence: Evidence) -> FixedResult:
         chain = index_chain(model.start, model.transition, model.scores, model.log_peak, evidence)
         result = triton.forward(chain, keep=False)
         sound = result.scale.amin() >= model.least_scale  # False for NaN
-    return FixedResult(result.log_likelihood, result.final, sound)
+        lost = ~(result.predicted[-1].amin() >= model.least_prediction)
+    return FixedResult(result.log_likelihood, result.carry, lost, sound)

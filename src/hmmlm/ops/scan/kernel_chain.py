@@ -6,10 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
-from hmmlm.ops.common import NEG_INF
+from hmmlm.ops.common import FLOOR, NEG_INF
 from hmmlm.ops.graph import side_by_side
 from hmmlm.ops.scan.kernels import gather_kernel
 from hmmlm.ops.scan.naive import Evidence, Parameters
+from hmmlm.ops.scan.scaled import carried_probs
 from hmmlm.ops.scan.word_kernels import mark_words_kernel, normalizer_kernel
 
 # Number of states from which products use the library. The fused kernel reads its operands Z/64 and B/128 times from
@@ -83,9 +84,10 @@ class KernelForward(NamedTuple):
     agreement: Tensor  # [T, B] Σ_z predicted_t(z) joint[1, t](z)
     scale: Tensor  # [T, B] p(x_t | x_1..t−1) / peak of x_t
     log_likelihood: Tensor  # [B]
-    final: Tensor  # [B, Z]
+    carry: Tensor  # [B, Z] log p(z | x) of the last token, in float64
     meeting: Tensor  # [B] least agreement, relative to the mass before joint[1] was divided
     suspect: Tensor  # [B] as `scaled.suspicious`, or because `meeting` is too small
+    floor: float = FLOOR[torch.float32]  # values below this share of a step's mass may have been lost
 
 
 def make_chain(
@@ -149,7 +151,7 @@ def scores_by_word(log_emission: Tensor) -> tuple[Tensor, Tensor]:
 
 def _beginnings(evidence: Evidence, start: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return `initial` and `restart` of a chain."""
-    initial = None if evidence.initial is None else evidence.initial.to(start.dtype)
+    initial = None if evidence.carry is None else carried_probs(evidence.carry, start.dtype)
     restart = None if evidence.restart is None else evidence.restart.t().contiguous().view(torch.uint8)
     if restart is None and initial is not None:  # as in a graph: all of its kernels must be compiled before
         restart = torch.zeros(evidence.tokens.shape[::-1], dtype=torch.uint8, device=start.device)

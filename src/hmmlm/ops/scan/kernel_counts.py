@@ -20,9 +20,9 @@ _EXPAND = {"BLOCK_Z": 32, "BLOCK_V": 64, "num_warps": 4}
 _JOINED = 16  # chunks whose sums are added at once
 
 
-def accumulate(chain: KernelChain, result: KernelForward, seed: Tensor, shape: torch.Size) -> tuple[Parameters, Tensor]:
+def accumulate(chain: KernelChain, result: KernelForward, seed: Tensor, shape: torch.Size) -> Parameters:
     """Compute the expected counts; see `scaled.accumulate`."""
-    start, transition, first = _state_counts(chain, result, seed)
+    start, transition = _state_counts(chain, result, seed)
     assert chain.tokens is not None
     states, n_words = shape
     edges = find_edges(chain.tokens.words, n_words)
@@ -31,7 +31,7 @@ def accumulate(chain: KernelChain, result: KernelForward, seed: Tensor, shape: t
     expand_words_kernel[(triton.cdiv(n_words, _EXPAND["BLOCK_V"]), triton.cdiv(states, _EXPAND["BLOCK_Z"]))](
         edges, sums, emission, n_words, STATES=states, **_EXPAND
     )
-    return Parameters(start, transition, emission), first
+    return Parameters(start, transition, emission)
 
 
 def accumulate_words(
@@ -71,10 +71,10 @@ def accumulate_words(
     return start, transition, gradient, GradientNorm(squares, norms)
 
 
-def _state_counts(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the expected counts of start [Z] and transition [Z, Z], and w times seed at position 0 [B, Z]."""
+def _state_counts(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the expected counts of start [Z] and transition [Z, Z]."""
     weights, begun = _weights(chain, result, seed)
-    return begun.sum(0) * chain.start, _transition_counts(chain, result, weights), weights[0]
+    return begun.sum(0) * chain.start, _transition_counts(chain, result, weights)
 
 
 def _weights(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor]:

@@ -262,7 +262,7 @@ def finish_kernel(
     agreement,
     scale,
     log_likelihood,
-    final,
+    carry,
     meeting,
     suspect,
     STEPS,
@@ -311,14 +311,14 @@ def finish_kernel(
     last = (STEPS - 1).to(tl.int64)
     row = last * BATCH + b
     mass = tl.sum(tl.load(partial + row * TILES + part, mask=part < TILES, other=0.0), 0)
-    inverse = 1.0 / tl.maximum(mass, _TINY)
     place = _place(places, row, True, INDEXED)
-    peak = tl.load(log_peak + place)
+    shift = tl.load(log_peak + place) + tl.log(mass)
     for first in range(0, STATES, BLOCK_Z):
         z = first + tl.arange(0, BLOCK_Z)
         guess = tl.load(predicted + (last * kept + b) * STATES + z, mask=z < STATES, other=0.0)
-        emission = tl.exp(tl.load(scores + place * STATES + z, mask=z < STATES, other=-float("inf")) - peak)
-        tl.store(final + b * STATES + z, guess * emission * inverse, mask=z < STATES)
+        score = tl.load(scores + place * STATES + z, mask=z < STATES, other=-float("inf"))
+        value = tl.where(mass > 0, tl.log(guess) + score - shift, -float("inf"))
+        tl.store(carry + b * STATES + z, value.to(tl.float64), mask=z < STATES)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Forward and backward recursions in log space: the specification that every other implementation must match.
 
 Shapes: B sequences, T positions, Z states, V words. `restart[b, t]`: position t is drawn from the start distribution
-regardless of the preceding tokens. `initial[b]`: the filtered distribution at the token before position 0.
+regardless of the preceding tokens. `carry[b]`: log p(z at the token before position 0 | all tokens before).
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class Evidence(NamedTuple):
 
     tokens: Tensor  # [B, T] integer; -1 is missing
     lengths: Tensor | None = None  # [B]
-    initial: Tensor | None = None  # [B, Z]
+    carry: Tensor | None = None  # [B, Z] float64
     restart: Tensor | None = None  # [B, T] bool
 
     def rows(self, index: Tensor) -> "Evidence":
@@ -54,7 +54,7 @@ def forward(parameters: Parameters, evidence: Evidence) -> Tensor:
     log_start, log_transition, log_emission = parameters
     scores, inside = emission_scores(log_emission, evidence.tokens), active(evidence)
     batch, steps = evidence.tokens.shape
-    previous = None if evidence.initial is None else evidence.initial.log()
+    previous = None if evidence.carry is None else evidence.carry.to(log_start.dtype)
     columns = []
     for t in range(steps):
         predicted = log_start.expand(batch, -1)
@@ -88,15 +88,6 @@ def backward(parameters: Parameters, evidence: Evidence) -> Tensor:
     return torch.stack(columns[::-1], 1)
 
 
-def initial_gradient(parameters: Parameters, evidence: Evidence) -> Tensor:
-    """Compute d log p(x) / d initial [B, Z]: p(x | z before position 0) / p(x), zero where position 0 restarts."""
-    total = log_likelihood(parameters, evidence)[:, None]
-    ahead = emission_scores(parameters.log_emission, evidence.tokens)[:, 0] + backward(parameters, evidence)[:, 0]
-    moved = logsumexp(parameters.log_transition + ahead[:, None, :], 2)
-    ignored = total == NEG_INF if evidence.restart is None else (total == NEG_INF) | evidence.restart[:, :1]
-    return torch.where(ignored, 0.0, (moved - torch.where(ignored, 0.0, total)).exp())
-
-
 def log_likelihood(parameters: Parameters, evidence: Evidence) -> Tensor:
     """Compute log p(x) [B]."""
     return logsumexp(forward(parameters, evidence)[:, -1], 1)
@@ -121,7 +112,7 @@ def expected_counts(parameters: Parameters, evidence: Evidence, weight: Tensor) 
     ahead = scores + beta - log_weight_shift[..., None]
     start, transition = torch.zeros_like(log_start), torch.zeros_like(log_transition)
     for t in range(evidence.tokens.shape[1]):
-        before = alpha[:, t - 1] if t else (None if evidence.initial is None else evidence.initial.log())
+        before = alpha[:, t - 1] if t else (None if evidence.carry is None else evidence.carry.to(alpha.dtype))
         begins = torch.full_like(possible, before is None)
         if evidence.restart is not None:
             begins = begins | evidence.restart[:, t]

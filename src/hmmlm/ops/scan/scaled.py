@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hmmlm.ops.common import FLOOR, NEG_INF, capturing, exp
+from hmmlm.ops.common import FLOOR, NEG_INF, capturing, exp, log_normalize
 from hmmlm.ops.scan.naive import Evidence, Parameters
 
 # Relative loss of mass that is tolerated without recomputing the sequence.
@@ -56,8 +56,9 @@ class ScaledForward(NamedTuple):
     alpha: Tensor | None  # [T, B, Z] p(z_t | x_1..t), if kept
     scale: Tensor  # [T, B] p(x_t | x_1..t−1) / peak of x_t
     log_likelihood: Tensor  # [B]
-    final: Tensor  # [B, Z]
+    predicted: Tensor  # [B, Z] p(z | all tokens but the last) of the state at the last one, times any factor
     floor: float  # values below this share of a step's mass may have been lost
+    carry: Tensor | None = None  # see `log_carry`, if it is computed
 
 
 def make_chain(
@@ -73,7 +74,7 @@ def make_chain(
             divided.
     """
     log_start, log_transition, log_emission = parameters
-    (tokens, _, initial, restart), active, order = sort_by_length(evidence, log_start.dtype)
+    (tokens, _, carry, restart), active, order = sort_by_length(evidence)
     words = tokens.t().contiguous() + 1
     if tokens.device.type == "cpu":  # only the words that occur; on a GPU, finding them would synchronize
         vocabulary, words = distinct(words, log_emission.shape[1] + 1)
@@ -97,28 +98,32 @@ def make_chain(
         vocabulary,
         active,
         order,
-        initial,
+        None if carry is None else carried_probs(carry, log_start.dtype),
         restart,
     )
 
 
-def sort_by_length(evidence: Evidence, dtype: torch.dtype) -> tuple[Evidence, list[int], Tensor | None]:
+def carried_probs(carry: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the probabilities of a carry [B, Z]; what is possible is not zero."""
+    return torch.where(carry > NEG_INF, carry.exp().to(dtype).clamp_min(FLOOR[dtype]), 0.0)
+
+
+def sort_by_length(evidence: Evidence) -> tuple[Evidence, list[int], Tensor | None]:
     """Return the evidence with the longest sequence first, the number of sequences at each step, and the order [B].
 
-    `restart` is [T, B] and `initial` in `dtype`. The order is None if there are no lengths.
+    `restart` is [T, B]. The order is None if there are no lengths.
     """
-    tokens, lengths, initial, restart = evidence
+    tokens, lengths, carry, restart = evidence
     order, (batch, steps) = None, tokens.shape
-    initial = None if initial is None else initial.to(dtype)
     active = [batch] * steps
     if lengths is not None:
         order = torch.argsort(lengths, descending=True, stable=True)
         tokens, lengths = tokens[order], lengths[order]
-        initial = None if initial is None else initial[order]
+        carry = None if carry is None else carry[order]
         restart = None if restart is None else restart[order]
         active = (lengths > torch.arange(steps, device=lengths.device)[:, None]).sum(1).tolist()
     restart = None if restart is None else restart.t().contiguous()
-    return Evidence(tokens, lengths, initial, restart), active, order
+    return Evidence(tokens, lengths, carry, restart), active, order
 
 
 def distinct(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -153,10 +158,11 @@ def _filter(chain: ScaledChain, keep: bool, group: int) -> tuple[ScaledForward, 
     steps, batch = chain.words.shape
     like, states, tiny = chain.start, chain.start.shape[0], torch.finfo(chain.start.dtype).tiny
     span = steps if keep else max(1, min(steps, SPAN_CELLS // (batch * states)))
-    scale, final = like.new_ones(steps, batch), like.new_empty(batch, states)
+    scale = like.new_ones(steps, batch)
     inside = _inside(chain)
     alpha, mass, least = like.new_empty(0), like.new_ones(1, batch), like.new_ones(())
-    predicted = like.new_empty(batch, states)  # p(z_t | x_1..t−1) times the mass since the last normalization
+    # p(z_t | x_1..t−1) times the mass since the last normalization; rows that have ended keep their last one.
+    predicted = like.new_empty(batch, states)
     previous, same = chain.initial, like.dtype == chain.transition.dtype
     for first in range(0, steps, span):
         end = min(first + span, steps)
@@ -194,10 +200,9 @@ def _filter(chain: ScaledChain, keep: bool, group: int) -> tuple[ScaledForward, 
         if inside is not None:
             scale[first:end].masked_fill_(~inside[first:end], 1.0)
         alpha.div_(mass.clamp_min(tiny)[..., None])
-        _finish(chain, alpha, first, final)
         previous, mass = (alpha[-1, : chain.active[end - 1]], torch.ones_like(mass))
     floor = FLOOR[like.dtype] / (LEAST[like.dtype] if group > 1 else 1.0)
-    return ScaledForward(alpha if keep else None, scale, log_likelihood(chain, scale), final, floor), least
+    return ScaledForward(alpha if keep else None, scale, log_likelihood(chain, scale), predicted, floor), least
 
 
 def log_likelihood(chain: ScaledChain, scale: Tensor) -> Tensor:
@@ -215,15 +220,6 @@ def _inside(chain: ScaledChain) -> Tensor | None:
         return None
     active = torch.tensor(chain.active, device=chain.words.device)
     return torch.arange(batch, device=chain.words.device) < active[:, None]
-
-
-def _finish(chain: ScaledChain, alpha: Tensor, first: int, final: Tensor) -> None:
-    """Copy the filtered distributions of sequences that end within alpha [span, B, Z] to `final`."""
-    steps = chain.words.shape[0]
-    for t in range(first, first + alpha.shape[0]):
-        ahead = chain.active[t + 1] if t + 1 < steps else 0
-        if ahead < chain.active[t]:
-            final[ahead : chain.active[t]] = alpha[t - first, ahead : chain.active[t]]
 
 
 def backward(chain: ScaledChain, result: ScaledForward, seed: Tensor) -> tuple[Tensor, Tensor]:
@@ -264,17 +260,14 @@ def backward(chain: ScaledChain, result: ScaledForward, seed: Tensor) -> tuple[T
     return weights, messages.mul_(result.alpha)
 
 
-def accumulate(chain: ScaledChain, result: ScaledForward, seed: Tensor, shape: torch.Size) -> tuple[Parameters, Tensor]:
-    """Compute the expected counts of all sequences, weighted by seed [B]; `shape` is that of the emission matrix.
-
-    Also return the weights of `backward` at position 0 [B, Z], zero where the chain starts there.
-    """
+def accumulate(chain: ScaledChain, result: ScaledForward, seed: Tensor, shape: torch.Size) -> Parameters:
+    """Compute the expected counts of all sequences, weighted by seed [B]; `shape` is that of the emission matrix."""
     assert result.alpha is not None
     weights, posterior = backward(chain, result, seed)
     start, transition = transition_counts(chain, result.alpha, weights)
     by_word = torch.zeros_like(chain.emission)
     by_word.index_add_(0, chain.words.reshape(-1), posterior.view(-1, posterior.shape[2]))
-    return Parameters(start, transition, emission_counts(chain, by_word, shape)), weights[0]
+    return Parameters(start, transition, emission_counts(chain, by_word, shape))
 
 
 def emission_counts(chain: ScaledChain, by_word: Tensor, shape: torch.Size) -> Tensor:
@@ -339,7 +332,7 @@ def suspicious(result: ScaledForward) -> Tensor:
     every sequence of a peaked but sound model, it is a heuristic: the mass of a step is so small that the states which
     explain its word must have been lost (or no state explains it).
     """
-    dtype, states = result.scale.dtype, result.final.shape[1]
+    dtype, states = result.scale.dtype, result.predicted.shape[1]
     return ~(result.scale.amin(0) >= least_mass(result.floor, states, dtype) * SURE_RATIO)  # negated: NaN is suspect
 
 
@@ -356,11 +349,34 @@ def doubtful(parameters: Parameters, chain: ScaledChain, result: ScaledForward) 
     if chain.transition.dtype != dtype:  # low-precision rounding would hide the difference
         chain = chain._replace(transition=exp(parameters.log_transition))
         result = forward(chain, keep=False)
-    upper = upper_log_likelihood(raised_chain(parameters, chain), FLOOR[dtype] ** 0.5)
+    upper, _ = upper_bound(raised_chain(parameters, chain), FLOOR[dtype] ** 0.5)
     slack = TOLERANCE[dtype] * 10 + torch.finfo(dtype).eps * 4 * chain.words.shape[0]
     both_impossible = upper == NEG_INF
     agrees = (upper - result.log_likelihood).abs() <= slack
     return suspect & ~agrees & ~both_impossible
+
+
+def log_carry(parameters: Parameters, evidence: Evidence, predicted: Tensor) -> Tensor:
+    """Return log p(z | x) [B, Z] of the last tokens in float64, from predictions of their states times any factor.
+
+    The last step is taken in log space, so that no emission underflows.
+    """
+    tokens = evidence.tokens[:, -1:]
+    if evidence.lengths is not None:
+        tokens = evidence.tokens.gather(1, evidence.lengths[:, None] - 1)
+    scores = parameters.log_emission.index_select(1, tokens[:, 0].clamp(min=0)).t()
+    return log_normalize((predicted.log() + torch.where(tokens < 0, 0.0, scores)).double())
+
+
+def lost_in_carry(parameters: Parameters, evidence: Evidence, predicted: Tensor, floor: float) -> Tensor:
+    """Return a mask [B]: True where a state that is possible may have lost its share of `predicted` [B, Z]."""
+    dtype = predicted.dtype
+    least = least_mass(floor, predicted.shape[1], dtype)
+    low = ~(predicted >= least * predicted.sum(1, keepdim=True))
+    if bool(low.any()):
+        chain = raised_chain(parameters, make_chain(parameters, evidence, dtype))
+        low &= chain.unsort(upper_bound(chain, FLOOR[dtype] ** 0.5)[1]) > 0
+    return low.any(1)
 
 
 def raised_chain(parameters: Parameters, chain: ScaledChain) -> ScaledChain:
@@ -376,24 +392,27 @@ def raised_chain(parameters: Parameters, chain: ScaledChain) -> ScaledChain:
     )
 
 
-def upper_log_likelihood(chain: ScaledChain, floor: float) -> Tensor:
-    """Compute the log-likelihood [B] with everything possible raised to at least `floor` at every step."""
+def upper_bound(chain: ScaledChain, floor: float) -> tuple[Tensor, Tensor]:
+    """Compute the log-likelihood [B] with everything possible raised to at least `floor` at every step.
+
+    Also return the predictions [B, Z] of the state at each last token, which are zero only where it is impossible.
+    """
     batch = chain.words.shape[1]
     tiny = torch.finfo(chain.start.dtype).tiny
     total = torch.zeros(batch, dtype=torch.float64, device=chain.start.device)
-    previous = chain.initial
+    last, previous = chain.start.new_empty(batch, len(chain.start)), chain.initial
     for t, rows in enumerate(chain.active):
         guess = chain.start.expand(rows, -1)
         if previous is not None:
             guess = move(previous[:rows], chain.transition)
             if chain.restart is not None:
                 guess = torch.where(chain.restart[t, :rows, None], chain.start, guess)
-        words = chain.words[t, :rows]
-        here = raised(guess, floor) * chain.emission.index_select(0, words)
+        words, guess = chain.words[t, :rows], raised(guess, floor)
+        here = guess * chain.emission.index_select(0, words)
         mass = here.sum(1)
         total[:rows] += mass.log() + chain.log_peak[words]
-        previous = raised(here / mass.clamp_min(tiny)[:, None], floor)
-    return total.to(chain.start.dtype)
+        last[:rows], previous = guess, raised(here / mass.clamp_min(tiny)[:, None], floor)
+    return total.to(chain.start.dtype), last
 
 
 def raised(values: Tensor, floor: float) -> Tensor:

@@ -47,10 +47,10 @@ def softmax_scan(logits: Parameters, evidence: Evidence, impl: Impl = "auto") ->
             if bool(kernels.doubtful(exact, chain, result).any()):
                 return None
             suspect = torch.zeros_like(suspect)
-        final = torch.where(suspect[:, None], chain.start, result.final)
+        carry = torch.where(suspect[:, None], chain.start.log().double(), result.carry)
     pending = PendingGradient()
     log_likelihood: Tensor = _SoftmaxScan.apply(*logits[:2], kernels, chain, result, suspect, pending)
-    return Scan(log_likelihood, Carry(final.double().log()), suspect), pending
+    return Scan(log_likelihood, Carry(carry), suspect), pending
 
 
 class _SoftmaxScan(torch.autograd.Function):

@@ -66,7 +66,8 @@ def forward(chain: KernelChain, keep: bool = True) -> KernelForward:
         meet_kernel[(triton.cdiv(steps * batch, _MEET["BLOCK_N"]),)](
             predicted, joint, partial, agreement, steps, batch, DIVIDED=divided, STATES=states, **tiles, **_MEET
         )
-    log_likelihood, meeting, final = like.new_empty(batch), like.new_empty(batch), like.new_empty(batch, states)
+    log_likelihood, meeting = like.new_empty(2, batch)
+    carry = like.new_empty(batch, states, dtype=torch.float64)
     suspect = torch.empty(batch, dtype=torch.uint8, device=like.device)
     least = scaled.least_mass(_FLOOR, states, like.dtype)
     finish_kernel[(batch,)](
@@ -78,7 +79,7 @@ def forward(chain: KernelChain, keep: bool = True) -> KernelForward:
         agreement,
         scale,
         log_likelihood,
-        final,
+        carry,
         meeting,
         suspect,
         steps,
@@ -93,7 +94,7 @@ def forward(chain: KernelChain, keep: bool = True) -> KernelForward:
         **tiles,
         **_FINISH,
     )
-    return KernelForward(predicted, joint, agreement, scale, log_likelihood, final, meeting, suspect.view(torch.bool))
+    return KernelForward(predicted, joint, agreement, scale, log_likelihood, carry, meeting, suspect.view(torch.bool))
 
 
 def _with_kernel(chain: KernelChain, joint: Tensor, predicted: Tensor) -> Tensor:
