@@ -173,10 +173,10 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         batch = {"tokens": tokens, "lengths": lengths}
         for query in ("log_likelihood", "posterior", "viterbi", "next_token", "entropy", "infill", "expected_counts"):
             found[f"{name}.{query}"] = getattr(hmm, query), batch
-        initial = torch.full((2, hmm.states), 1 / hmm.states)
+        carry = hmmlm.Carry(torch.full((2, hmm.states), 1 / hmm.states).log())
         found |= {
-            f"{name}.filter": (hmm.filter, {**batch, "initial": initial}),
-            f"{name}.token_log_probs": (hmm.token_log_probs, {**batch, "initial": initial}),
+            f"{name}.filter": (hmm.filter, {**batch, "carry": carry}),
+            f"{name}.token_log_probs": (hmm.token_log_probs, {**batch, "carry": carry}),
             f"{name}.sample": (hmm.sample, {"num": 2, "length": 3, "generator": None}),
             f"{name}.posterior_sample": (hmm.posterior_sample, {**batch, "num": 2, "generator": None}),
             f"{name}.infill_at": (hmm.infill_at, {"tokens": tokens[:1], "position": 1}),
@@ -220,7 +220,7 @@ def test_wrong_arguments_of_every_public_function(tmp_path: Path, monkeypatch: p
     assert not faults, "\n".join(faults)
     assert refused > 4_000
     public = {name.split(".")[0] for name in calls(tmp_path)}
-    types = {"Counts", "Filtered", "InputError", "InputWarning", "__version__"}
+    types = {"Carry", "Counts", "Filtered", "InputError", "InputWarning", "__version__"}
     assert set(hmmlm.__all__) <= public | types
 
 

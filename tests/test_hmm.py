@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from helpers.oracle import Enumeration, random_hmm, single_block
 
 import hmmlm
 from hmmlm import HMM, InputError, padded
-from hmmlm.ops.common import Impl
+from hmmlm.ops.common import Carry, Impl
 
 CASES = [[2], [0, 3, 1, 1], [1, -1, 0, -1], [-1], [3, 2, 2, 0, 1]]
 
@@ -96,32 +97,32 @@ def test_bad_tokens_are_named(tokens: list, lengths: list | None, message: str) 
 
 
 @pytest.mark.parametrize(
-    ("initial", "message"),
+    ("carry", "message"),
     [
-        ([0.5, 0.5], r"initial must have shape \[2, 2\], not \[2\]"),
-        ([[0.5, 0.5], [math.nan, 1.0]], "initial row 1 contains negative, infinite or NaN entries"),
-        ([[0.5, 0.5], [1.5, -0.5]], "initial row 1 contains negative, infinite or NaN entries"),
-        ([[math.inf, 0.0], [0.5, 0.5]], "initial row 0 contains negative, infinite or NaN entries"),
-        ([[0.5, 0.5], [0.5, 0.4]], r"initial row 1 sums to 0\.9, not to one: normalize it first"),
-        ([[0.0, 0.0], [0.5, 0.5]], "initial row 0 sums to 0, not to one"),
-        ([[0.5, 0.5], [0.5]], "initial must be a tensor, an array or equally long lists"),
+        ([[0.5, 0.5]], r"carry must be that of another window \(`filter\(…\).carry`\), not \[\[0.5, 0.5\]\]"),
+        (Carry(torch.tensor([0.5, 0.5]).log()), r"carry.log_probs must have shape \[2, 2\], not \[2\]"),
+        (Carry(torch.tensor([[-math.inf, 0.0], [math.nan, 0.0]])), "carry.log_probs row 1 contains NaN"),
+        (Carry(torch.tensor([[0.5, 0.5], [0.5, 0.4]]).log()), r"carry.log_probs row 1 sums to 0\.9, not to one"),
+        (Carry(torch.zeros(2, 1), torch.tensor([[0], [2]])), r"carry.states must .* numbers from 0 to 1"),
+        (Carry(torch.ones(2, 2).long()), r"carry.log_probs must have shape \[2, 2\]"),
     ],
 )
 @pytest.mark.parametrize("kind", ["dense", "blocked"])
-def test_a_bad_initial_distribution_is_named(kind: str, initial: list, message: str) -> None:
+def test_a_bad_carry_is_named(kind: str, carry: Any, message: str) -> None:
     dense = HMM.from_probs(START, TRANSITION, EMISSION)
     hmm = dense if kind == "dense" else single_block(dense)
     with pytest.raises(hmmlm.InputError, match=message):
-        hmm.filter([[0, 1], [2, 2]], initial=initial)
+        hmm.filter([[0, 1], [2, 2]], carry=carry)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_initial_distribution_may_be_rounded_to_float32(dtype: torch.dtype) -> None:
+def test_a_carry_may_be_rounded_to_float32(dtype: torch.dtype) -> None:
     """Its sum is one to the precision of float32, whatever the dtype of the model."""
     hmm = HMM.from_probs(*random_hmm(50, 4, seed=3)).to(dtype)
-    rounded = hmm.filter([[0, 1]]).final.float() * (1 + 3e-5)
-    exact = hmm.filter([[2]], initial=hmm.filter([[0, 1]]).final)
-    torch.testing.assert_close(hmm.filter([[2]], initial=rounded).probs, exact.probs, rtol=1e-3, atol=1e-6)
+    carry = hmm.filter([[0, 1]]).carry
+    rounded = Carry(carry.log_probs.float() + 3e-5)
+    exact = hmm.filter([[2]], carry=carry)
+    torch.testing.assert_close(hmm.filter([[2]], carry=rounded).probs, exact.probs, rtol=1e-3, atol=1e-6)
 
 
 def test_parameters_that_are_not_tensors_of_one_dtype_are_named() -> None:
@@ -159,8 +160,6 @@ def test_lists_and_arrays_are_read_in_float64_and_tensors_in_their_own_dtype() -
     assert torch.equal(hmm.log_start, torch.tensor([0.5, 0.5]).log().double())
     narrow = HMM.from_probs(*(torch.tensor(p) for p in ([0.5, 0.5], third, third)))
     assert torch.equal(narrow.log_transition, torch.tensor(third).log())
-    carried = hmm.filter([[0]], initial=[[1 / 3, 2 / 3]]).probs
-    assert torch.equal(carried, hmm.filter([[0]], initial=torch.tensor([[1 / 3, 2 / 3]], dtype=torch.float64)).probs)
 
 
 @pytest.mark.parametrize("tokens", [[[]], [], torch.zeros(0, 3, dtype=torch.int64), np.zeros((2, 0))])

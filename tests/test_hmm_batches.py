@@ -84,9 +84,9 @@ def test_token_log_probs_are_differences_of_log_likelihoods(kind: str) -> None:
         parts = [float(hmm.log_likelihood([sequence[: t + 1]])) for t in range(len(sequence))]
         assert row[: len(sequence)].tolist() == pytest.approx(np.diff([0.0, *parts]).tolist(), abs=1e-9)
         assert not row[len(sequence) :].any()
-    before = hmm.filter([[2, 0]]).final
+    before = hmm.filter([[2, 0]]).carry
     want = hmm.token_log_probs([[2, 0, 1, 3]])[:, 2:]
-    torch.testing.assert_close(hmm.token_log_probs([[1, 3]], initial=before), want)
+    torch.testing.assert_close(hmm.token_log_probs([[1, 3]], carry=before), want)
 
 
 def test_tokens_after_an_impossible_one_are_impossible() -> None:

@@ -8,7 +8,7 @@ from helpers.oracle import random_blocked_hmm
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, blocked, blocked_products, word_products
+from hmmlm.hmm import HMM, BlockedHMM, Carry, blocked, blocked_products, word_products
 
 V, BLOCKS, K, H = 9, 3, 4, 5
 TOKENS = torch.tensor([[0, 3, 8, 1, 1], [5, -1, 2, 7, 4], [-1, -1, 6, 0, 3], [2, 2, 2, 2, 2]])
@@ -59,7 +59,7 @@ def test_viterbi_filter_and_counts_agree_with_the_dense_model(
     assert torch.equal(mine[0], theirs[0])
     torch.testing.assert_close(mine[1], theirs[1])
     initial = torch.rand(4, BLOCKS * K, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(1)
-    for before in (None, initial):
+    for before in (None, Carry(initial.log())):
         for a, b in zip(hmm.filter(TOKENS, lengths, before), dense.filter(TOKENS, lengths, before), strict=True):
             torch.testing.assert_close(a, b)
     mine_counts, dense_counts = hmm.expected_counts(TOKENS, lengths), dense.expected_counts(TOKENS, lengths)
@@ -84,17 +84,18 @@ def test_posterior_samples_follow_the_posterior(pair: tuple[BlockedHMM, HMM]) ->
 @pytest.mark.parametrize("carried", [False, True])
 def test_gradients_agree_with_the_dense_model(missing: bool, carried: bool) -> None:
     tokens = TOKENS if missing else TOKENS.clamp(min=0)
-    initial = torch.eye(BLOCKS * K, dtype=torch.float64)[[0, 3, 7, 11]] * 0.6 + 0.4 / (BLOCKS * K) if carried else None
+    probs = torch.eye(BLOCKS * K, dtype=torch.float64)[[0, 3, 7, 11]] * 0.6 + 0.4 / (BLOCKS * K)
+    carry = Carry(probs.log()) if carried else None
 
     def solve(dense: bool) -> list[Tensor]:
         block_of_word, *rest = make().factors
         leaves = [value.clone().requires_grad_() for value in rest]
         hmm = BlockedHMM(block_of_word, *leaves)
-        result = (hmm.dense() if dense else hmm).filter(tokens, LENGTHS, initial).log_likelihood
+        result = (hmm.dense() if dense else hmm).filter(tokens, LENGTHS, carry).log_likelihood
         gradients = torch.autograd.grad(result.sum(), leaves, materialize_grads=True, allow_unused=True)
         return [result.detach(), *gradients]
 
-    plain = make().filter(tokens, LENGTHS, initial).log_likelihood
+    plain = make().filter(tokens, LENGTHS, carry).log_likelihood
     for mine, theirs in zip(solve(False), solve(True), strict=True):
         torch.testing.assert_close(mine, theirs)
     torch.testing.assert_close(solve(False)[0], plain)

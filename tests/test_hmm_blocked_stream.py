@@ -59,5 +59,5 @@ def test_a_window_continues_from_what_came_before() -> None:
     hmm = random_blocked_hmm(3, 4, WORDS, seed=1)
     first, rest = TEXT[:, :20], TEXT[:, 20:]
     together = hmm.token_log_probs(TEXT)
-    after = hmm.token_log_probs(rest, initial=hmm.filter(first).final)
+    after = hmm.token_log_probs(rest, carry=hmm.filter(first).carry)
     torch.testing.assert_close(after, together[:, 20:])

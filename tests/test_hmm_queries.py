@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, blocked, blocked_products, dense, logmatrix, origins
+from hmmlm.hmm import HMM, BlockedHMM, Carry, HiddenMarkovModel, blocked, blocked_products, dense, logmatrix, origins
 from hmmlm.ops.scan import Evidence, Parameters, naive
 
 NEG_INF = -math.inf
@@ -72,7 +72,7 @@ def assert_queries_agree(hmm: HiddenMarkovModel, tokens: Tensor, lengths: Tensor
         assert_close(log_likelihood[row], oracle.log_likelihood(), "log_likelihood")
         assert_close(filtered.log_likelihood[row], oracle.log_likelihood(), "filter().log_likelihood")
         assert_close(filtered.probs[row, :size], oracle.filtered(), "filter().probs")
-        assert_close(filtered.final[row], oracle.filtered()[-1], "filter().final")
+        assert_close(filtered.carry.log_probs[row].exp(), oracle.filtered()[-1], "filter().carry")
         assert_close(posterior[row, :size], oracle.posterior(), "posterior")
         assert_close(entropy[row], oracle.entropy(), "entropy")
         assert_close(best[row], oracle.best(), "log-probability of viterbi")
@@ -176,13 +176,13 @@ def test_filter_continues_from_an_initial_distribution(kind: str, dtype: torch.d
     hmm = make_hmm(kind, dtype)
     tokens, lengths = torch.tensor([[0, 3, -1], [1, 1, 2]]), torch.tensor([3, 2])
     initial = torch.rand(2, hmm.states, generator=torch.Generator().manual_seed(0)).softmax(1)
-    found = hmm.filter(tokens, lengths, initial)
+    found = hmm.filter(tokens, lengths, Carry(initial.double().log()))
     for row, size in enumerate(lengths.tolist()):
         oracle = Enumeration(twin(hmm), tokens[row, :size].tolist(), initial[row])
         torch.testing.assert_close(found.log_likelihood[row].double(), oracle.log_likelihood(), **CLOSE[dtype])
         torch.testing.assert_close(found.probs[row, :size].double(), oracle.filtered(), **CLOSE[dtype])
     whole, first = hmm.filter(tokens), hmm.filter(tokens[:, :2])
-    second = hmm.filter(tokens[:, 2:], initial=first.final)
+    second = hmm.filter(tokens[:, 2:], carry=first.carry)
     torch.testing.assert_close(first.log_likelihood + second.log_likelihood, whole.log_likelihood)
     torch.testing.assert_close(torch.cat([first.probs, second.probs], 1), whole.probs)
 
@@ -360,7 +360,7 @@ def test_filter_keeps_the_prefix_before_an_impossible_token(kind: str) -> None:
     hmm = impossible_after(kind)
     found, prefix = hmm.filter([[1, 0, 2, 0]]), hmm.filter([[1, 0]])
     torch.testing.assert_close(found.probs[:, :2], prefix.probs)
-    assert bool((found.probs[:, 2:] == 0).all()) and bool((found.final == 0).all())
+    assert bool((found.probs[:, 2:] == 0).all()) and bool(found.carry.is_lost.all())
     assert found.log_likelihood.item() == NEG_INF
 
 
@@ -370,7 +370,7 @@ def test_filter_is_zero_from_a_word_that_no_state_emits(tokens: list[list[int]],
     hmm = HMM.from_probs([0.5, 0.5], [[0.9, 0.1], [0.2, 0.8]], [[0.6, 0.4, 0.0], [0.3, 0.7, 0.0]]).to(dtype)
     result = hmm.filter(tokens)
     at = tokens[0].index(2)
-    assert bool((result.probs[0, at:] == 0).all()) and bool((result.final == 0).all())
+    assert bool((result.probs[0, at:] == 0).all()) and bool(result.carry.is_lost.all())
     assert bool((result.probs[0, :at].sum(1) > 0.99).all())
     assert float(result.log_likelihood) == NEG_INF
 
@@ -441,7 +441,7 @@ def test_only_log_likelihoods_have_gradients(kind: str) -> None:
     leaves = {name: value.requires_grad_() for name, value in tensors.items() if value.is_floating_point()}
     learned = type(hmm)(**(tensors | leaves))
     assert learned.log_likelihood(tokens).requires_grad and learned.filter(tokens).log_likelihood.requires_grad
-    assert not learned.filter(tokens).final.requires_grad and not learned.filter(tokens).probs.requires_grad
+    assert not learned.filter(tokens).carry.log_probs.requires_grad and not learned.filter(tokens).probs.requires_grad
     for query in (learned.posterior, learned.entropy, learned.next_token, learned.infill):
         assert not query(tokens).requires_grad
     torch.testing.assert_close(learned.posterior(tokens), learned.detach().posterior(tokens))

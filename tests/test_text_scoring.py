@@ -29,8 +29,8 @@ def test_log_probabilities_of_tokens_are_differences_of_likelihoods(kind: str) -
         prefixes = torch.stack([hmm.log_likelihood(row[None, :t])[0] for t in range(1, length + 1)])
         torch.testing.assert_close(log_probs[:length].cumsum(0), prefixes)
         assert not log_probs[length:].any()
-    final = hmm.filter(tokens[:, :2]).final
-    torch.testing.assert_close(hmm.token_log_probs(tokens[:, 2:], lengths - 2, final), found[:, 2:])
+    carry = hmm.filter(tokens[:, :2]).carry
+    torch.testing.assert_close(hmm.token_log_probs(tokens[:, 2:], lengths - 2, carry), found[:, 2:])
 
 
 def test_an_impossible_text_has_infinite_perplexity_in_windows_too(monkeypatch: pytest.MonkeyPatch) -> None:

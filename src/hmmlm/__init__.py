@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hmmlm.device import set_threads
     from hmmlm.errors import InputError, InputWarning
-    from hmmlm.hmm import HMM, BlockedHMM, Counts, Filtered, UnionHMM
+    from hmmlm.hmm import HMM, BlockedHMM, Carry, Counts, Filtered, UnionHMM
     from hmmlm.hmm.automaton import Automaton
     from hmmlm.hmm.checks import padded
     from hmmlm.hmm.constraints import Guide
@@ -23,6 +23,7 @@ _MODULES = {
     "HMM": "hmmlm.hmm",
     "Automaton": "hmmlm.hmm.automaton",
     "BlockedHMM": "hmmlm.hmm",
+    "Carry": "hmmlm.hmm",
     "Counts": "hmmlm.hmm",
     "Filtered": "hmmlm.hmm",
     "Guide": "hmmlm.hmm.constraints",
@@ -44,6 +45,7 @@ __all__ = [
     "HMM",
     "Automaton",
     "BlockedHMM",
+    "Carry",
     "Counts",
     "Filtered",
     "Guide",

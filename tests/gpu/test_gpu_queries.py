@@ -6,7 +6,7 @@ from helpers.oracle import random_blocked_hmm, random_hmm
 from torch import Tensor
 
 from hmmlm.data.tokenizers import WordTokenizer
-from hmmlm.hmm import HMM, HiddenMarkovModel, blocked
+from hmmlm.hmm import HMM, Carry, HiddenMarkovModel, blocked
 from hmmlm.hmm.automaton import containing
 from hmmlm.hmm.constraints import Guide
 from hmmlm.text.lm import LanguageModel
@@ -50,9 +50,12 @@ def test_queries_agree_with_the_cpu(
     for name in ("log_likelihood", "posterior", "entropy", "next_token", "infill"):
         assert_close(getattr(there, name)(tokens, lengths), getattr(exact, name)(tokens, lengths), name)
     initial = torch.rand(5, hmm.states, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(1)
-    for before in (None, initial):
-        for got, want in zip(there.filter(tokens, lengths, before), exact.filter(tokens, lengths, before), strict=True):
-            assert_close(got, want, "filter")
+    for before in (None, Carry(initial.log())):
+        found = there.filter(tokens, lengths, None if before is None else before.to(device))
+        wanted = exact.filter(tokens, lengths, before)
+        assert_close(found.log_likelihood, wanted.log_likelihood, "filter")
+        assert_close(found.probs, wanted.probs, "filter")
+        torch.testing.assert_close(found.carry.log_probs.cpu(), wanted.carry.log_probs, **CLOSE[dtype])
     for got, want in zip(there.expected_counts(tokens, lengths), exact.expected_counts(tokens, lengths), strict=True):
         assert_close(got, want, "expected_counts")
     path, log_prob = there.viterbi(tokens, lengths)

@@ -84,18 +84,17 @@ class Paths:
         self,
         truth: Truth,
         tokens: Sequence[int],
-        initial: Array | None = None,
+        carry: Array | None = None,
         restart: Sequence[bool] | None = None,
         missing: Array | None = None,
     ) -> None:
-        """`initial` [Z] precedes the first token; `restart` as in a scan; `missing` [Z] scores a missing token."""
-        self.truth, self.tokens, self.initial, self.missing = truth, list(tokens), initial, missing
+        """`carry` [Z] is log p(z) before the first, `restart` as in a scan, `missing` [Z] scores a missing one."""
+        self.truth, self.tokens, self.carry, self.missing = truth, list(tokens), carry, missing
         states = len(truth.start)
         self.paths = np.array(list(itertools.product(range(states), repeat=len(self.tokens))))  # [Z^T, T]
-        with np.errstate(divide="ignore"):
-            first = truth.start if initial is None else log_sum(np.log(initial)[:, None] + truth.transition, 0)
+        first = truth.start if carry is None else log_sum(carry[:, None] + truth.transition, 0)
         self.starts = [
-            restart[t] if restart is not None and restart[t] else t == 0 and initial is None for t in range(len(tokens))
+            restart[t] if restart is not None and restart[t] else t == 0 and carry is None for t in range(len(tokens))
         ]
         entered, emitted = [], []
         for t, token in enumerate(self.tokens):
@@ -145,6 +144,12 @@ class Paths:
             rows.append(self._by_state(np.exp(prefix - total) if total > NEG_INF else np.zeros_like(prefix), t))
         return np.array(rows)
 
+    def log_carry(self) -> Array:
+        """Return log p(z_T | x) [Z]; all −inf if x is impossible."""
+        last, total = self.paths[:, -1], self.log_likelihood()
+        rows = [log_sum(self.log_joint[last == z]) for z in range(len(self.truth.start))]
+        return np.array(rows) - (total if total > NEG_INF else LONG(0))
+
     def counts(self) -> tuple[Array, Array, Array]:
         """Return the expected counts of starts [Z], transitions [Z, Z] and emissions [Z, V]."""
         weight = self.probabilities()
@@ -155,7 +160,7 @@ class Paths:
                 np.add.at(start, here, weight)
             elif t:
                 np.add.at(transition, (self.paths[:, t - 1], here), weight)
-            elif self.initial is not None:
+            elif self.carry is not None:
                 transition += self._before(self._by_state(weight, 0))
             if token >= 0:
                 np.add.at(emission, (here, token), weight)
@@ -163,8 +168,8 @@ class Paths:
 
     def _before(self, posterior: Array) -> Array:
         """Return p(z_0, z_1 | x) [Z, Z] of the state before the first token, given the posterior of the first."""
-        with np.errstate(divide="ignore"):
-            joint = np.log(self.initial)[:, None] + self.truth.transition
+        assert self.carry is not None
+        joint = self.carry[:, None] + self.truth.transition
         total = log_sum(joint, 0)
         return np.where(joint == NEG_INF, 0, np.exp(joint - np.where(total == NEG_INF, 0, total))) * posterior
 

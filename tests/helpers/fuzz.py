@@ -31,7 +31,7 @@ SAMPLES = 2000
 class Batch(NamedTuple):
     tokens: Tensor  # [B, T]
     lengths: Tensor | None
-    initial: Tensor | None  # [B, Z]
+    carry: Tensor | None  # [B, Z]
     restart: Tensor | None  # [B, T]
 
     def row(self, b: int) -> list[int]:
@@ -129,12 +129,12 @@ class Fuzz:
         if rng.random() < 0.4:
             tokens = tokens.masked_fill(torch.from_numpy(rng.random((size, steps)) < 0.4), -1)
         lengths = torch.from_numpy(rng.integers(1, steps + 1, size=size)) if rng.random() < 0.5 else None
-        initial = restart = None
+        carry = restart = None
         if rng.random() < 0.5:
-            initial = self._tensor(np.exp(self._log_rows((size, hmm.states))))
+            carry = torch.from_numpy(self._log_rows((size, hmm.states)).astype(np.float64))
         if rng.random() < 0.5:
             restart = torch.from_numpy(rng.random((size, steps)) < 0.3)
-        return Batch(*(None if x is None else x.to(self.device) for x in (tokens, lengths, initial, restart)))
+        return Batch(*(None if x is None else x.to(self.device) for x in (tokens, lengths, carry, restart)))
 
     def _generator(self) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(self.seed)
@@ -162,6 +162,7 @@ class Fuzz:
         with small_pieces(self.rng.random() < 0.3):
             self._likelihoods()
             self._scans()
+            self._windows()
             self._queries()
             self._sequential()
             self._guide()
@@ -171,12 +172,12 @@ class Fuzz:
 
     # --- likelihoods and gradients ---
 
-    def _paths(self, batch: Batch, initial: bool = False, restart: bool = False) -> list[Paths]:
+    def _paths(self, batch: Batch, carry: bool = False, restart: bool = False) -> list[Paths]:
         return [
             Paths(
                 self.truth,
                 batch.row(b),
-                widen(batch.initial[b]) if initial and batch.initial is not None else None,
+                widen(batch.carry[b]) if carry and batch.carry is not None else None,
                 batch.restart[b].tolist() if restart and batch.restart is not None else None,
             )
             for b in range(len(batch.tokens))
@@ -247,17 +248,17 @@ class Fuzz:
         if any(isinstance(part, BlockedHMM) for part in (hmm, *getattr(hmm, "components", ()))):
             random = torch.from_numpy(self.rng.integers(hmm.vocab_size, size=tuple(batch.tokens.shape)))
             batch = batch._replace(tokens=torch.where(batch.tokens < 0, random.to(self.device), batch.tokens))
-        paths = self._paths(batch, initial=True, restart=True)
-        model, carry = self._leaves(), None if batch.initial is None else Carry(batch.initial.double().log())
+        paths = self._paths(batch, carry=True, restart=True)
+        model, carry = self._leaves(), None if batch.carry is None else Carry(batch.carry)
         result = model.scan(batch.tokens, batch.lengths, carry, batch.restart)
         self._scan("scan", model, result.log_likelihood, result.carry, paths, batch)
         if isinstance(hmm, BlockedHMM):
             model = self._leaves()
             assert isinstance(model, BlockedHMM)
             entry = None
-            if batch.initial is not None:
+            if batch.carry is not None:
                 moved = model.factors.u @ model.factors.w.t() - model.factors.log_normalizer[:, None]
-                every = (batch.initial.log()[:, :, None] + moved).logsumexp(1).unflatten(1, (model.blocks, -1))
+                every = (batch.carry[:, :, None].to(moved) + moved).logsumexp(1).unflatten(1, (model.blocks, -1))
                 entry = every[torch.arange(len(every)), model.factors.block_of_word[batch.tokens[:, 0]]][:, None]
             given: dict[str, Any] = {"entry": entry, "lengths": batch.lengths, "restart": batch.restart}
             again = blocked_scan(model.factors, batch.tokens, **given, impl="naive")
@@ -284,28 +285,49 @@ class Fuzz:
             self.agree(name, log_likelihood[b], total)
             if total == NEG_INF:
                 continue  # nothing continues from it
-            probs = carry.log_probs[b].exp().to(self.hmm.dtype)
-            if carry.states is not None:
-                probs = torch.zeros(self.hmm.states, dtype=probs.dtype, device=self.device).scatter(
-                    0, carry.states[b], probs
-                )
-            self.agree(f"carry of {name}", probs, own.posterior()[-1])
+            self.agree(f"carry of {name}", carry.over_all(self.hmm.states)[b], own.log_carry(), 2)
         self._gradients(name, model, log_likelihood, paths)
+
+    def _windows(self) -> None:
+        """What two windows find is what one finds of both."""
+        tokens, hmm = self.batch.tokens, self.hmm
+        if tokens.shape[1] < 2:
+            return
+        size, paths = int(self.rng.integers(1, tokens.shape[1])), self._paths(self.batch._replace(lengths=None))
+        first, second = tokens[:, :size], tokens[:, size:]
+        before = hmm.filter(first)
+        after, scored = hmm.filter(second, carry=before.carry), hmm.token_log_probs(second, carry=before.carry)
+        total = before.log_likelihood.double() + after.log_likelihood.double()
+        for b, own in enumerate(paths):
+            self.agree("filter, two windows", total[b], own.log_likelihood(), 2)
+            self.agree("filter, second window", after.probs[b], own.filtered()[size:], 2)
+            if own.log_likelihood() > NEG_INF:
+                self.agree("filter, last carry", after.carry.log_probs[b], own.log_carry(), 4)
+            sums = before.log_likelihood[b] + scored[b].sum()
+            self.agree("token_log_probs, two windows", sums, own.log_likelihood(), 2)
+        blocked = any(isinstance(part, BlockedHMM) for part in (hmm, *getattr(hmm, "components", ())))
+        if blocked and bool((tokens < 0).any()):
+            return
+        begun = hmm.scan(first)
+        ended = hmm.scan(second, carry=begun.carry)
+        total = begun.log_likelihood.double() + ended.log_likelihood.double()
+        for b, own in enumerate(paths):
+            self.agree("scan, two windows", total[b], own.log_likelihood(), 2)
 
     # --- queries ---
 
     def _queries(self) -> None:
         batch, hmm = self.batch, self.hmm
-        paths = self._paths(batch, initial=True)
+        paths, carry = self._paths(batch, carry=True), None if batch.carry is None else Carry(batch.carry)
         model = self._leaves()
-        filtered = model.filter(batch.tokens, batch.lengths, batch.initial)
+        filtered = model.filter(batch.tokens, batch.lengths, carry)
         self._gradients("filter", model, filtered.log_likelihood, paths)
-        filtered = hmm.filter(batch.tokens, batch.lengths, batch.initial)
+        filtered = hmm.filter(batch.tokens, batch.lengths, carry)
         for b, own in enumerate(paths):
             size = len(own.tokens)
             self.agree("filter, log-likelihood", filtered.log_likelihood[b], own.log_likelihood())
             self.agree("filter", filtered.probs[b, :size], own.filtered())
-            self.agree("filter, final", filtered.final[b], own.filtered()[-1])
+            self.agree("filter, carry", filtered.carry.log_probs[b], own.log_carry(), 2)
             self.check("filter, beyond the length", bool((filtered.probs[b, size:] == 0).all()))
         paths = self._paths(batch)
         possible = [b for b, own in enumerate(paths) if own.impossible_at() is None]

@@ -13,7 +13,7 @@ score: torch.Tensor = hmm.log_likelihood(tokens, lengths)
 path, log_prob = hmm.viterbi([[0, 1]])
 states: list[int] = path[0].tolist()
 filtered: hmmlm.Filtered = hmm.filter(tokens, lengths)
-final: torch.Tensor = filtered.final
+final: torch.Tensor = filtered.carry.log_probs
 counts: hmmlm.Counts = hmm.expected_counts(tokens, lengths)
 other: hmmlm.HMM = hmmlm.HMM.random(3, 5, seed=1)
 

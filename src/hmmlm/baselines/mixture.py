@@ -44,8 +44,8 @@ def fit_weights_by_class(log_probs: FloatArray, classes: IntArray, count: int) -
 
 def mix(log_probs: FloatArray, weights: FloatArray) -> FloatArray:
     """Compute log Σ_m w_m p_m [N] from log-probabilities [M, N] and weights [M], or [M, N] for each token."""
-    top = log_probs.max(0)
-    finite = np.where(top == -np.inf, 0.0, top)
     with np.errstate(divide="ignore"):
-        each = weights[:, None] if weights.ndim == 1 else weights
-        return np.log((each * np.exp(log_probs - finite)).sum(0)) + finite
+        joint = log_probs + np.log(weights[:, None] if weights.ndim == 1 else weights)
+        top = joint.max(0)  # of the weighted terms: a term of weight zero may be larger than all others
+        top = np.where(top == -np.inf, 0.0, top)
+        return np.log(np.exp(joint - top).sum(0)) + top

@@ -177,7 +177,7 @@ class BlockedHMM(HiddenMarkovModel):
     def all_states(self) -> Tensor:
         return torch.arange(self.states, device=self.device)
 
-    def _log_likelihood(self, tokens: Tensor, lengths: Tensor | None, initial: Tensor | None) -> Tensor:
+    def _log_likelihood(self, tokens: Tensor, lengths: Tensor | None, carry: Carry | None) -> Tensor:
         """See `Primitives._log_likelihood`.
 
         Missing tokens need the recursion of the queries. It is also several times faster on a CPU where the transition
@@ -186,9 +186,9 @@ class BlockedHMM(HiddenMarkovModel):
         inside = lengths is None or torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
         kept = self.device.type == "cpu" and self._table is not None
         if not kept and not bool(((tokens < 0) & inside).any()):
-            return self.scan(tokens, lengths, None if initial is None else Carry(initial.double().log())).log_likelihood
+            return self.scan(tokens, lengths, carry, exact_carry=False).log_likelihood
         batch = self._batch(tokens, lengths)
-        lattice = self._forward(batch, None if initial is None else initial[batch.order].log())
+        lattice = self._forward(batch, self._log_initial(carry, batch))
         return batch.unsort(lattice.log_likelihood()).to(self.dtype)
 
     # --- pieces of the transition matrix ---

@@ -13,6 +13,7 @@ from torch import Tensor
 from hmmlm.arguments import check_type, describe
 from hmmlm.errors import InputError
 from hmmlm.ops.blocked_scan import Factors
+from hmmlm.ops.common import Carry
 
 _PIECE = 2**17  # elements of a distribution that are summed at once
 ArrayLike = Tensor | np.ndarray | Sequence[Any]
@@ -125,7 +126,7 @@ def check_lengths(lengths: ArrayLike | None, tokens: Tensor) -> Tensor | None:
     if lengths is None:
         return None
     lengths = as_tensor(lengths, "lengths")
-    if lengths.dtype.is_floating_point or lengths.dtype == torch.bool:
+    if lengths.dtype.is_floating_point or lengths.dtype.is_complex or lengths.dtype == torch.bool:
         raise InputError(f"lengths must be integers, not {str(lengths.dtype).removeprefix('torch.')}")
     if lengths.shape != tokens.shape[:1]:
         raise InputError(f"lengths must have shape [{tokens.shape[0]}], one per sequence, not {list(lengths.shape)}")
@@ -137,20 +138,25 @@ def check_lengths(lengths: ArrayLike | None, tokens: Tensor) -> Tensor | None:
     return lengths
 
 
-def check_initial(initial: ArrayLike | None, tokens: Tensor, like: Tensor) -> Tensor | None:
-    """Return initial [B, Z] in the dtype and on the device of `like` [Z]; each row must be a distribution."""
-    if initial is None:
-        return None
-    given = as_tensor(initial, "initial", torch.float64)
-    if given.shape != (tokens.shape[0], like.shape[0]):
-        raise InputError(f"initial must have shape [{tokens.shape[0]}, {like.shape[0]}], not {list(given.shape)}")
-    given = given if given.dtype == torch.float32 else given.to(like)  # float32 keeps its dtype, and so its tolerance
-    wrong = ((given < 0) | ~given.isfinite()).any(1)
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        raise InputError(f"initial row {row} contains negative, infinite or NaN entries: give probabilities")
-    check_distributions(given.log(), "initial")
-    return given.to(like)
+def check_carry(carry: Carry | None, tokens: Tensor, states: int) -> None:
+    """Raise an InputError unless `carry` continues the sequences of tokens [B, T] in an HMM of `states` states."""
+    if carry is None:
+        return
+    if not isinstance(carry, Carry) or not isinstance(carry.log_probs, Tensor):
+        raise InputError(f"carry must be that of another window (`filter(…).carry`), not {describe(carry)}")
+    log_probs, names = carry
+    width = states if names is None else log_probs.shape[-1]
+    if log_probs.shape != (len(tokens), width) or not log_probs.dtype.is_floating_point:
+        raise InputError(f"carry.log_probs must have shape [{len(tokens)}, {width}], not {list(log_probs.shape)}")
+    if names is not None and (names.shape != log_probs.shape or bool(((names < 0) | (names >= states)).any())):
+        raise InputError(f"carry.states must have shape {list(log_probs.shape)} and numbers from 0 to {states - 1}")
+    if log_probs.device != tokens.device:
+        raise InputError(
+            f"the carry is on {log_probs.device}, the model on {tokens.device}: use carry.to(model.device)"
+        )
+    possible = log_probs[~carry.is_lost]
+    if possible.numel():
+        check_distributions(possible, "carry.log_probs")
 
 
 def check_distributions(log_probs: Tensor, name: str) -> None:

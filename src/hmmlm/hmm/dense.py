@@ -183,7 +183,7 @@ class HMM(HiddenMarkovModel):
         restart: Tensor | None = None,
         exact_carry: bool = True,
     ) -> Scan:
-        evidence = Evidence(tokens, lengths, None if carry is None else carry.log_probs, restart)
+        evidence = Evidence(tokens, lengths, None if carry is None else carry.over_all(self.states), restart)
         replayed = self._replay(evidence, exact_carry)
         return scan(self.parameters, evidence, self.impl, exact_carry) if replayed is None else replayed
 
@@ -197,11 +197,11 @@ class HMM(HiddenMarkovModel):
     def _recorded_scans(self) -> RecordedScans:
         return RecordedScans()
 
-    def _log_likelihood(self, tokens: Tensor, lengths: Tensor | None, initial: Tensor | None) -> Tensor:
+    def _log_likelihood(self, tokens: Tensor, lengths: Tensor | None, carry: Carry | None) -> Tensor:
         if lengths is not None:  # tokens beyond a sequence's end must not matter
             outside = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
             tokens = tokens.masked_fill(outside, -1)
-        evidence = Evidence(tokens, lengths, None if initial is None else initial.double().log())
+        evidence = Evidence(tokens, lengths, None if carry is None else carry.over_all(self.states))
         replayed = self._replay(evidence, exact_carry=False)
         return log_likelihood(self.parameters, evidence, self.impl) if replayed is None else replayed.log_likelihood
 

@@ -21,7 +21,8 @@ class Filtered(NamedTuple):
     """Result of filtering: the distribution of the state given the tokens so far."""
 
     log_likelihood: Tensor  # [B]
-    final: Tensor  # [B, Z] the filtered distribution at the last token
+    carry: Carry
+    """For the next window of the same sequences."""
     probs: Tensor  # [B, T, Z] p(z_t | x_1..t); zero beyond a sequence's length
 
 
@@ -127,8 +128,8 @@ class Primitives(ABC):
         """
 
     @abstractmethod
-    def _log_likelihood(self, tokens: Tensor, lengths: Tensor | None, initial: Tensor | None) -> Tensor:
-        """Compute log p(x) [B], differentiable, of checked tokens; `initial` [B, Z] as in `filter`."""
+    def _log_likelihood(self, tokens: Tensor, lengths: Tensor | None, carry: Carry | None) -> Tensor:
+        """Compute log p(x) [B], differentiable, of checked tokens and carry."""
 
     @abstractmethod
     def _expected_counts(self, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Counts:

@@ -15,9 +15,9 @@ from hmmlm.errors import InputError
 from hmmlm.hmm.checks import (
     ArrayLike,
     check_batch,
+    check_carry,
     check_count,
     check_generator,
-    check_initial,
     check_log_state,
     check_tokens,
 )
@@ -26,7 +26,7 @@ from hmmlm.hmm.guided_step import GuidedSteps
 from hmmlm.hmm.lattice import Lattice, SortedBatch, add_first, continuing, endings, first_rows, some_rows
 from hmmlm.hmm.protocol import Carry, Counts, Filtered, Predictions, Scan, Support
 from hmmlm.hmm.recursions import Recursions
-from hmmlm.ops.common import NEG_INF, finite, logsumexp
+from hmmlm.ops.common import NEG_INF, finite, log_normalize, logsumexp
 
 _CELLS = 2**24  # largest table of probabilities of sampled tokens
 _SAMPLED = 10**8  # most tokens of a sample: a few gigabytes
@@ -82,41 +82,47 @@ class HiddenMarkovModel(Recursions):
         """Compute log p(x) [B], natural log; −inf for an impossible sequence. Differentiable in the parameters."""
         return self._log_likelihood(*check_batch(tokens, lengths, self.vocab_size, self.device), None)
 
-    def filter(self, tokens: ArrayLike, lengths: ArrayLike | None = None, initial: ArrayLike | None = None) -> Filtered:
+    def filter(self, tokens: ArrayLike, lengths: ArrayLike | None = None, carry: Carry | None = None) -> Filtered:
         """Compute p(z_t | x_1..t); zero from the first impossible token on. The log-likelihood is differentiable.
 
         Args:
-            initial: [B, Z] the filtered distribution at the token before this window.
+            carry: of the previous window, if these tokens continue others.
         """
         checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
-        before = check_initial(initial, checked, self.log_start_scores())
+        check_carry(carry, checked, self.states)
         with torch.no_grad():
             batch = self._batch(checked, sizes)
-            lattice = self.detach()._forward(batch, None if before is None else before[batch.order].log())
+            lattice = self.detach()._forward(batch, self._log_initial(carry, batch))
             probs = self._gather(lattice, [value.exp() for value in lattice.log_filtered])
-            last = torch.full_like(checked[:, 0], checked.shape[1] - 1) if sizes is None else sizes - 1
-            final = probs[torch.arange(len(probs), device=self.device), last]
             log_likelihood = batch.unsort(lattice.log_likelihood()).to(self.dtype)
+            final = torch.empty(len(checked), self.states, dtype=torch.float64, device=self.device)
+            for t, ending in endings(batch):
+                last = self.spread(lattice.log_filtered[t][ending], some_rows(lattice.supports[t], ending), NEG_INF)
+                final[batch.order[ending]] = log_normalize(last.double())
         if torch.is_grad_enabled() and self.requires_grad:
-            log_likelihood = self._log_likelihood(checked, sizes, before)
-        return Filtered(log_likelihood, final, probs)
+            log_likelihood = self._log_likelihood(checked, sizes, carry)
+        return Filtered(log_likelihood, Carry(final), probs)
+
+    def _log_initial(self, carry: Carry | None, batch: SortedBatch) -> Tensor | None:
+        """Return log p(z | x) [B, Z] of a carry, rows as in the batch."""
+        return None if carry is None else carry.over_all(self.states)[batch.order].to(self.dtype)
 
     @torch.no_grad()
     def token_log_probs(
-        self, tokens: ArrayLike, lengths: ArrayLike | None = None, initial: ArrayLike | None = None
+        self, tokens: ArrayLike, lengths: ArrayLike | None = None, carry: Carry | None = None
     ) -> Tensor:
         """Compute log p(x_t | x_1..t−1) [B, T], natural log; zero beyond a sequence's length.
 
         It is −inf from the first impossible token on.
 
         Args:
-            initial: [B, Z] the filtered distribution at the token before this window.
+            carry: of the previous window, if these tokens continue others (`filter(…).carry`).
         """
         checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
-        before = check_initial(initial, checked, self.log_start_scores())
+        check_carry(carry, checked, self.states)
         model, batch = self.detach(), self._batch(checked, sizes)
         result = torch.zeros(checked.shape, dtype=self.dtype, device=self.device)
-        for first, lattice in model._windows(batch, None if before is None else before[batch.order].log()):
+        for first, lattice in model._windows(batch, self._log_initial(carry, batch)):
             for t, scale in enumerate(lattice.log_scales, first):
                 result[batch.order[: len(scale)], t] = scale
         return result

@@ -192,32 +192,29 @@ class UnionHMM(HiddenMarkovModel):
         """See `Primitives.scan`; tokens may not be missing if they may not in a component."""
         return scan_components(self.components, self.sizes, self.log_weights, tokens, lengths, carry, restart)
 
-    def _log_likelihood(self, tokens: Tensor, lengths: Tensor | None, initial: Tensor | None) -> Tensor:
-        return logsumexp(self._log_joint(tokens, lengths, initial), 0)
+    def _log_likelihood(self, tokens: Tensor, lengths: Tensor | None, carry: Carry | None) -> Tensor:
+        return logsumexp(self._log_joint(tokens, lengths, carry), 0).to(self.dtype)
 
-    def _log_joint(self, tokens: Tensor, lengths: Tensor | None, initial: Tensor | None) -> Tensor:
-        """Compute log p(component, x) [K, B]."""
-        given = None
-        if initial is not None:
-            given = split_carry(
-                Carry(initial.double().log()), torch.arange(len(tokens), device=self.device), self.sizes
-            )
+    def _log_joint(self, tokens: Tensor, lengths: Tensor | None, carry: Carry | None) -> Tensor:
+        """Compute log p(component, x) [K, B] in float64: components may be unlikely."""
+        every = torch.arange(len(tokens), device=self.device)
+        given = None if carry is None else split_carry(carry, every, self.sizes)
         rows = []
         for k, component in enumerate(self.components):
             log_weight, own = (self.log_weights[k], None) if given is None else given[k]
-            rows.append(log_weight + component._log_likelihood(tokens, lengths, own and own.log_probs.exp()))
+            rows.append(log_weight.double() + component._log_likelihood(tokens, lengths, own).double())
         return torch.stack(rows)
 
     @torch.no_grad()
     def _expected_counts(self, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Counts:
         log_joint = self._log_joint(tokens, lengths, None)
-        responsibility = log_joint.double().softmax(0).nan_to_num(0.0).to(self.dtype)
+        responsibility = log_joint.softmax(0).nan_to_num(0.0).to(self.dtype)
         weights = torch.ones_like(responsibility[0]) if weights is None else weights
         counts = [
             component._expected_counts(tokens, lengths, share * weights)
             for component, share in zip(self.components, responsibility, strict=True)
         ]
-        log_likelihood = logsumexp(log_joint, 0)
+        log_likelihood = logsumexp(log_joint, 0).to(self.dtype)
         return Counts(
             torch.cat([each.start for each in counts]),
             _block_diagonal([each.transition for each in counts]),

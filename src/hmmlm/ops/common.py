@@ -44,6 +44,17 @@ class Carry(NamedTuple):
         """Return a copy."""
         return Carry(self.log_probs.clone(), None if self.states is None else self.states.clone())
 
+    def to(self, device: torch.device | str) -> "Carry":
+        """Return the carry on a device."""
+        return Carry(self.log_probs.to(device), None if self.states is None else self.states.to(device))
+
+    def over_all(self, states: int) -> Tensor:
+        """Return log p(z | x) [B, Z] over all states."""
+        if self.states is None:
+            return self.log_probs
+        nothing = self.log_probs.new_full((len(self.log_probs), states), NEG_INF)
+        return nothing.scatter(1, self.states, self.log_probs)
+
     def copy_(self, other: "Carry") -> None:
         """Overwrite the tensors with those of another carry, unless they are the same."""
         for own, given in zip(self, other, strict=True):
