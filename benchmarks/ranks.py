@@ -26,12 +26,9 @@ STEPS = {"cpu": 30, "cuda": 10}
 """Few on GPUs: processes that share one sum their gradients on the CPU."""
 SCALAR = ("--model.kind", "scalar", "--model.states", "512")
 BAUM_WELCH = ("--optimizer.kind", "baum-welch")
-SHARD = ("--model.shard",)
 MODELS = {
     "scalar, 512 states, AdamW": SCALAR,
     "scalar, 512 states, Baum-Welch": (*SCALAR, *BAUM_WELCH),
-    "scalar, 512 states, AdamW, `model.shard`": (*SCALAR, *SHARD),
-    "scalar, 512 states, Baum-Welch, `model.shard`": (*SCALAR, *BAUM_WELCH, *SHARD),
     "neural, 1,024 states in 16 blocks": ("--model.kind", "neural", "--model.states", "1024", "--model.blocks", "16"),
 }
 
@@ -39,7 +36,6 @@ MODELS = {
 GPU_SCALAR = ("--model.kind", "scalar", "--model.states", "4096")
 GPU_MODELS = {
     "scalar, 4,096 states, AdamW": GPU_SCALAR,
-    "scalar, 4,096 states, AdamW, `model.shard`": (*GPU_SCALAR, *SHARD),
     "neural, 2^15 states in 128 blocks": ("--model.kind", "neural", "--model.states", "32768", "--model.blocks", "128"),
 }
 

@@ -47,19 +47,6 @@ def factored(states: int, kept: int, blocks: int, gpus: int) -> Cost:
     return Cost(FLOAT * STATE * parameters, 2 * FLOAT * emissions, 8 * kept**2 * HIDDEN / gpus, sent)
 
 
-def dense(states: int, gpus: int) -> Cost:
-    """Return the cost of a scalar model without blocks and with `model.shard`.
-
-    A GPU has its rows of log A, A and its expected counts, and those of O. The recursions keep two numbers per token
-    and own state. Forward and backward, a message of [Z, B] per token is summed and scattered, or gathered: each sends
-    (n − 1) / n of its bytes.
-    """
-    own = states // gpus
-    transient = 3 * own * (states + WORDS) + 2 * own * TOKENS
-    sent = 2 * (gpus - 1) / gpus * states * TOKENS
-    return Cost(FLOAT * STATE * own * (states + WORDS), FLOAT * transient, 0.0, FLOAT * sent)
-
-
 def normalizer_rate() -> float:
     """Return operations per second of the normalizers in the largest step measured: 2^18 states, half of them kept."""
     rows = {row["row"]: row for row in json.loads((RESULTS / "chiu2020-largest.json").read_text())}
@@ -72,9 +59,6 @@ def table() -> str:
     models = {
         "2^20 states, dense emission, an eighth kept": lambda n: factored(2**20, 2**17, 1, n),
         "2^22 states in 256 blocks, an eighth kept": lambda n: factored(2**22, 2**19, 256, n),
-        "dense A and O, 2^15 states, `model.shard`": lambda n: dense(2**15, n),
-        "dense A and O, 2^17 states, `model.shard`": lambda n: dense(2**17, n),
-        "dense A and O, 2^20 states, `model.shard`": lambda n: dense(2**20, n),
     }
     lines = [
         "| model | GPUs | parameters, gradients, moments | probabilities, gradients | normalizers | sent per step |",
@@ -84,7 +68,7 @@ def table() -> str:
         for gpus in GPUS:
             cost = cost_of(gpus)
             milliseconds = 1e3 * cost.normalizer / normalizer_rate()
-            work = f"{cost.normalizer / 1e12:,.1f} Tflop, {milliseconds:,.1f} ms" if cost.normalizer else "none"
+            work = f"{cost.normalizer / 1e12:,.1f} Tflop, {milliseconds:,.1f} ms"
             sizes = " | ".join(f"{size / 1e9:,.1f} GB" for size in (cost.held, cost.transient))
             lines.append(f"| {name} | {gpus} | {sizes} | {work} | {cost.sent / 1e9:,.1f} GB |")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Models and runs of version 0.1: models are loaded and evaluated, runs are not resumed."""
+"""Models and runs of earlier versions: models are loaded and evaluated; runs of 0.1 are not resumed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.commands import failure
-from helpers.runs import planted, random_hmm, write_prepared
+from helpers.runs import planted, random_hmm, tiny_config, write_prepared, write_text
 from safetensors.torch import save_file
 
 import hmmlm
@@ -20,6 +20,7 @@ from hmmlm.cli.main import main
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.hmm import HMM, BlockedHMM
 from hmmlm.learning.prepare import Prepared
+from hmmlm.learning.train import train
 from hmmlm.models.neural import Neural
 from hmmlm.structure.blocks import Blocks
 
@@ -160,3 +161,24 @@ def test_a_run_of_version_0_1_is_not_resumed(tmp_path: Path, capsys: pytest.Capt
         assert f"{run / 'config.json'} does not belong to a run of `hmmlm train` of this version" in error
         assert "or start a new run" in error
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_with_a_removed_setting_is_evaluated_and_resumed_unless_it_was_in_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    train(tiny_config(write_text(tmp_path), train={"epochs": 1}), run)
+
+    def set_removed(value: bool) -> None:
+        for path in (run / "config.json", run / "best" / "config.json", run / "last" / "state.json"):
+            content = json.loads(path.read_text())
+            config = content.get("training", content.get("config", content))
+            config["model"]["shard"] = value
+            path.write_text(json.dumps(content, indent=1) + "\n")
+
+    set_removed(True)
+    error = failure(capsys, "train", "--resume", str(run), "--train.epochs", "2")
+    assert "model.shard was removed: use blocks" in error
+    set_removed(False)
+    assert main(["eval", str(run)]) == main(["train", "--resume", str(run), "--train.epochs", "2", "--quiet"]) == 0
+    assert "shard" not in json.loads((run / "config.json").read_text())["model"]

@@ -1,6 +1,11 @@
-"""Earlier names of settings under their present ones."""
+"""Earlier names of settings under their present ones, and settings that were removed."""
+
+import pytest
 
 from hmmlm.config.renames import RENAMES, Renames, present_names
+from hmmlm.config.run import RunConfig
+from hmmlm.config.training import read_config
+from hmmlm.errors import InputError
 
 
 def test_names_and_values_of_earlier_versions_are_translated() -> None:
@@ -14,3 +19,12 @@ def test_a_setting_that_was_renamed_twice_has_its_last_name() -> None:
     old = {"rate": 0.1, "model.parameterization": "mlp", "model.states": 3}
     expected = {"optimizer.lr": 0.1, "model.kind": "network", "model.states": 3}
     assert present_names(old, (*RENAMES, later)) == expected
+
+
+def test_a_removed_setting_is_dropped_unless_it_is_in_use() -> None:
+    assert present_names({"model.shard": False, "model.states": 3}) == {"model.states": 3}
+    model = {"states": 3, "shard": False}
+    assert read_config(RunConfig, {"model": model}) == read_config(RunConfig, {"model": {"states": 3}})
+    assert model["shard"] is False
+    with pytest.raises(InputError, match=r"^configuration: model.shard was removed: use blocks \(model.blocks\)"):
+        read_config(RunConfig, {"model": {"shard": True}})

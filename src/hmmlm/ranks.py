@@ -66,48 +66,9 @@ class Ranks:
                 for work in pending:
                     work.wait()
 
-    def max_(self, tensor: Tensor) -> None:
-        """Replace a tensor on the device by its elementwise maximum over all ranks."""
-        if self.count > 1:
-            with _naming_lost_ranks():
-                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.data_group)
-
     def own_rows(self, count: int) -> slice:
         """Return the rows of this process, of `count` that are divided among all of them in order."""
         return slice(count * self.rank // self.count, count * (self.rank + 1) // self.count)
-
-    def join_rows(self, own: Tensor) -> Tensor:
-        """Return the rows [N, …] of all ranks from those of each [N / count, …], on the device."""
-        if self.count == 1:
-            return own
-        whole = self._exchanged(own).new_empty(len(own) * self.count, *own.shape[1:])
-        with _naming_lost_ranks():
-            dist.all_gather(list(whole.chunk(self.count)), self._exchanged(own).contiguous(), group=self.data_group)
-        return whole.to(own.device)
-
-    def collect_rows(self, own: Tensor) -> Tensor:
-        """Return the rows of all ranks in rank 0, on the CPU, from those of each; in the others, their own."""
-        own = own.cpu().contiguous()
-        if self.count == 1:
-            return own
-        whole = own.new_empty(len(own) * self.count, *own.shape[1:]) if self.first else own
-        with _naming_lost_ranks():
-            dist.gather(own, list(whole.chunk(self.count)) if self.first else None)
-        return whole
-
-    def sum_own_rows(self, whole: Tensor) -> Tensor:
-        """Return the rows of this process [N / count, …] of the sum over all ranks of a tensor [N, …] on the device."""
-        if self.count == 1:
-            return whole
-        parts = list(self._exchanged(whole).contiguous().chunk(self.count))
-        own = torch.empty_like(parts[0])
-        with _naming_lost_ranks():
-            dist.reduce_scatter(own, parts, group=self.data_group)
-        return own.to(whole.device)
-
-    def _exchanged(self, tensor: Tensor) -> Tensor:
-        """Return a tensor where its rows can be exchanged: Gloo, which serves ranks that share a GPU, needs the CPU."""
-        return tensor.cpu() if self.data_group is None else tensor
 
     def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Return the sums of numbers over all ranks."""

@@ -1,4 +1,4 @@
-"""Earlier names of settings, under which recorded runs still have them: one table for every rename, by version."""
+"""Earlier settings, which saved and recorded runs still have: a table of renames by version, and one of removals."""
 
 from __future__ import annotations
 
@@ -44,12 +44,43 @@ RENAMES = (
 """Oldest first: add every rename here, under the version that is released when it is made."""
 
 
+class Removed(NamedTuple):
+    """A setting that no longer exists."""
+
+    unused: Any
+    """The value that means what every run does today: a saved configuration may have it."""
+    advice: str
+    """What to do instead of any other value."""
+
+
+REMOVED = {
+    "model.shard": Removed(False, "use blocks (model.blocks) where the matrices of a dense model do not fit in memory")
+}
+"""By dotted name."""
+
+
+def drop_removed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested configuration without removed settings; raise a ValueError that names one that is in use."""
+    result = dict(values)
+    for name, (unused, advice) in REMOVED.items():
+        section, _, field = name.partition(".")
+        given = result.get(section)
+        if isinstance(given, Mapping) and field in given:
+            if given[field] != unused:
+                raise ValueError(f"{name} was removed: {advice}")
+            result[section] = {other: value for other, value in given.items() if other != field}
+    return result
+
+
 def present_names(settings: Mapping[str, Any], renames: Sequence[Renames] = RENAMES) -> dict[str, Any]:
-    """Return settings, by dotted name, under their present names and values; present ones do not change."""
+    """Return settings, by dotted name, under their present names and values; present ones do not change.
+
+    Removed settings that are not in use are left out.
+    """
     result = dict(settings)
     for version in renames:
         result = {version.settings.get(name, name): value for name, value in result.items()}
         for name, renamed in version.values.items():
             if isinstance(result.get(name), str):
                 result[name] = renamed.get(result[name], result[name])
-    return result
+    return {name: value for name, value in result.items() if name not in REMOVED or value != REMOVED[name].unused}

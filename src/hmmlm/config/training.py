@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ValidationError, model_validator
 
 from hmmlm.config.explain import explain, member_types
+from hmmlm.config.renames import drop_removed
 from hmmlm.config.sections import (
     CORPUS_WORDS,
     AdamWConfig,
@@ -48,6 +49,8 @@ class TrainingConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            values = drop_removed(values)
         return fill_in_kinds(cls, with_corpus_words(values, "data"))
 
     def dump(self) -> dict[str, Any]:

@@ -22,25 +22,11 @@ from hmmlm.runs.checkpoint import load_tensors
 class AdamW:
     """AdamW on the mean negative log-likelihood per token, with the gradient norm clipped.
 
-    Of several processes, each computes the gradient of its rows of a batch; all take the step of the sum. Of parameters
-    whose rows are divided, each process has the rows, the gradients and the moments that are its own.
+    Of several processes, each computes the gradient of its rows of a batch; all take the step of the sum.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        config: AdamWConfig,
-        device: torch.device,
-        decay_all: bool,
-        divided: frozenset[str] = frozenset(),
-    ) -> None:
-        """Create the optimizer.
-
-        Args:
-            decay_all: weight decay on every parameter; otherwise on matrices only.
-            divided: names of the parameters of which each process has some rows; their gradients are summed already.
-        """
-        self.divided = divided
+    def __init__(self, module: nn.Module, config: AdamWConfig, device: torch.device, decay_all: bool) -> None:
+        """`decay_all`: weight decay on every parameter; otherwise on matrices only."""
         self.module, self.clip, self.on_gpu = module, config.clip, device.type == "cuda"
         # A tensor, because a CUDA graph would freeze a number.
         self.rate = torch.tensor(config.rate, device=device)
@@ -85,14 +71,15 @@ class AdamW:
         else:
             weight = torch.ones_like(log_likelihood) / -tokens
         log_likelihood.backward(weight)
-        gradients = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
-        world().sum_(gradient for name, gradient in gradients.items() if name not in self.divided)
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        world().sum_(gradients)
         # Not checking for finite norms, which would wait for the device: the training loop checks the loss.
         if pending:
             ((name, gradient),) = pending.items()
             self._update_with_logits(self.module.get_parameter(name), gradient)
         else:
-            self._step(((self._norm(gradients) + 1e-6) / self.clip).clamp_(min=1.0) if self.clip else None)
+            norm = torch.nn.utils.get_total_norm(gradients)
+            self._step(((norm + 1e-6) / self.clip).clamp_(min=1.0) if self.clip else None)
         self.optimizer.zero_grad()
 
     def _step(self, divisor: Tensor | None) -> None:
@@ -124,17 +111,8 @@ class AdamW:
             lambda: self._step(plan[0].reciprocal() if self.clip else None),
         )
 
-    def _norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Return the norm [] of the whole gradient."""
-        if not self.divided:
-            return torch.nn.utils.get_total_norm(gradients.values())
-        parts = [[g for name, g in gradients.items() if (name in self.divided) == own] for own in (False, True)]
-        shared, own = (torch.nn.utils.get_total_norm(part).square() for part in parts)
-        world().sum_([own])
-        return (shared + own).sqrt()
-
     def collect(self) -> None:
-        """Moments are the same in all processes, or divided like their parameters."""
+        """Moments are the same in all processes."""
 
     def advice(self, rate: float) -> str:
         return f"lower optimizer.rate (now {rate:.3g}) or optimizer.clip, or lengthen the warm-up"

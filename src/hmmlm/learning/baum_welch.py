@@ -33,7 +33,7 @@ def maximize(
     A row without any count (a state never visited) keeps its current distribution.
 
     Args:
-        counts: start [Z], transition [Z, Z] and emission [Z, V], or the same rows of the last two as in `current`.
+        counts: start [Z], transition [Z, Z] and emission [Z, V].
         out: where to write the result.
     """
     targets = (None, None, None) if out is None else out
@@ -44,25 +44,14 @@ def maximize(
 class RunningCounts:
     """The sum of expected counts for one update, and its running average over updates (momentum).
 
-    Of several processes, each adds the counts of its rows of a batch; they are summed for an update. A process that has
-    only some rows of the matrices has the counts of these rows, which are those of all processes already.
+    Of several processes, each adds the counts of its rows of a batch; they are summed for an update.
     """
 
     NAMES = ("start", "transition", "emission")
 
-    def __init__(
-        self,
-        states: int,
-        vocab_size: int,
-        momentum: float,
-        device: torch.device,
-        divided: frozenset[str] = frozenset(),
-    ) -> None:
-        """`divided`: names of the matrices of which each process has some rows."""
-        shapes: dict[str, tuple[int, ...]] = {"start": (states,)}
-        for name, columns in (("transition", states), ("emission", vocab_size)):
-            shapes[name] = (states // world().count if name in divided else states, columns)
-        self.momentum, self.divided = momentum, divided
+    def __init__(self, states: int, vocab_size: int, momentum: float, device: torch.device) -> None:
+        shapes = dict(zip(self.NAMES, ((states,), (states, states), (states, vocab_size)), strict=True))
+        self.momentum = momentum
         self.sum = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
         self.mean = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()} if momentum else {}
         self.updates = 0
@@ -79,7 +68,7 @@ class RunningCounts:
         The average is divided by 1 − momentum^updates, so that pseudocounts do not dominate the first updates.
         """
         self.updates += 1
-        world().sum_(self._summed())
+        world().sum_(self.sum.values())
         if self.momentum:
             for name, mean in self.mean.items():
                 mean.lerp_(self.sum[name], 1 - self.momentum)
@@ -92,16 +81,12 @@ class RunningCounts:
 
     def collect(self) -> None:
         """Move the counts of all processes to rank 0, whose sum is then that of all, as one process would have it."""
-        world().sum_(self._summed())
+        world().sum_(self.sum.values())
         self._keep_in_first()
-
-    def _summed(self) -> list[Tensor]:
-        """Return the counts that are those of one process each."""
-        return [total for name, total in self.sum.items() if name not in self.divided]
 
     def _keep_in_first(self) -> None:
         if not world().first:
-            for total in self._summed():
+            for total in self.sum.values():
                 total.zero_()
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

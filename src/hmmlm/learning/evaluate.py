@@ -9,7 +9,6 @@ import torch
 
 from hmmlm.data.batches import Batch
 from hmmlm.hmm import Carry, HiddenMarkovModel
-from hmmlm.models.base import Model
 from hmmlm.ranks import world
 from hmmlm.text.scoring import perplexity
 
@@ -34,7 +33,7 @@ def carried(batch: Batch, carry: Carry | None) -> Carry | None:
 
 @torch.no_grad()
 def evaluate(
-    hmm: HiddenMarkovModel | Model, batches: Iterable[Batch], on_batch: Callable[[int], None] | None = None
+    hmm: HiddenMarkovModel, batches: Iterable[Batch], on_batch: Callable[[int], None] | None = None
 ) -> Evaluation:
     """Score every batch in order; `on_batch` receives the tokens of each (progress), and may raise to stop.
 

@@ -281,8 +281,8 @@ class Fit:
 
     def export(self, link: str) -> None:
         """Write the model for use to `out/link`."""
-        name, write = f"{link}-{self.position.step:08}", self.learner.exporter()
-        self.ranks.on_first(lambda: save_folder(self.out, link, name, write))
+        name = f"{link}-{self.position.step:08}"
+        self.ranks.on_first(lambda: save_folder(self.out, link, name, self.learner.export))
 
     def save(self) -> None:
         """Write a checkpoint to `out/last`, unless it is there already."""
@@ -294,7 +294,6 @@ class Fit:
         moments, values = self.learner.optimizer.state_dict()
         tensors = {f"parameters.{name}": t for name, t in self.learner.parameters().items()}
         tensors |= {f"optimizer.{name}": t for name, t in moments.items()}
-        tensors |= {name: self.ranks.collect_rows(t) for name, t in tensors.items() if self.is_divided(name, t)}
         tensors |= {f"carry.{name}": t for name, t in self.gather_carry().items()}
         tensors |= {"window": self.window, "rng.cpu": torch.get_rng_state()}
         if self.learner.device.type == "cuda":
@@ -328,10 +327,6 @@ class Fit:
         if not self.ranks.first:
             self.window.zero_()
 
-    def is_divided(self, name: str, tensor: Tensor) -> bool:
-        """Return whether each process has some rows of a tensor of a checkpoint, which stores all of them."""
-        return tensor.dim() > 0 and not self.learner.divided.isdisjoint(name.split("."))
-
     def gather_carry(self) -> dict[str, Tensor]:
         """Return the carry of all sequences of the last batch, in their order."""
         own = self.learner.carry_tensors(self.carry)
@@ -358,8 +353,7 @@ class Fit:
         if self.ranks.count == 1:
             return
         generator = zlib.crc32(torch.get_rng_state().numpy().data)
-        same = (p for name, p in self.learner.parameters().items() if name not in self.learner.divided)
-        parameters = [float(p.sum(dtype=torch.float64)) for p in same]
+        parameters = [float(p.sum(dtype=torch.float64)) for p in self.learner.parameters().values()]
         first, *others = self.ranks.gather((generator, parameters))
         for rank, other in enumerate(others, 1):
             if other != first:
@@ -377,7 +371,6 @@ class Fit:
         """Continue from `out/last`."""
         folder, learner = self.out / "last", self.learner
         tensors, content = read_checkpoint(folder)
-        tensors |= {n: t[self.ranks.own_rows(len(t))] for n, t in tensors.items() if self.is_divided(n, t)}
         self.check_checkpoint(folder / VALUES, content)
         position = {name: content["position"][name] for name in self.stored_position()}
         self.position = TrainingPosition(**position, seconds=self.seconds_until(position["step"]))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hmmlm.config.sections import AdamWConfig, BaumWelchConfig
 from hmmlm.data.batches import Batch
 from hmmlm.data.tokenizers import Tokenizer
-from hmmlm.hmm import Carry, HiddenMarkovModel, Scan
+from hmmlm.hmm import HMM, Carry, HiddenMarkovModel, Scan
 from hmmlm.learning.adamw import AdamW
 from hmmlm.learning.baum_welch import RunningCounts, maximize
 from hmmlm.learning.evaluate import Evaluation, carried, evaluate
@@ -65,8 +65,6 @@ class Learner(Protocol[AnyCarry]):
     device: torch.device
     peak_rate: float
     """The rate (or α of Baum-Welch) that the schedule multiplies."""
-    divided: frozenset[str]
-    """Names of the parameters of which each process has some rows."""
 
     @property
     def optimizer(self) -> Optimizer:
@@ -78,8 +76,8 @@ class Learner(Protocol[AnyCarry]):
     def evaluate(self, batches: Iterable[Batch], on_batch: Callable[[int], None]) -> Evaluation:
         """Score batches with the present parameters."""
 
-    def exporter(self) -> Callable[[Path], None]:
-        """Return the function that writes the model for use into a folder; every process asks for it, one calls it."""
+    def export(self, folder: Path) -> None:
+        """Write the model for use into a folder."""
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters by name, as a checkpoint stores them; loading copies into these tensors."""
@@ -98,9 +96,8 @@ class Learner(Protocol[AnyCarry]):
 
 
 def count_parameters(learner: Learner[Any]) -> int:
-    """Return the number of parameters of all processes together, each counted once."""
-    owners = {name: world().count if name in learner.divided else 1 for name in learner.parameters()}
-    return sum(owners[name] * parameter.numel() for name, parameter in learner.parameters().items())
+    """Return the number of parameters."""
+    return sum(parameter.numel() for parameter in learner.parameters().values())
 
 
 def counted(log_likelihood: Tensor, batch: Batch) -> Tensor:
@@ -138,7 +135,6 @@ class HmmLearner(ABC):
     ) -> None:
         self.fabric, self.device, self.peak_rate = fabric, fabric.device, peak_rate
         self.model, self.tokenizer, self.config = model.to(fabric.device), tokenizer, config
-        self.divided = model.divided
         self.reset_graph()
 
     @abstractmethod
@@ -176,16 +172,10 @@ class HmmLearner(ABC):
         return hmm
 
     def evaluate(self, batches: Iterable[Batch], on_batch: Callable[[int], None]) -> Evaluation:
-        # Divided rows are not joined.
-        return evaluate(self.model if self.divided else self.hmm(), batches, on_batch)
+        return evaluate(self.hmm(), batches, on_batch)
 
-    def exporter(self) -> Callable[[Path], None]:
-        joined = self.model.collect() if isinstance(self.model, Scalar) and self.divided else None
-
-        def write(folder: Path) -> None:
-            LanguageModel(self.hmm() if joined is None else joined, self.tokenizer, self.config).save(folder)
-
-        return write
+    def export(self, folder: Path) -> None:
+        LanguageModel(self.hmm(), self.tokenizer, self.config).save(folder)
 
     def parameters(self) -> dict[str, Tensor]:
         return self.model.state_dict()
@@ -216,7 +206,7 @@ class AdamWLearner(HmmLearner):
         super().__init__(fabric, model, tokenizer, config, optimizer.rate)
         self.next_word_weight = next_word_weight
         self.compiled = False  # the kernels of `scan_logits`, which a CUDA graph must not compile
-        self.optimizer: AdamW = AdamW(self.model, optimizer, self.device, True, self.divided)
+        self.optimizer: AdamW = AdamW(self.model, optimizer, self.device, decay_all=True)
 
     def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult:
         self.optimizer.set_rate(rate)
@@ -261,9 +251,7 @@ class BaumWelchLearner(HmmLearner):
         assert isinstance(self.model, Scalar)  # the configuration was validated
         self.model: Scalar
         self.settings = optimizer
-        self.optimizer: RunningCounts = RunningCounts(
-            model.states, model.vocab_size, optimizer.momentum, self.device, model.divided
-        )
+        self.optimizer: RunningCounts = RunningCounts(model.states, model.vocab_size, optimizer.momentum, self.device)
 
     def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult:
         result = self.run(batch, carry)
@@ -280,10 +268,10 @@ class BaumWelchLearner(HmmLearner):
         for log_probs in leaves:
             log_probs.requires_grad_()
         with self.fabric.autocast():
+            hmm = HMM(*leaves)
             if batch.labels is None:
-                scan = self.model.scan(batch.tokens, batch.lengths, carry, batch.restart, leaves)
+                scan = self.model.drop_underflowed(hmm.scan(batch.tokens, batch.lengths, carry, batch.restart))
             else:
-                hmm = self.model.join(leaves)
                 scan = hmm.joint_scan(batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
         counts = torch.autograd.grad(counted(scan.log_likelihood, batch).sum(), leaves)
         with torch.no_grad():
@@ -300,7 +288,6 @@ class NetworkLearner(Generic[AnyNetwork]):
     def __init__(self, fabric: Fabric, network: AnyNetwork, tokenizer: Tokenizer, optimizer: AdamWConfig) -> None:
         self.fabric, self.device, self.peak_rate = fabric, fabric.device, optimizer.rate
         self.network, self.tokenizer = network.to(fabric.device), tokenizer
-        self.divided: frozenset[str] = frozenset()
         self.optimizer = AdamW(self.network, optimizer, self.device, decay_all=False)
 
     def _score(self, batch: Batch, hidden: Hidden | None) -> tuple[Tensor, Hidden | None]:
@@ -331,8 +318,8 @@ class NetworkLearner(Generic[AnyNetwork]):
             (log_likelihood,) = world().sum_numbers([log_likelihood])
         return Evaluation(perplexity(log_likelihood, tokens), tokens, log_likelihood)
 
-    def exporter(self) -> Callable[[Path], None]:
-        return lambda folder: self.network.save(folder, self.tokenizer)  # type: ignore[operator]
+    def export(self, folder: Path) -> None:
+        self.network.save(folder, self.tokenizer)  # type: ignore[operator]
 
     def parameters(self) -> dict[str, Tensor]:
         return self.network.state_dict()

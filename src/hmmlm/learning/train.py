@@ -240,8 +240,6 @@ def _train(
     def begin() -> bool:
         """Prepare the folder; return whether there is a checkpoint to load."""
         check_batch_size(config.batches, ranks.count)
-        if model is not None:
-            model.check_processes(ranks.count)
         if resume:
             stack.enter_context(lock_run(out))
             refuse_changes(saved_config(type(config), out), config, out)

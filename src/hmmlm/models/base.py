@@ -62,9 +62,6 @@ class ModelConfig(Section, ABC):
     def check_files(self) -> None:
         """Raise an InputError if a file that the configuration names is missing."""
 
-    def check_processes(self, count: int) -> None:
-        """Raise an InputError if the model cannot be trained by `count` processes."""
-
     def size(self, words: int) -> ModelSize:
         """Return a lower bound of what training holds, for a vocabulary of `words`: here that of a dense HMM."""
         return ModelSize(0, self.states * (self.states + words))
@@ -142,8 +139,6 @@ class Model(nn.Module, ABC):
         self.skipped: Tensor
         """How many training sequences were dropped because their mass underflowed inside a CUDA graph."""
         self.register_buffer("skipped", torch.zeros((), dtype=torch.long), persistent=False)
-        self.divided: frozenset[str] = frozenset()
-        """Names of the parameters of which each process of a run has some rows only."""
         self.draws_for_rows = False
         """Whether `scan` draws more random numbers for more sequences."""
 

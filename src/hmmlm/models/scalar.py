@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import model_validator
 from torch import Tensor, nn
 
 from hmmlm.data.tokenizers import Tokenizer
@@ -13,9 +12,7 @@ from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, BlockedHMM, Carry, Scan
 from hmmlm.models.base import BlockedConfig, BlockedModel, Model, enter, restart_lost
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
-from hmmlm.ops.join_rows import join_rows
-from hmmlm.ops.scan import Evidence, Parameters, PendingGradient, divided_scan, softmax_scan
-from hmmlm.ranks import world
+from hmmlm.ops.scan import Evidence, Parameters, PendingGradient, softmax_scan
 from hmmlm.section import ModelSize, Scale
 from hmmlm.structure.blocks import Blocks
 from hmmlm.structure.dropout import global_states, sample_states
@@ -27,9 +24,6 @@ class ScalarConfig(BlockedConfig):
     kind: Literal["scalar"] = "scalar"
     scale: Scale = 1.0
     """Standard deviation of the initial logits."""
-    shard: bool = False
-    """Divide the rows of the transition and emission matrices over the processes of a run, with their gradients and the
-    state of the optimizer (without blocks). Their number must divide that of the states."""
 
     # A high rate with a high eps: where gradients are smaller than eps, AdamW is gradient descent with momentum. With
     # eps 1e-8 it moves the logit of a word that a state never meets as fast as any other, and overfits.
@@ -39,60 +33,32 @@ class ScalarConfig(BlockedConfig):
     def assignable(self) -> bool:
         return not self.blocks
 
-    def check_processes(self, count: int) -> None:
-        if self.shard and self.states % count:
-            raise InputError(
-                f"model.shard cannot divide {self.states} states evenly over {count} processes: change model.states or "
-                "the number of processes"
-            )
-
     def size(self, words: int) -> ModelSize:
         words_of_state = words // max(1, self.blocks)
-        owners = world().count if self.shard else 1
-        whole = ModelSize(self.states * (self.states + words_of_state), super().size(words).probabilities)
-        return ModelSize(whole.parameters // owners, whole.probabilities // owners)
+        return ModelSize(self.states * (self.states + words_of_state), super().size(words).probabilities)
 
     def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
         generator, words = torch.Generator().manual_seed(seed), vocabulary.vocab_size
         if block_of_word is None:
-            return Scalar(self.states, words, self.scale, generator, self.shard)
+            return Scalar(self.states, words, self.scale, generator)
         blocks = Blocks.from_clusters(block_of_word, self.states, vocab_size=words)
         return BlockedScalar(blocks, self.dropout, self.scale, generator)
 
-    @model_validator(mode="after")
-    def _shard_is_dense(self) -> ScalarConfig:
-        if self.shard and self.blocks:
-            raise ValueError("shard = true needs blocks = 0")
-        return self
 
-
-def _logits(scale: float, generator: torch.Generator | None, *shape: int, rows: slice = slice(None)) -> nn.Parameter:
-    return nn.Parameter((torch.randn(*shape, generator=generator) * scale)[rows].clone())
+def _logits(scale: float, generator: torch.Generator | None, *shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape, generator=generator) * scale)
 
 
 class Scalar(Model):
-    """Logits start [Z], transition [Z, Z] and emission [Z, V], drawn from N(0, scale²); a softmax over each row.
-
-    With `shard`, each process of a run has some rows of transition and emission. A softmax is over one row, and the
-    recursions run over the states of each process (see `divided_scan`): only P(O, S) and export join the rows.
-    """
+    """Logits start [Z], transition [Z, Z] and emission [Z, V], drawn from N(0, scale²); a softmax over each row."""
 
     def __init__(
-        self,
-        states: int,
-        vocab_size: int,
-        scale: float = 1.0,
-        generator: torch.Generator | None = None,
-        shard: bool = False,
+        self, states: int, vocab_size: int, scale: float = 1.0, generator: torch.Generator | None = None
     ) -> None:
         super().__init__(states, vocab_size)
-        self.rows = slice(None)
-        if shard and world().count > 1:
-            self.rows, self.divided = world().own_rows(states), frozenset({"transition", "emission"})
         self.start = _logits(scale, generator, states)
-        # All rows are drawn, so that they do not depend on the number of processes.
-        self.transition = _logits(scale, generator, states, states, rows=self.rows)
-        self.emission = _logits(scale, generator, states, vocab_size, rows=self.rows)
+        self.transition = _logits(scale, generator, states, states)
+        self.emission = _logits(scale, generator, states, vocab_size)
 
     @property
     def logits(self) -> Parameters:
@@ -100,42 +66,11 @@ class Scalar(Model):
         return Parameters(self.start, self.transition, self.emission)
 
     def log_probs(self) -> Parameters:
-        """Return the log-probabilities of the start and of the rows of this process."""
+        """Return the log-probabilities."""
         return Parameters(*(logits.log_softmax(-1) for logits in self.logits))
 
-    def join(self, own: Parameters) -> HMM:
-        """Return the HMM of log-probabilities of which each process has its rows."""
-        if not self.divided:
-            return HMM(*own)
-        return HMM(own.log_start, join_rows(own.log_transition), join_rows(own.log_emission))
-
     def forward(self) -> HMM:
-        return self.join(self.log_probs())
-
-    @torch.no_grad()
-    def collect(self) -> HMM | None:
-        """Return the HMM in rank 0, on the CPU; None in the others. One matrix is on the device at a time."""
-        transition, emission = (
-            world().collect_rows(logits.log_softmax(-1)) for logits in (self.transition, self.emission)
-        )
-        return HMM(self.start.log_softmax(-1).cpu(), transition, emission) if world().first else None
-
-    def scan(
-        self,
-        tokens: Tensor,
-        lengths: Tensor | None = None,
-        carry: Carry | None = None,
-        restart: Tensor | None = None,
-        own: Parameters | None = None,
-    ) -> Scan:
-        """See `Model.scan`; with log-probabilities `own` of the rows of this process, those of the logits if None."""
-        if own is None:
-            restart = restart_lost(restart, carry, tokens)
-        if self.divided:
-            evidence = Evidence(tokens, lengths, None if carry is None else carry.log_probs, restart)
-            return divided_scan(self.log_probs() if own is None else own, evidence)
-        hmm = self() if own is None else HMM(*own)
-        return self.drop_underflowed(hmm.scan(tokens, lengths, carry, restart, exact_carry=False))
+        return HMM(*self.log_probs())
 
     def scan_logits(
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
@@ -144,7 +79,7 @@ class Scalar(Model):
 
         The gradient of the emission logits is returned by its name, for `AdamW.update`.
         """
-        if self.divided or not all(logits.requires_grad for logits in self.logits):
+        if not all(logits.requires_grad for logits in self.logits):
             return None
         evidence = Evidence(
             tokens, lengths, None if carry is None else carry.log_probs, restart_lost(restart, carry, tokens)
@@ -164,12 +99,7 @@ class Scalar(Model):
                 f"an HMM of {hmm.states} states and {hmm.vocab_size} words cannot be assigned to a model of "
                 f"{self.states} states and {self.vocab_size} words"
             )
-        self.assign_rows(Parameters(hmm.log_start, hmm.log_transition[self.rows], hmm.log_emission[self.rows]))
-
-    @torch.no_grad()
-    def assign_rows(self, own: Parameters) -> None:
-        """Copy the log-probabilities of the rows of this process."""
-        for logits, log_probs in zip(self.logits, own, strict=True):
+        for logits, log_probs in zip(self.logits, hmm.parameters, strict=True):
             logits.copy_(log_probs)
 
 

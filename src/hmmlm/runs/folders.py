@@ -32,7 +32,6 @@ PREPARED = (CONFIG, "tokenizer", "data", BLOCKS)
 CHANGEABLE = frozenset(
     {
         "data_folder",
-        "model.shard",
         "train.epochs",
         "train.max_tokens",
         "train.device",

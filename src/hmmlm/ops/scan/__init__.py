@@ -6,17 +6,7 @@ Parameters are log-probabilities (start [Z], transition [Z, Z], emission [Z, V])
 """
 
 from hmmlm.ops.scan.api import log_likelihood, path_loops_pay, scan
-from hmmlm.ops.scan.divided import divided_scan
 from hmmlm.ops.scan.naive import Evidence, Parameters
 from hmmlm.ops.scan.softmax import PendingGradient, softmax_scan
 
-__all__ = [
-    "Evidence",
-    "Parameters",
-    "PendingGradient",
-    "divided_scan",
-    "log_likelihood",
-    "path_loops_pay",
-    "scan",
-    "softmax_scan",
-]
+__all__ = ["Evidence", "Parameters", "PendingGradient", "log_likelihood", "path_loops_pay", "scan", "softmax_scan"]

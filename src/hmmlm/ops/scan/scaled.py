@@ -9,7 +9,6 @@ and `api.py` recomputes them in log space.
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -61,18 +60,8 @@ class ScaledForward(NamedTuple):
     carry: Tensor | None = None  # see `log_carry`, if it is computed
 
 
-def make_chain(
-    parameters: Parameters,
-    evidence: Evidence,
-    products: torch.dtype,
-    join_peaks: Callable[[Tensor], None] = lambda peaks: None,
-) -> ScaledChain:
-    """Convert parameters to probabilities, and the batch to time-major order sorted by length.
-
-    Args:
-        join_peaks: replaces the largest emissions [U] of the states here by those of all states, where these are
-            divided.
-    """
+def make_chain(parameters: Parameters, evidence: Evidence, products: torch.dtype) -> ScaledChain:
+    """Convert parameters to probabilities, and the batch to time-major order sorted by length."""
     log_start, log_transition, log_emission = parameters
     (tokens, _, carry, restart), active, order = sort_by_length(evidence)
     words = tokens.t().contiguous() + 1
@@ -86,7 +75,6 @@ def make_chain(
     if missing:
         rows[0] = 0.0
     log_peak = rows.amax(1)
-    join_peaks(log_peak)
     log_peak = torch.where(log_peak == NEG_INF, 0.0, log_peak)
     emission = exp(rows.sub_(log_peak[:, None]))
     return ScaledChain(
