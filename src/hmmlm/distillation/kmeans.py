@@ -20,7 +20,6 @@ from hmmlm.data.modelfolder import require_tensors
 from hmmlm.data.tensorfiles import read_tensors, write_tensors
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import check_finite
-from hmmlm.ranks import world
 
 FORMAT = "hmmlm clusters"
 SAMPLE_POINTS = 65_536
@@ -36,15 +35,12 @@ OnPiece = Callable[[str, int], None]
 class Piece(NamedTuple):
     """Points [n, D] and the group 0..M−1 of each [n]; None if there is one group."""
 
-    points: Tensor | None
-    """None: another process has the points, `elsewhere` of them."""
+    points: Tensor
     group: Tensor | None = None
-    elsewhere: int = 0
 
 
 Pieces = Iterable[Piece]
-"""Iterated once per pass; every pass must yield the same pieces in the same order. Of several processes, each has the
-points of some pieces; results do not depend on which, up to rounding."""
+"""Iterated once per pass; every pass must yield the same pieces in the same order."""
 
 
 @dataclass(frozen=True)
@@ -134,10 +130,8 @@ def fit_clusters(
     for number in range(1, passes + 1):
         lloyd = _LloydPass(centroids)
         for piece in pieces:
-            if piece.points is not None:
-                lloyd.add(_center(piece.points, sample.mean), piece.group)
-            on_piece(f"k-means pass {number} of {passes}", _count(piece))
-        lloyd.join()
+            lloyd.add(_center(piece.points, sample.mean), piece.group)
+            on_piece(f"k-means pass {number} of {passes}", len(piece.points))
         centroids, sizes = lloyd.finish(), lloyd.counts.long()
         before, inertia = inertia, lloyd.inertia()
         if number > 1 and before - inertia <= CONVERGED * before:
@@ -168,10 +162,6 @@ def nearest(points: Tensor, centroids: Tensor, group: Tensor | None = None) -> t
     return labels, distance
 
 
-def _count(piece: Piece) -> int:
-    return piece.elsewhere if piece.points is None else len(piece.points)
-
-
 def _center(points: Tensor, mean: Tensor) -> Tensor:
     return points.to(mean.device, torch.float32) - mean
 
@@ -196,11 +186,6 @@ def _draw_sample(pieces: Pieces, clusters: int, groups: int, seed: int, on_piece
     total, shift, sums = 0, None, torch.zeros(())
     keys, sample, group = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.long)
     for piece in pieces:
-        # Drawn for every piece, so that keys do not depend on which process has its points.
-        drawn = torch.rand(_count(piece), generator=generator)
-        if piece.points is None:
-            on_piece("embedding", piece.elsewhere)
-            continue
         points = piece.points.float()
         if not bool(points.isfinite().all()):
             raise InputError("the teacher's embeddings are not finite: use another layer or precision")
@@ -210,36 +195,15 @@ def _draw_sample(pieces: Pieces, clusters: int, groups: int, seed: int, on_piece
             keys, sample, group = keys.to(points.device), points[:0], group.to(points.device)
         sums += (points - shift).sum(0, dtype=torch.float64)
         total += len(points)
-        drawn = drawn.to(points.device)
+        drawn = torch.rand(len(points), generator=generator).to(points.device)
         own = torch.zeros_like(drawn, dtype=torch.long) if piece.group is None else piece.group
         keys, sample, group = torch.cat([keys, drawn]), torch.cat([sample, points]), torch.cat([group, own])
         kept = _lowest_per_group(keys, group, limit)
         keys, sample, group = keys[kept], sample[kept], group[kept]
         on_piece("embedding", len(points))
-    if world().count > 1:
-        shift, sums, total, keys, sample, group = _join_samples(shift, sums, total, keys, sample, group, limit)
     if shift is None or total < clusters:
         raise InputError(f"{total:,} embeddings cannot make {clusters:,} clusters: use fewer states or more text")
     return _Sample((shift + sums / total).float(), sample, group, total)
-
-
-def _join_samples(
-    shift: Tensor | None, sums: Tensor, total: int, keys: Tensor, sample: Tensor, group: Tensor, limit: int
-) -> tuple[Tensor | None, Tensor, int, Tensor, Tensor, Tensor]:
-    """Return the sample of the points of all processes from the sample of each; see `_draw_sample`."""
-    device = keys.device
-    own = None if shift is None else tuple(x.cpu() for x in (shift, sums, keys, sample, group))
-    parts = world().gather((total, own))
-    there = [(count, part) for count, part in parts if part is not None]
-    if not there:
-        return shift, sums, total, keys, sample, group
-    # Sums are relative to the first shift: Σ (x − s₀) = Σ (x − s) + n (s − s₀).
-    first = there[0][1][0]
-    joined = torch.stack([part[1] + count * (part[0].double() - first.double()) for count, part in there]).sum(0)
-    keys, sample, group = (torch.cat([part[i] for _, part in there]) for i in (2, 3, 4))
-    kept = _lowest_per_group(keys, group, limit)
-    keys, sample, group = (x[kept].to(device) for x in (keys, sample, group))
-    return first.to(device), joined.to(device), sum(count for count, _ in there), keys, sample, group
 
 
 def _initial_centroids(sample: Tensor, clusters: int, generator: torch.Generator, strict: bool) -> Tensor:
@@ -337,18 +301,6 @@ class _LloydPass:
                 one_hot = torch.nn.functional.one_hot(own_labels[part], sums.shape[1]).to(own.dtype)
                 sums[g] += one_hot.T @ own[part]
         return sums
-
-    def join(self) -> None:
-        """Add the sums of other processes, and their farthest points."""
-        ranks = world()
-        if ranks.count == 1:
-            return
-        ranks.sum_([self.sums, self.counts, self.total])
-        self.points = int(ranks.sum_numbers([self.points])[0])
-        parts = ranks.gather((self.far.cpu(), self.far_group.cpu(), self.far_distance.cpu()))
-        far, far_group, far_distance = (torch.cat(of_all).to(self.sums.device) for of_all in zip(*parts, strict=True))
-        kept = _lowest_per_group(-far_distance, far_group, self.counts.shape[1])
-        self.far, self.far_group, self.far_distance = far[kept], far_group[kept], far_distance[kept]
 
     def inertia(self) -> float:
         """Return the mean squared distance of a point to its centroid."""

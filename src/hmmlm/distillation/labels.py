@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hmmlm.data.batches import ALL_ROWS, Batch, ExtendedBatches, Share
+from hmmlm.data.batches import Batch, ExtendedBatches
 from hmmlm.data.files import exclusive
 from hmmlm.distillation.cache import LabelStore
 from hmmlm.distillation.kmeans import Clusters, Piece
@@ -97,32 +96,26 @@ class EmbeddedText:
     """Points to cluster: the embedding of every token that `texts` yields, of shape [B, T], and its word's block.
 
     `texts` is called once per pass. Up to `max_bytes` of embeddings are kept between passes, in bfloat16, on the
-    teacher's device; the teacher recomputes the others. Of the texts, those of `share` are embedded; the others are
-    pieces without points.
+    teacher's device; the teacher recomputes the others.
     """
 
     texts: Callable[[], Iterable[Tensor]]
     embed: Embed
     block_of_word: Tensor | None = None
     max_bytes: int = 0
-    share: Share = ALL_ROWS
     _kept: dict[int, Piece] = field(default_factory=dict, repr=False)
     _bytes: int = 0
 
     def __iter__(self) -> Iterator[Piece]:
         for number, tokens in enumerate(self.texts()):
-            if number % self.share.count != self.share.rank:
-                yield Piece(None, None, int((tokens >= 0).sum()))
-            else:
-                yield self._kept[number] if number in self._kept else self._piece(number, tokens)
+            yield self._kept[number] if number in self._kept else self._piece(number, tokens)
 
     def kept_labels(self, clusters: Clusters) -> Iterator[Tensor]:
-        """Yield the labels [B, T] of the texts of `share`, in order, as long as their embeddings are kept."""
-        for number, tokens in islice(enumerate(self.texts()), self.share.rank, None, self.share.count):
+        """Yield the labels [B, T] of the texts, in order, as long as their embeddings are kept."""
+        for number, tokens in enumerate(self.texts()):
             if number not in self._kept:
                 return
-            points, group, _ = self._kept[number]
-            assert points is not None
+            points, group = self._kept[number]
             yield nearest_states(clusters.to(points.device), points, group, tokens)
 
     def _piece(self, number: int, tokens: Tensor) -> Piece:

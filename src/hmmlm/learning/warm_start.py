@@ -1,12 +1,11 @@
 """The start of a run with a teacher: cluster its embeddings, then label the text with the clusters.
 
-Of several processes, each opens the teacher and embeds and labels its share of the text.
+Of several processes, rank 0 clusters; each opens the teacher and labels its share of the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from hmmlm.config.initialization import CountsConfig, LabelConfig, LvdConfig
 from hmmlm.config.run import RunConfig
-from hmmlm.data.batches import Batch, ChunkBatches, own_share
+from hmmlm.data.batches import Batch, ChunkBatches
 from hmmlm.data.files import exclusive
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.distillation.cache import (
@@ -127,18 +126,19 @@ class WarmStart:
         path, start = self.out / CENTROIDS, self.start
         local = self.out / "data" / "labels.bin"
 
-        def is_missing() -> bool:
+        def cluster() -> None:
             if fresh:
                 path.unlink(missing_ok=True)
                 local.unlink(missing_ok=True)
-            return not path.exists()
-
-        if self.ranks.on_first(is_missing):
+            if path.exists():
+                return
             clusters = self.find_clusters() if start.clusters is None else Clusters.load(start.clusters)
-            if self.teacher.device.type == "cuda":
+            if torch.cuda.is_available():
                 torch.cuda.empty_cache()  # of the embeddings
             self.check_clusters(clusters, start.clusters or path)
-            self.ranks.on_first(lambda: clusters.save(path))
+            clusters.save(path)
+
+        self.ranks.on_first(cluster)
         clusters = Clusters.load(path)
         self.check_clusters(clusters, path)
         self.clusters = clusters.to(self.teacher.device)
@@ -169,12 +169,12 @@ class WarmStart:
         blocks = None if self.block_of_word is None else self.block_of_word.tolist()
         name = content_name(self.cache_facts, kmeans, self.seed, self.model.states, self.rows, blocks)
         path = start.cache / f"clusters-{name}.safetensors"
-        with exclusive(path.with_suffix(".lock"), self.on_work) if self.ranks.first else nullcontext():
-            if self.ranks.on_first(path.exists):
+        with exclusive(path.with_suffix(".lock"), self.on_work):
+            if path.exists():
                 self.progress.note(f"using the cached clusters {path}")
                 return Clusters.load(path)
             clusters = self.make_clusters()
-            self.ranks.on_first(lambda: clusters.save(path))
+            clusters.save(path)
             return clusters
 
     @cached_property
@@ -200,10 +200,7 @@ class WarmStart:
         assert self.teacher is not None
         if self.teacher.device.type == "cuda":  # other processes may use it
             max_bytes = min(max_bytes, int(0.6 * torch.cuda.mem_get_info(self.teacher.device)[0]))
-        share = own_share()
-        pieces = EmbeddedText(
-            lambda: (c.tokens for c in self.chunks(used)), self.embed, self.block_of_word, max_bytes, share
-        )
+        pieces = EmbeddedText(lambda: (c.tokens for c in self.chunks(used)), self.embed, self.block_of_word, max_bytes)
         self.progress.note(f"clustering the teacher's embeddings of {used:,} tokens into {states:,} states")
         with self.progress.phase("embedding and clustering", used * (kmeans.passes + 1)) as phase:
 
@@ -226,8 +223,7 @@ class WarmStart:
         )
         store = self.open_store(clusters)
         if store is not None:  # the embeddings in memory need not be computed again
-            own = islice(self.chunks(used), share.rank, None, share.count)
-            for chunk, labels in zip(own, pieces.kept_labels(clusters), strict=False):
+            for chunk, labels in zip(self.chunks(used), pieces.kept_labels(clusters), strict=False):
                 assert chunk.places is not None
                 store.write(chunk.places, labels)
         return clusters
