@@ -4,12 +4,14 @@
 of a process on its machine, which chooses its GPU. A process that was not started by torchrun is the only rank.
 
 Gradients and counts are summed by NCCL between GPUs, by Gloo otherwise. Everything else (objects, decisions, waiting)
-goes over Gloo, on the CPU: a Gloo collective fails at once if a process of the group ends, where NCCL would wait.
+goes over Gloo, on the CPU: a Gloo collective fails at once if a process of the group ends, where NCCL would wait. One
+that hangs fails it after COLLECTIVE_WAIT.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,16 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.heartbeat import LEFT, LOST, Heartbeat
 
 Result = TypeVar("Result")
 CONNECTION_WAIT = timedelta(minutes=10)
 """How long ranks wait for each other at the start."""
+COLLECTIVE_WAIT = timedelta(minutes=1)
+"""How long ranks wait for each other in a step."""
 LONGEST_WAIT = timedelta(days=7)
-"""How long ranks wait for the first one, which may be clustering a large text; a lost rank ends the wait at once."""
-
-
-_heartbeat: Heartbeat | None = None
+"""How long ranks wait for the first one, which may be clustering a large text, and for long work that they divide."""
 
 
 class FirstRankError(InputError):
@@ -52,6 +52,8 @@ class Ranks:
     """Number of this process on its machine."""
     data_group: Any = None
     """The group that sums tensors on the device; None: that of everything else, over Gloo."""
+    waiting_group: Any = None
+    """The group in which ranks wait up to LONGEST_WAIT, over Gloo."""
 
     @property
     def first(self) -> bool:
@@ -61,7 +63,7 @@ class Ranks:
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors on the device by their sums over all ranks, the same bits in each."""
         if self.count > 1:
-            with _naming_lost_ranks():
+            with _lost_rank_errors():
                 pending = [dist.all_reduce(t, group=self.data_group, async_op=True) for t in tensors]
                 for work in pending:
                     work.wait()
@@ -75,7 +77,7 @@ class Ranks:
         if self.count == 1:
             return list(numbers)
         total = torch.tensor(numbers, dtype=torch.float64)
-        with _naming_lost_ranks():
+        with _lost_rank_errors():
             dist.all_reduce(total)
         return total.tolist()
 
@@ -84,12 +86,12 @@ class Ranks:
         return self.sum_numbers([float(flag)])[0] > 0 if self.count > 1 else flag
 
     def gather(self, value: Result) -> list[Result]:
-        """Return the values of all ranks, in order, in each of them; tensors must be on the CPU."""
+        """Wait for all ranks and return their values, in order, in each of them; tensors must be on the CPU."""
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
-        with _naming_lost_ranks():
-            dist.all_gather_object(values, value)
+        with _lost_rank_errors():
+            dist.all_gather_object(values, value, group=self.waiting_group)
         return values
 
     def on_first(self, function: Callable[[], Result]) -> Result:
@@ -103,8 +105,8 @@ class Ranks:
                 message = [("done", function())]
             except BaseException as error:
                 failure, message = error, [("failed", str(error))]
-        with _naming_lost_ranks():
-            dist.broadcast_object_list(message, src=0)
+        with _lost_rank_errors():
+            dist.broadcast_object_list(message, src=0, group=self.waiting_group)
         if failure is not None:
             raise failure
         outcome, value = message[0]
@@ -144,14 +146,9 @@ def connected(on_gpu: bool = False) -> Iterator[Ranks]:
         yield _current
         return
     _current = ranks = _connect(on_gpu)
-    _beat(ranks)
     try:
         yield ranks
         ranks.gather(None)  # nobody leaves before the last one is done
-        _end(LEFT)
-    except BaseException as error:
-        _end(LOST if isinstance(error, LostRankError | FirstRankError) else f"{type(error).__name__}: {error}")
-        raise
     finally:
         _current = Ranks()
         if ranks.data_group is None or sys.exc_info()[0] is None:  # NCCL would wait for a lost rank
@@ -163,7 +160,9 @@ def _connect(on_gpu: bool) -> Ranks:
     try:
         dist.init_process_group("gloo", timeout=CONNECTION_WAIT)
         assert dist.group.WORLD is not None
-        dist.group.WORLD.set_timeout(LONGEST_WAIT)
+        waiting = dist.new_group(timeout=CONNECTION_WAIT)
+        waiting.set_timeout(LONGEST_WAIT)
+        dist.group.WORLD.set_timeout(COLLECTIVE_WAIT)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise InputError(
@@ -171,31 +170,10 @@ def _connect(on_gpu: bool) -> Ranks:
             "every machine with the same --nnodes and --rdzv-endpoint"
         ) from None
     if not on_gpu:
-        return Ranks(rank, count, local)
+        return Ranks(rank, count, local, waiting_group=waiting)
     torch.cuda.set_device(local % torch.cuda.device_count())
     nccl = torch.cuda.device_count() >= here  # ranks that share a GPU cannot use it
-    return Ranks(rank, count, local, dist.new_group(backend="nccl") if nccl else None)
-
-
-def _beat(ranks: Ranks) -> None:
-    """Start the heartbeat of this process, after rank 0 serves the store."""
-    global _heartbeat
-    address = os.environ["MASTER_ADDR"]
-    if ranks.first:
-        _heartbeat = Heartbeat(0, ranks.count, address, 0)
-    port = ranks.on_first(lambda: 0 if _heartbeat is None else _heartbeat.store.port)
-    if _heartbeat is None:
-        _heartbeat = Heartbeat(ranks.rank, ranks.count, address, port)
-    ranks.gather(None)  # until everybody has one
-    _heartbeat.start()
-
-
-def _end(how: str) -> None:
-    """Stop the heartbeat of this process."""
-    global _heartbeat
-    if _heartbeat is not None:
-        _heartbeat.stop(how)
-    _heartbeat = None
+    return Ranks(rank, count, local, dist.new_group(backend="nccl") if nccl else None, waiting)
 
 
 def _variable(name: str) -> int:
@@ -209,10 +187,14 @@ def _variable(name: str) -> int:
 
 
 @contextmanager
-def _naming_lost_ranks() -> Iterator[None]:
-    """Raise a LostRankError that names the rank that made a collective fail."""
+def _lost_rank_errors() -> Iterator[None]:
+    """Raise a LostRankError if a collective fails."""
     try:
         yield
     except RuntimeError as error:
-        found = None if _heartbeat is None else _heartbeat.find_lost()
-        raise LostRankError(found or f"ranks cannot reach each other: {str(error).splitlines()[0]}") from None
+        # Without the place in Gloo's source, and its advice.
+        reason = re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).partition(". ")[0]
+        raise LostRankError(
+            f"rank {_current.rank} of {_current.count} has lost another one, which has ended or does not answer "
+            f"({reason})"
+        ) from None

@@ -5,28 +5,28 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from helpers.processes import make_process
-from hmmlm import heartbeat
+from hmmlm import ranks as ranks_module
 from hmmlm.errors import InputError
 from hmmlm.ranks import connected
 
-SILENCE = 6.0
 DEADLINE = 120.0
 """Seconds after which ranks are ended; far more than any test takes."""
 
 
-def start_ranks(count: int, function: Callable[..., None], *args: Any, silence: float = SILENCE) -> list[BaseProcess]:
+def start_ranks(count: int, function: Callable[..., None], *args: Any, wait: float = DEADLINE) -> list[BaseProcess]:
     """Start `function(*args)`, of the top level of a module, in `count` processes with the environment of torchrun.
 
-    One that is silent for `silence` seconds is lost.
+    They wait `wait` seconds for each other in a step.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [make_process(_enter, rank, count, port, silence, function, args) for rank in range(count)]
+    ranks = [make_process(_enter, rank, count, port, wait, function, args) for rank in range(count)]
     for process in ranks:
         process.start()
     return ranks
@@ -46,15 +46,13 @@ def end_ranks(ranks: list[BaseProcess]) -> list[int | None]:
 
 def run_ranks(count: int, function: Callable[..., None], *args: Any) -> None:
     """Run `function(*args)` in `count` connected processes, none of which may fail."""
-    assert end_ranks(start_ranks(count, function, *args, silence=DEADLINE)) == [0] * count  # on a busy machine too
+    assert end_ranks(start_ranks(count, function, *args)) == [0] * count
 
 
-def _enter(
-    rank: int, count: int, port: int, silence: float, function: Callable[..., None], args: tuple[Any, ...]
-) -> None:
+def _enter(rank: int, count: int, port: int, wait: float, function: Callable[..., None], args: tuple[Any, ...]) -> None:
     numbers = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
     os.environ |= {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    heartbeat.SILENCE_S = silence
+    ranks_module.COLLECTIVE_WAIT = timedelta(seconds=wait)
     try:
         with connected():
             function(*args)

@@ -164,6 +164,7 @@ def hmm_from_labels(
         )
         for count, cell in zip(counts, cells, strict=True):
             count.view(-1).index_add_(0, cell, torch.ones_like(cell, dtype=torch.float64))
+    world().gather(None)  # until all have counted
     world().sum_(counts)
     if not counts[2].any():
         raise InputError("there is no text to count labels in")
