@@ -270,7 +270,9 @@ class BaumWelchLearner(HmmLearner):
         with self.fabric.autocast():
             hmm = HMM(*leaves)
             if batch.labels is None:
-                scan = self.model.drop_underflowed(hmm.scan(batch.tokens, batch.lengths, carry, batch.restart))
+                scan = self.model.drop_underflowed(
+                    hmm.scan(batch.tokens, batch.lengths, carry, batch.restart, exact_carry=False)
+                )
             else:
                 scan = hmm.joint_scan(batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
         counts = torch.autograd.grad(counted(scan.log_likelihood, batch).sum(), leaves)
