@@ -13,7 +13,7 @@ from torch import Tensor
 from hmmlm.arguments import check_type, describe
 from hmmlm.errors import InputError
 from hmmlm.ops.blocked_scan import Factors
-from hmmlm.ops.common import Carry
+from hmmlm.ops.common import Carry, capturing
 
 _PIECE = 2**17  # elements of a distribution that are summed at once
 ArrayLike = Tensor | np.ndarray | Sequence[Any]
@@ -50,7 +50,10 @@ def as_log_probs(values: ArrayLike, name: str) -> tuple[Tensor, torch.dtype]:
 
 
 def check_parameters(named: dict[str, Tensor], hint: str = "") -> None:
-    """Raise an InputError unless all values are float32 tensors, or all float64 ones, on one device."""
+    """Raise an InputError unless all values are float32 tensors, or all float64 ones, on one device, and none is NaN.
+
+    What is being trained is not searched for NaN: the training loop does that, without waiting for a GPU.
+    """
     for name, value in named.items():
         if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.float64):
             what = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
@@ -59,6 +62,10 @@ def check_parameters(named: dict[str, Tensor], hint: str = "") -> None:
     if len({(value.dtype, value.device) for value in named.values()}) > 1:
         *names, last = named
         raise InputError(f"{', '.join(names)} and {last} must share one dtype and device")
+    if not any(value.requires_grad or capturing(value) for value in named.values()):
+        for name, value in named.items():
+            if value.numel() and bool(value.amax().isnan()):
+                raise InputError(f"{name} contains NaN: the model is broken")
 
 
 def padded(sequences: Sequence[ArrayLike]) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.hmm.recorded_scan import RecordedScans
 from hmmlm.ops.common import NEG_INF, Impl, installed, logsumexp
 from hmmlm.ops.maximize_rows import maximize_rows
-from hmmlm.ops.scan import Evidence, Parameters, log_likelihood, path_loops_pay, scan
+from hmmlm.ops.scan import Evidence, Parameters, expected_counts, log_likelihood, path_loops_pay, scan
 from hmmlm.ops.scan.scaled import distinct
 
 _RANDOM_CELLS = 2**30  # probabilities of a random model: 8 GB while they are drawn
@@ -198,22 +198,20 @@ class HMM(HiddenMarkovModel):
         return RecordedScans()
 
     def _log_likelihood(self, tokens: Tensor, lengths: Tensor | None, carry: Carry | None) -> Tensor:
-        if lengths is not None:  # tokens beyond a sequence's end must not matter
-            outside = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
-            tokens = tokens.masked_fill(outside, -1)
-        evidence = Evidence(tokens, lengths, None if carry is None else carry.over_all(self.states))
+        evidence = Evidence(*self._inside(tokens, lengths), None if carry is None else carry.over_all(self.states))
         replayed = self._replay(evidence, exact_carry=False)
         return log_likelihood(self.parameters, evidence, self.impl) if replayed is None else replayed.log_likelihood
 
+    def _inside(self, tokens: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return tokens that are missing beyond a sequence's end, where they must not matter."""
+        if lengths is None:
+            return tokens, None
+        return tokens.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None], -1), lengths
+
     def _expected_counts(self, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Counts:
-        leaves = HMM(*Parameters(*(p.detach().requires_grad_() for p in self.parameters)), self.impl)
-        with torch.enable_grad():
-            total = leaves._log_likelihood(tokens, lengths, None)
-            if weights is not None:
-                total = torch.where(weights > 0, weights * total, 0.0)
-            total = total.sum()
-            start, transition, emission = torch.autograd.grad(total, leaves.parameters, materialize_grads=True)
-        return Counts(start, transition, emission, total.detach())
+        evidence = Evidence(*self._inside(tokens, lengths))
+        total, counts = expected_counts(self.parameters, evidence, weights, self.impl)
+        return Counts(*counts, (total if weights is None else torch.where(weights > 0, weights * total, 0.0)).sum())
 
     def fit(
         self,

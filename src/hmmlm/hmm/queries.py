@@ -5,8 +5,11 @@ support), products of distributions over supports with the transition matrix, an
 messages are those of `hmmlm.hmm.recursions`; the recursions below are the standard ones.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -26,11 +29,37 @@ from hmmlm.hmm.guided_step import GuidedSteps
 from hmmlm.hmm.lattice import Lattice, SortedBatch, add_first, continuing, endings, first_rows, some_rows
 from hmmlm.hmm.protocol import Carry, Counts, Filtered, Predictions, Scan, Support
 from hmmlm.hmm.recursions import Recursions
-from hmmlm.ops.common import NEG_INF, finite, log_normalize, logsumexp
+from hmmlm.ops.common import NEG_INF, finite, log_normalize, logsumexp, without_autocast
 
 _CELLS = 2**24  # largest table of probabilities of sampled tokens
 _SAMPLED = 10**8  # most tokens of a sample: a few gigabytes
 _STEPS_PER_SHIFT = 16  # of Viterbi, between two subtractions of the largest score
+
+
+Query = TypeVar("Query", bound=Callable[..., Any])
+
+
+def differentiable_query(function: Query) -> Query:
+    """Leave a method out of torch.compile, which cannot look into compiled loops and batches of any shape."""
+
+    @wraps(function)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(Query, answer)
+
+
+def query(function: Query) -> Query:
+    """Make a method of an HMM compute without gradients, and in the model's precision whatever autocast says."""
+
+    @wraps(function)
+    def answer(self: HiddenMarkovModel, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), without_autocast(self.log_start_scores()):
+            return function(self, *args, **kwargs)
+
+    return differentiable_query(cast(Query, answer))
 
 
 class HiddenMarkovModel(Recursions):
@@ -78,10 +107,15 @@ class HiddenMarkovModel(Recursions):
 
     # --- queries ---
 
+    @differentiable_query
     def log_likelihood(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
-        """Compute log p(x) [B], natural log; −inf for an impossible sequence. Differentiable in the parameters."""
+        """Compute log p(x) [B], natural log; −inf for an impossible sequence. Differentiable in the parameters.
+
+        Under autocast, the products of a dense model have operands in its dtype; all other queries ignore it.
+        """
         return self._log_likelihood(*check_batch(tokens, lengths, self.vocab_size, self.device), None)
 
+    @differentiable_query
     def filter(self, tokens: ArrayLike, lengths: ArrayLike | None = None, carry: Carry | None = None) -> Filtered:
         """Compute p(z_t | x_1..t); zero from the first impossible token on. The log-likelihood is differentiable.
 
@@ -90,7 +124,7 @@ class HiddenMarkovModel(Recursions):
         """
         checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
         check_carry(carry, checked, self.states)
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(checked):
             batch = self._batch(checked, sizes)
             lattice = self.detach()._forward(batch, self._log_initial(carry, batch))
             probs = self._gather(lattice, [value.exp() for value in lattice.log_filtered])
@@ -107,7 +141,7 @@ class HiddenMarkovModel(Recursions):
         """Return log p(z | x) [B, Z] of a carry, rows as in the batch."""
         return None if carry is None else carry.over_all(self.states)[batch.order].to(self.dtype)
 
-    @torch.no_grad()
+    @query
     def token_log_probs(
         self, tokens: ArrayLike, lengths: ArrayLike | None = None, carry: Carry | None = None
     ) -> Tensor:
@@ -127,6 +161,7 @@ class HiddenMarkovModel(Recursions):
                 result[batch.order[: len(scale)], t] = scale
         return result
 
+    @query
     def expected_counts(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Counts:
         """Compute expected counts of starts [Z], transitions [Z, Z] and emissions [Z, V], summed over the batch.
 
@@ -136,14 +171,14 @@ class HiddenMarkovModel(Recursions):
         """
         return self._expected_counts(*check_batch(tokens, lengths, self.vocab_size, self.device), None)
 
-    @torch.no_grad()
+    @query
     def posterior(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
         """Compute p(z_t | x_1..T) [B, T, Z]; zero beyond a sequence's length."""
         lattice = self._possible(tokens, lengths)
         messages = self._messages(lattice)
         return self._gather(lattice, [(f + m).exp() for f, m in zip(lattice.log_filtered, messages, strict=True)])
 
-    @torch.no_grad()
+    @query
     def viterbi(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Tensor, Tensor]:
         """Find the most likely states [B, T] (−1 beyond a length) and their joint log-probability with the tokens."""
         batch = self._batch(tokens, lengths)
@@ -179,7 +214,7 @@ class HiddenMarkovModel(Recursions):
             path[: len(states), t] = states
         return path, log_prob
 
-    @torch.no_grad()
+    @query
     def sample(self, num: int, length: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Draw tokens [num, length] and their states [num, length] from the model."""
         check_count("num", num, 1)
@@ -197,7 +232,7 @@ class HiddenMarkovModel(Recursions):
             tokens.append(words.gather(1, draw(log_probs, generator)[:, None]))
         return torch.cat(tokens).view_as(states), states
 
-    @torch.no_grad()
+    @query
     def posterior_sample(
         self,
         tokens: ArrayLike,
@@ -223,7 +258,7 @@ class HiddenMarkovModel(Recursions):
             paths[:, : scores.shape[1], t] = model.state_ids(support, draw(scores, generator))
         return batch.unsort(paths, 1)
 
-    @torch.no_grad()
+    @query
     def next_token(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
         """Compute log p(next token | tokens) [B, V]."""
         lattice, model = self._possible(tokens, lengths), self.detach()
@@ -255,7 +290,7 @@ class HiddenMarkovModel(Recursions):
         possible, observed = torch.ones_like(order, dtype=torch.bool), log_probs[batch.tokens[:, 0].clamp(min=0)]
         return Predictions(order, torch.zeros_like(order), possible, observed, probs)
 
-    @torch.no_grad()
+    @query
     def entropy(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
         """Compute the entropy of the posterior over paths [B], in nats.
 
@@ -274,7 +309,7 @@ class HiddenMarkovModel(Recursions):
             total[:rows] += (conditional * (lattice.log_filtered[t] + messages[t]).exp()).sum(1)
         return lattice.batch.unsort(total).to(self.dtype)
 
-    @torch.no_grad()
+    @query
     def infill(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
         """Compute log p(x_t = v | all other observed tokens) [B, T, V] at every position; −inf beyond a length."""
         lattice = self._possible(tokens, lengths)
@@ -285,7 +320,7 @@ class HiddenMarkovModel(Recursions):
             result[:rows, t] = self.emit(self._surroundings(lattice, messages, t))
         return lattice.batch.unsort(result)
 
-    @torch.no_grad()
+    @query
     def infill_at(self, tokens: ArrayLike, position: int) -> Tensor:
         """Compute log p(x_t = v | all other tokens) [V] at one position t of one sequence [1, T].
 
@@ -298,7 +333,7 @@ class HiddenMarkovModel(Recursions):
         check_count("position", position, 0, steps - 1)
         return self.emit(self._surroundings(lattice, self._messages(lattice), position))[0]
 
-    @torch.no_grad()
+    @query
     def infill_blanks(self, tokens: ArrayLike, excluded: int) -> Tensor:
         """Compute log p(blank = v | all observed tokens, no blank is `excluded`) [blanks, V] for one sequence [1, T].
 
@@ -373,7 +408,7 @@ class HiddenMarkovModel(Recursions):
         """Return the fast steps of a token under constraints; None if there are none for this model."""
         return None
 
-    @torch.no_grad()
+    @query
     def advance(self, log_state: Tensor, token: int | Tensor) -> Tensor:
         """Compute log p(z_t+1 | x_1..t) [..., Z] from log p(z_t | x_1..t−1) [..., Z] and x_t = token (−1: missing).
 

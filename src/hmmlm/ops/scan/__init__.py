@@ -5,8 +5,17 @@ for up to hundreds of states), "triton" the same in GPU kernels; "auto" selects 
 Parameters are log-probabilities (start [Z], transition [Z, Z], emission [Z, V]).
 """
 
-from hmmlm.ops.scan.api import log_likelihood, path_loops_pay, scan
+from hmmlm.ops.scan.api import expected_counts, log_likelihood, path_loops_pay, scan
 from hmmlm.ops.scan.naive import Evidence, Parameters
 from hmmlm.ops.scan.softmax import PendingGradient, softmax_scan
 
-__all__ = ["Evidence", "Parameters", "PendingGradient", "log_likelihood", "path_loops_pay", "scan", "softmax_scan"]
+__all__ = [
+    "Evidence",
+    "Parameters",
+    "PendingGradient",
+    "expected_counts",
+    "log_likelihood",
+    "path_loops_pay",
+    "scan",
+    "softmax_scan",
+]

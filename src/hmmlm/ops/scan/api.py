@@ -56,6 +56,27 @@ def log_likelihood(parameters: Parameters, evidence: Evidence, impl: Impl = "aut
     return _solve(parameters, evidence, impl, "none")[0]
 
 
+@torch.no_grad()
+def expected_counts(
+    parameters: Parameters, evidence: Evidence, weights: Tensor | None, impl: Impl = "auto"
+) -> tuple[Tensor, Parameters]:
+    """Compute log p(x) [B] and the expected counts of all sequences, each `weights` [B] times (None: once).
+
+    The counts are the gradient of the weighted sum of the log-likelihoods.
+    """
+    like = parameters.log_start
+    if weights is None:
+        weights = like.new_ones(len(evidence.tokens))
+    if impl == "naive":
+        return naive.log_likelihood(parameters, evidence), _log_space_counts(parameters, evidence, weights)
+    products = product_dtype(like)
+    recursions = choose_recursions(parameters, evidence, products, impl)
+    run = _run_filter(parameters, evidence, products, recursions, True, "none")
+    with without_autocast(like):
+        counts = _counts(parameters, evidence, run, weights)
+    return run.log_likelihood, Parameters(*(count.to(like.dtype) for count in counts))
+
+
 def _solve(
     parameters: Parameters, evidence: Evidence, impl: Impl, kind: CarryKind
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
