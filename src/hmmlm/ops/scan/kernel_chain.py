@@ -27,7 +27,7 @@ class Normalizers(NamedTuple):
     edges: Tensor  # [V+1] the places of a word among the sorted tokens are edges[word] up to edges[word + 1]
     log_normalizer: Tensor  # [Z]
     spread: Tensor  # [Z] Σ p² over the words that are not in the batch
-    log_transition: Tensor  # [Z, Z]
+    transition: Tensor  # [Z, Z] logits
     both: Tensor | None  # [2, Z, Z] the transition probabilities and their transpose, if `step_kernel` reads them
 
 
@@ -109,7 +109,7 @@ def make_chain(
         words, order = tokens.sort(stable=True)
         start, transition = log_start.exp(), transition_probs(log_transition, products)
     else:
-        (words, order, edges), (log_normalizer, spread), (start, log_transition, transition, both) = side_by_side(
+        (words, order, edges), (log_normalizer, spread), (start, transition, both) = side_by_side(
             log_start.device,
             lambda: _sort(tokens, n_words),
             lambda: _normalize(log_emission, tokens),
@@ -164,12 +164,11 @@ def _sort(tokens: Tensor, n_words: int) -> tuple[Tensor, Tensor, Tensor]:
     return words, order, find_edges(words, n_words)
 
 
-def _softmax(start: Tensor, transition: Tensor, products: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return start, log-transition and transition probabilities of logits, and `both` of `Normalizers`."""
-    log_transition = transition.log_softmax(1)
-    probs = transition_probs(log_transition, products)
+def _softmax(start: Tensor, transition: Tensor, products: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return start and transition probabilities of logits, and `both` of `Normalizers`."""
+    probs = transition_probs(transition.log_softmax(1), products)
     both = torch.stack((probs, probs.t())) if len(probs) < LIBRARY_STATES else None
-    return start.softmax(0), log_transition, probs, both
+    return start.softmax(0), probs, both
 
 
 def _normalize(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

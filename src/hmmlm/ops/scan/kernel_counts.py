@@ -17,6 +17,7 @@ _WEIGH = {"BLOCK_B": 32, "BLOCK_Z": 128, "num_warps": 4}
 _WEIGH_PARTS = 8  # of the sequences, at most
 _SUM = {"BLOCK_N": 64, "BLOCK_Z": 64, "num_warps": 4}
 _EXPAND = {"BLOCK_Z": 32, "BLOCK_V": 64, "num_warps": 4}
+_SOFTMAX_CELLS = 2**25  # of the rows of logits whose softmax is computed again together
 _JOINED = 16  # chunks whose sums are added at once
 
 
@@ -40,7 +41,7 @@ def accumulate_words(
     """Compute the gradient of the logits of start [Z], transition [Z, Z] and emissions, and its norm."""
     assert chain.normalizers is not None and chain.tokens is not None
     tokens = chain.tokens
-    edges, log_normalizer, spread, log_transition, _ = chain.normalizers
+    edges, log_normalizer, spread, logits, _ = chain.normalizers
     norms = seed.new_empty(2)
 
     def of_words() -> tuple[LogitGradient, Tensor]:
@@ -53,8 +54,7 @@ def accumulate_words(
         weights, begun = _weights(chain, result, seed)
 
         def of_transition() -> Tensor:
-            counts = _transition_counts(chain, result, weights)
-            gradient = torch._log_softmax_backward_data(counts, log_transition, 1, counts.dtype)
+            gradient = _through_softmax(_transition_counts(chain, result, weights), logits)
             torch.linalg.vector_norm(gradient, out=norms[0])
             return gradient
 
@@ -69,6 +69,19 @@ def accumulate_words(
 
     (gradient, squares), (start, transition) = side_by_side(seed.device, of_words, of_states)
     return start, transition, gradient, GradientNorm(squares, norms)
+
+
+def _through_softmax(counts: Tensor, logits: Tensor) -> Tensor:
+    """Return the gradient of logits [Z, Z] from that of their log-softmax, which is computed again.
+
+    Of a large model in pieces, in place of the counts: another matrix would be a part of what it holds.
+    """
+    size = max(1, _SOFTMAX_CELLS // len(logits))
+    if size >= len(logits):
+        return torch._log_softmax_backward_data(counts, logits.log_softmax(1), 1, counts.dtype)
+    for some, own in zip(counts.split(size), logits.split(size), strict=True):
+        some.copy_(torch._log_softmax_backward_data(some, own.log_softmax(1), 1, some.dtype))
+    return counts
 
 
 def _state_counts(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor]:
