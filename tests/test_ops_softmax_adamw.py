@@ -44,6 +44,14 @@ def test_triton_gradients_agree_with_float64(size: tuple[int, int, int, int], op
 
 
 @in_interpreter
+def test_triton_gradients_of_rows_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hmmlm.ops.scan import kernel_chain
+
+    monkeypatch.setattr(kernel_chain, "_ROW", 16)
+    check_scan((37, 50, 4, 5), "cpu")
+
+
+@in_interpreter
 def test_triton_gradients_of_words_that_fill_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     from hmmlm.ops.scan import kernel_counts
 
@@ -184,8 +192,8 @@ def test_the_kernels_compile(vocab: int, monkeypatch: pytest.MonkeyPatch) -> Non
     result = kernel_chain.KernelForward(chain.scores, joint, row, row, seed, chain.scores[0], seed, done)
     updating = compiled.record(monkeypatch, updates)
     _, _, gradient, parts = kernel_counts.accumulate_words(chain, result, seed)
-    names = ["mark_words_kernel", "normalizer_kernel", "gather_kernel"]
-    names += ["sum_words_kernel", "join_words_kernel", "weigh_kernel"]
+    names = ["mark_words_kernel", "normalizer_kernel", "softmax_kernel", "gather_kernel"]
+    names += ["sum_words_kernel", "join_words_kernel", "weigh_kernel", "softmax_gradient_kernel"]
     assert [kernel.__name__ for kernel, _, _ in launches] == names
     compiled.check(launches, "sum_words_kernel")
     moments = Moments(torch.zeros(()), torch.zeros(states, vocab), torch.zeros(states, vocab))

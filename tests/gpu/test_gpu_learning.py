@@ -112,8 +112,9 @@ def test_the_graph_of_a_step_agrees_with_eager_steps(name: str, kind: str, devic
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
     for key, value in graphed.parameters().items():
         want = eager.parameters()[key]
-        # AdamW enlarges rounding where a gradient is nearly zero.
-        torch.testing.assert_close(value, want, rtol=1e-3, atol=5e-4, msg=lambda m, k=key: f"{k}: {m}")
+        # AdamW enlarges rounding where a gradient is nearly zero, and products in bfloat16 round more.
+        atol = 2e-3 if name.endswith("bfloat16") else 5e-4
+        torch.testing.assert_close(value, want, rtol=1e-3, atol=atol, msg=lambda m, k=key: f"{k}: {m}")
         assert not torch.equal(want, before[key])  # it has learned
 
 

@@ -10,6 +10,7 @@ from hmmlm.ops.common import FLOOR, NEG_INF
 from hmmlm.ops.graph import side_by_side
 from hmmlm.ops.scan.kernels import gather_kernel
 from hmmlm.ops.scan.naive import Evidence, Parameters
+from hmmlm.ops.scan.row_kernels import softmax_kernel
 from hmmlm.ops.scan.scaled import carried_probs
 from hmmlm.ops.scan.word_kernels import mark_words_kernel, normalizer_kernel
 
@@ -17,7 +18,7 @@ from hmmlm.ops.scan.word_kernels import mark_words_kernel, normalizer_kernel
 # the cache: 100 MB for a step of 200 sequences with 2,048 states, which takes longer than two additional launches.
 LIBRARY_STATES = 2048
 _GATHER = {"BLOCK_Z": 64, "BLOCK_N": 32, "num_warps": 4}
-_NORMALIZE = 4096  # logits of a row that are read at once
+_ROW = 4096  # values of a row that are read at once
 _MARK = 128
 
 
@@ -28,6 +29,7 @@ class Normalizers(NamedTuple):
     log_normalizer: Tensor  # [Z]
     spread: Tensor  # [Z] Σ p² over the words that are not in the batch
     transition: Tensor  # [Z, Z] logits
+    log_transition_normalizer: Tensor  # [Z]
     both: Tensor | None  # [2, Z, Z] the transition probabilities and their transpose, if `step_kernel` reads them
 
 
@@ -109,13 +111,13 @@ def make_chain(
         words, order = tokens.sort(stable=True)
         start, transition = log_start.exp(), transition_probs(log_transition, products)
     else:
-        (words, order, edges), (log_normalizer, spread), (start, transition, both) = side_by_side(
+        (words, order, edges), (log_normalizer, spread), (start, transition, log_sums, both) = side_by_side(
             log_start.device,
             lambda: _sort(tokens, n_words),
             lambda: _normalize(log_emission, tokens),
             lambda: _softmax(log_start, log_transition, products),
         )
-        normalizers = Normalizers(edges, log_normalizer, spread, log_transition, both)
+        normalizers = Normalizers(edges, log_normalizer, spread, log_transition, log_sums, both)
     gather_kernel[(triton.cdiv(len(words), _GATHER["BLOCK_N"]),)](
         log_emission,
         log_start if normalizers is None else normalizers.log_normalizer,
@@ -164,11 +166,14 @@ def _sort(tokens: Tensor, n_words: int) -> tuple[Tensor, Tensor, Tensor]:
     return words, order, find_edges(words, n_words)
 
 
-def _softmax(start: Tensor, transition: Tensor, products: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return start and transition probabilities of logits, and `both` of `Normalizers`."""
-    probs = transition_probs(transition.log_softmax(1), products)
-    both = torch.stack((probs, probs.t())) if len(probs) < LIBRARY_STATES else None
-    return start.softmax(0), probs, both
+def _softmax(start: Tensor, transition: Tensor, products: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return probabilities of start and transition, the latter's normalizers, and `both` of `Normalizers`."""
+    states = len(start)
+    probs = torch.empty(transition.shape, dtype=products, device=transition.device)
+    log_normalizer = torch.empty_like(start)
+    softmax_kernel[(states,)](transition, probs, log_normalizer, states, **row_blocks(states))
+    both = torch.stack((probs, probs.t())) if states < LIBRARY_STATES else None
+    return start.softmax(0), probs, log_normalizer, both
 
 
 def _normalize(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,17 +182,14 @@ def _normalize(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     log_normalizer, spread = logits.new_empty(states), logits.new_empty(states)
     absent = torch.ones(n_words, dtype=torch.uint8, device=logits.device)
     mark_words_kernel[(triton.cdiv(len(tokens), _MARK),)](tokens, absent, len(tokens), BLOCK=_MARK)
-    block = min(_NORMALIZE, triton.next_power_of_2(n_words))
-    normalizer_kernel[(states,)](
-        logits,
-        absent,
-        log_normalizer,
-        spread,
-        n_words,
-        BLOCK=block,
-        num_warps=8 if block >= 2048 else 4,
-    )
+    normalizer_kernel[(states,)](logits, absent, log_normalizer, spread, n_words, **row_blocks(n_words))
     return log_normalizer, spread
+
+
+def row_blocks(columns: int) -> dict[str, int]:
+    """Return the options of a kernel with a program per row."""
+    block = min(_ROW, triton.next_power_of_2(columns))
+    return {"BLOCK": block, "num_warps": 8 if block >= 2048 else 4}
 
 
 def transition_probs(log_transition: Tensor, products: torch.dtype) -> Tensor:

@@ -6,9 +6,10 @@ from torch import Tensor
 
 from hmmlm.ops.common import matmul
 from hmmlm.ops.graph import side_by_side
-from hmmlm.ops.scan.kernel_chain import KernelChain, KernelForward, find_edges
+from hmmlm.ops.scan.kernel_chain import KernelChain, KernelForward, find_edges, row_blocks
 from hmmlm.ops.scan.kernels import weigh_kernel
 from hmmlm.ops.scan.naive import Parameters
+from hmmlm.ops.scan.row_kernels import softmax_gradient_kernel
 from hmmlm.ops.scan.word_kernels import expand_words_kernel, join_words_kernel, sum_words_kernel
 from hmmlm.ops.softmax_adamw import GradientNorm, LogitGradient
 from hmmlm.ops.softmax_adamw.triton import square_norm
@@ -17,7 +18,6 @@ _WEIGH = {"BLOCK_B": 32, "BLOCK_Z": 128, "num_warps": 4}
 _WEIGH_PARTS = 8  # of the sequences, at most
 _SUM = {"BLOCK_N": 64, "BLOCK_Z": 64, "num_warps": 4}
 _EXPAND = {"BLOCK_Z": 32, "BLOCK_V": 64, "num_warps": 4}
-_SOFTMAX_CELLS = 2**25  # of the rows of logits whose softmax is computed again together
 _JOINED = 16  # chunks whose sums are added at once
 
 
@@ -41,8 +41,8 @@ def accumulate_words(
     """Compute the gradient of the logits of start [Z], transition [Z, Z] and emissions, and its norm."""
     assert chain.normalizers is not None and chain.tokens is not None
     tokens = chain.tokens
-    edges, log_normalizer, spread, logits, _ = chain.normalizers
-    norms = seed.new_empty(2)
+    edges, log_normalizer, spread, logits, log_sums, _ = chain.normalizers
+    norms, row_norms = seed.new_empty(2), torch.empty_like(log_sums)
 
     def of_words() -> tuple[LogitGradient, Tensor]:
         sums, total = _word_sums(chain, result, seed, edges)
@@ -54,8 +54,9 @@ def accumulate_words(
         weights, begun = _weights(chain, result, seed)
 
         def of_transition() -> Tensor:
-            gradient = _through_softmax(_transition_counts(chain, result, weights), logits)
-            torch.linalg.vector_norm(gradient, out=norms[0])
+            gradient, states = _pairs(chain, result, weights), len(logits)
+            softmax_gradient_kernel[(states,)](gradient, logits, log_sums, row_norms, states, **row_blocks(states))
+            torch.linalg.vector_norm(row_norms, out=norms[0])
             return gradient
 
         def of_start() -> Tensor:
@@ -71,23 +72,10 @@ def accumulate_words(
     return start, transition, gradient, GradientNorm(squares, norms)
 
 
-def _through_softmax(counts: Tensor, logits: Tensor) -> Tensor:
-    """Return the gradient of logits [Z, Z] from that of their log-softmax, which is computed again.
-
-    Of a large model in pieces, in place of the counts: another matrix would be a part of what it holds.
-    """
-    size = max(1, _SOFTMAX_CELLS // len(logits))
-    if size >= len(logits):
-        return torch._log_softmax_backward_data(counts, logits.log_softmax(1), 1, counts.dtype)
-    for some, own in zip(counts.split(size), logits.split(size), strict=True):
-        some.copy_(torch._log_softmax_backward_data(some, own.log_softmax(1), 1, some.dtype))
-    return counts
-
-
 def _state_counts(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the expected counts of start [Z] and transition [Z, Z]."""
     weights, begun = _weights(chain, result, seed)
-    return begun.sum(0) * chain.start, _transition_counts(chain, result, weights)
+    return begun.sum(0) * chain.start, _pairs(chain, result, weights).mul_(chain.transition)
 
 
 def _weights(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,12 +103,11 @@ def _weights(chain: KernelChain, result: KernelForward, seed: Tensor) -> tuple[T
     return weights, begun
 
 
-def _transition_counts(chain: KernelChain, result: KernelForward, weights: Tensor) -> Tensor:
-    """Compute the expected counts of transitions [Z, Z] from `_weights`."""
+def _pairs(chain: KernelChain, result: KernelForward, weights: Tensor) -> Tensor:
+    """Compute the gradient of the transition probabilities [Z, Z] from `_weights`: expected counts divided by them."""
     (steps, _, states), first = chain.shape, int(chain.initial is None)
     alpha = result.joint[0]
-    counts = matmul(alpha[first:steps].view(-1, states).t(), weights[first:].view(-1, states))
-    return counts.mul_(chain.transition)
+    return matmul(alpha[first:steps].view(-1, states).t(), weights[first:].view(-1, states))
 
 
 def _word_sums(chain: KernelChain, result: KernelForward, seed: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
