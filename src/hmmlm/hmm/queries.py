@@ -129,13 +129,14 @@ class HiddenMarkovModel(Recursions):
             lattice = self.detach()._forward(batch, self._log_initial(carry, batch))
             probs = self._gather(lattice, [value.exp() for value in lattice.log_filtered])
             log_likelihood = batch.unsort(lattice.log_likelihood()).to(self.dtype)
-            final = torch.empty(len(checked), self.states, dtype=torch.float64, device=self.device)
-            for t, ending in endings(batch):
-                last = self.spread(lattice.log_filtered[t][ending], some_rows(lattice.supports[t], ending), NEG_INF)
-                final[batch.order[ending]] = log_normalize(last.double())
+            last = [
+                self.spread(lattice.log_filtered[t][ending], some_rows(lattice.supports[t], ending), NEG_INF)
+                for t, ending in endings(batch)
+            ]
+            carry_out = Carry(log_normalize(batch.unsort(torch.cat(last[::-1])).double()))
         if torch.is_grad_enabled() and self.requires_grad:
             log_likelihood = self._log_likelihood(checked, sizes, carry)
-        return Filtered(log_likelihood, Carry(final), probs)
+        return Filtered(log_likelihood, carry_out, probs)
 
     def _log_initial(self, carry: Carry | None, batch: SortedBatch) -> Tensor | None:
         """Return log p(z | x) [B, Z] of a carry, rows as in the batch."""

@@ -171,6 +171,8 @@ def _run_filter(
 ) -> _Run:
     """Run the filter, and again in float64 or log space for sequences whose mass may have underflowed."""
     tokens, dtype = evidence.tokens, parameters.log_start.dtype
+    if keep and tokens.device.type == "cpu" and parameters.log_emission.numel() >= LARGE:
+        keep_freed_memory()  # for the next step: whoever needs counts trains
     with without_autocast(tokens):  # `products` already is the dtype of products
         chain = recursions.make_chain(parameters, evidence, products)
         result = recursions.forward(chain, keep)
@@ -219,8 +221,6 @@ class _Scan(torch.autograd.Function):
         kind: CarryKind,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         parameters = Parameters(log_start, log_transition, log_emission)
-        if log_start.device.type == "cpu" and log_emission.numel() >= LARGE:
-            keep_freed_memory()  # for the next step: whoever needs gradients trains
         run = _run_filter(parameters, evidence, products, recursions, any(ctx.needs_input_grad), kind)
         ctx.save_for_backward(*parameters)
         ctx.evidence, ctx.run = evidence, run
