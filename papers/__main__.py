@@ -59,7 +59,11 @@ def _main(argv: list[str]) -> int:
         raise InputError(f"--jobs must be at least 1, not {options.jobs}")
     study, settings = find_study(options.study, STUDIES), _settings(options.set)
     if show:
-        print("\n".join(show_study(study, read_records(RESULTS / f"{study.name}.json"), options.rows)))
+        records = read_records(RESULTS / f"{study.name}.json")
+        lines = list(show_study(study, records, options.rows))
+        if options.rows and len(lines) == 1:
+            select_runs(study, records, options.rows, [])  # says which rows there are
+        print("\n".join(lines))
         return 0
     runs = select_runs(study, read_records(RESULTS / f"{study.name}.json"), options.rows, options.seeds)
     refuse_missing_extras(runs)

@@ -68,6 +68,9 @@ def _findings(root: Path, studies: Mapping[str, Study], recipes: Sequence[str]) 
     recorded = set[str]()
     for study in studies.values():
         records = read_records(root / "results" / f"{study.name}.json")
+        refused = {number: text for number, record in enumerate(records) if (text := _unreadable(record))}
+        yield from (("refused", f"{study.name}: {records[number]['row']}: {text}") for number, text in refused.items())
+        records = [record for number, record in enumerate(records) if number not in refused]
         recorded |= {run.row.recipe for record in records if (run := recorded_run(record)) is not None}
         yield from _check_study(study, records)
     for recipe in sorted(recorded):
@@ -77,8 +80,21 @@ def _findings(root: Path, studies: Mapping[str, Study], recipes: Sequence[str]) 
             yield "recipes", recipe
             if reason := three_steps(recipe, Path(folder)):
                 yield "failing recipes", f"{recipe}: {reason}"
-    for page in stale_pages(root, studies):
-        yield "stale pages", page
+    try:
+        yield from (("stale pages", page) for page in stale_pages(root, studies))
+    except InputError as error:  # of a record that was refused above
+        yield "stale pages", str(error)
+
+
+def _unreadable(record: Record) -> str:
+    """Return why the settings of a record are none of today's; empty if they are."""
+    try:
+        run = recorded_run(record)
+        if run is not None:
+            identity(run)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def _check_study(study: Study, records: Sequence[Record]) -> Iterator[Finding]:

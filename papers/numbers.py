@@ -91,11 +91,14 @@ def _value(name: str, results: Results) -> tuple[float, str]:
 
 MEASURED = re.compile(
     r"(?<![\w.^×])(?:\d[\d,]*\.\d+|\d[\d,]*)\s?%"  # shares and changes
-    r"|(?<!\d )× ?\d[\d.]*(?! tokens)|\d[\d.]* times (?:as |less|more|faster|longer)"  # ratios
+    r"|(?<!\d )× ?\d[\d.]*(?! tokens)|(?:\d[\d.]*|twice|\w+ times) (?:as (?:fast|large|long)|faster|slower)"  # ratios
+    r"|\d[\d.]*(?: ?[×x]|-fold) (?:faster|slower|less|more)|speed-?up of \d[\d.]*"
+    r"|\d[\d.]* times (?:as |less|more|faster|longer)"
     r"|\d[\d.,]*\s(?:µs|ms|s|seconds?|minutes?|min|hours?|h)\b"  # times
-    r"|\d[\d.,]*[kM]? (?:tokens|words|sequences)(?:/s| (?:per|a) second)"  # speeds
-    r"|\b\d{2,4}\.\d\b(?! ?(?:GB|MB|kB|M\b))"  # perplexities
-    r"|perplexit\w+ (?:of |is |was )?\d[\d.]*"
+    r"|\d[\d.,]*[kM]? (?:tok|tokens|words|sequences)(?:/s| (?:per|a) second)"  # speeds
+    r"|(?<![\w.])\d{2,4}\.\d\d?\b(?!\.\d)(?! ?(?:GB|MB|kB|M\b))"  # perplexities
+    r"|\b\d{1,4}(?:\.\d+)? (?:on valid|on test|in perplexity)"
+    r"|[Pp]erplexit\w+ (?:of |is |was )?(?:about )?\d[\d.]*"
 )
 """What looks like a perplexity, a speed, a time or a ratio."""
 SKIPPED = re.compile(r"```.*?```|`[^`\n]*`|<!-- (\w+) -->.*?<!-- /\1 -->", re.DOTALL)

@@ -76,6 +76,32 @@ def test_what_cannot_be_made_again_is_listed_and_counted(found: Any) -> None:
     assert "1 unrecognised; 1 without record or reason" in counts
 
 
+def test_a_record_with_a_setting_that_nobody_knows_is_refused_by_its_name(found: Any) -> None:
+    study = Study(name="new", title="New", rows=(PLAIN,), not_run=(NotRun("no time", seeds=(1,)),))
+    *listed, counts = found(study, made(), made(seed=2, model__nstates=7))
+    (refused,) = (line for line in listed if line.startswith("refused"))
+    assert refused.startswith("refused: new: plain: ") and "model.nstates" in refused
+    assert "1 records" in counts and "1 refused; 0 other models" in counts
+
+
+def test_numbers_that_look_measured_are_found() -> None:
+    from papers.numbers import unrecorded
+
+    for text in ("98.71 here", "perplexity of about 98", "98 in perplexity", "Perplexity 7.4", "9.8 on valid"):
+        assert list(unrecorded(f"It has {text}.")), text
+    for text in (
+        "twice as fast",
+        "3.5x faster",
+        "4 × faster",
+        "3.5-fold faster",
+        "ten times faster",
+        "speed-up of 2.3",
+    ):
+        assert list(unrecorded(f"It is {text}.")), text
+    for text in ("2 × 256 units", "the first two times", "version 2.13.0", "16.8 MB"):
+        assert not list(unrecorded(f"There are {text}.")), text
+
+
 def test_a_chain_is_what_its_command_trained(found: Any) -> None:
     teacher = StudyRow(name="teacher", recipe="baseline", settings={"model.negatives": 0}, seeds=(0,))
     student = replace(PLAIN, name="plain", recipe="ptb-vl-hmm", settings={}, seeds=(0,), teacher=teacher)
