@@ -410,3 +410,17 @@ def test_a_closed_pipe_ends_the_process_without_a_message(trained: Path) -> None
     assert process.stderr is not None
     assert process.stderr.read() == ""
     process.stderr.close()
+
+
+def test_a_missing_extra_is_named_before_training_is_imported() -> None:
+    program = """
+import importlib.util, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "transformers" else find_spec(name, *more)
+from hmmlm.cli.main import main
+assert main(["train", "--initialization.kind", "lvd", "--initialization.teacher", "gpt2"]) == 2
+assert "hmmlm.learning.train" not in sys.modules
+"""
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
+    assert "the teacher gpt2 needs transformers, which the extra hmmlm[teacher] installs" in done.stderr

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hmmlm.config.recipe import recipe_names
+from hmmlm.errors import InputError, require
 
 if TYPE_CHECKING:
     from hmmlm.cli.training import TrainArguments
@@ -57,7 +58,6 @@ SHORTCUTS = {"initialization.kind": "init", "initialization.teacher": "teacher"}
 
 def _print_estimate(config: RunConfig, arguments: TrainArguments) -> int:
     """Print what a run would cost."""
-    from hmmlm.errors import InputError
     from hmmlm.learning.estimate import estimate
     from hmmlm.runs.progress import Progress, terminal_progress
 
@@ -96,7 +96,10 @@ def run(argv: list[str]) -> int:
 
     arguments = parse(TrainArguments, argv, "train", OVERVIEW, SHORTCUTS, RunConfig())
 
-    # After parsing: mistakes in options are reported without importing torch.
+    # After parsing: mistakes in options, and what is not installed, are reported without importing torch.
+    teacher = getattr(arguments.initialization, "teacher", None)
+    if teacher is not None and not Path(teacher).is_dir():  # a folder may be of `hmmlm teacher`, which needs nothing
+        require("teacher", "transformers", reader=f"the teacher {teacher}")
     if arguments.dry_run:
         return _print_estimate(config_of(RunConfig, arguments), arguments)
     if (code := launch("train", argv, arguments.train)) is not None:
