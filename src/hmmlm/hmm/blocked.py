@@ -162,15 +162,14 @@ class BlockedHMM(HiddenMarkovModel):
         exact_carry: bool = True,
     ) -> Scan:
         """See `Primitives.scan`; tokens may not be missing."""
-        every, block_of_word, entry = self.all_states.view(self.blocks, -1), self.factors.block_of_word, None
+        factors, block_of_word, entry = self.factors, self.factors.block_of_word, None
         if carry is not None:
             source = None if carry.states is None else BlockSupport(carry.states[:, 0] // self.states_per_block, False)
             target = BlockSupport(block_of_word[tokens[:, 0].clamp(min=0)], False)
             entry = self.pull(carry.log_probs.to(self.dtype), source, target)[:, None]
-        result = blocked_scan(
-            self.factors, tokens, entry=entry, lengths=lengths, restart=restart, exact_carry=exact_carry
-        )
-        states = every[block_of_word[last_tokens(tokens, lengths).clamp(min=0)]]
+        result = blocked_scan(factors, tokens, entry=entry, lengths=lengths, restart=restart, exact_carry=exact_carry)
+        last = block_of_word[last_tokens(tokens, lengths).clamp(min=0)]
+        states = self.all_states.view(self.blocks, -1)[last]
         return result._replace(carry=Carry(result.carry.log_probs, states))
 
     @property
