@@ -150,6 +150,7 @@ def test_a_run_that_fails_to_train_has_a_record_with_the_reason(tmp_path: Path) 
     assert "the training loss is nan" in record["stopped"] and str(tmp_path) not in record["stopped"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_has_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, sent = Fit.read_window, list[signal.Signals]()
 

@@ -43,6 +43,7 @@ TEXT = "the cat sat\ndog\n\nthe dog sat the cat\ncat"
 # --- one way to read a text -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @both_kinds
 @all_readings
 def test_perplexity_is_that_of_evaluation(
