@@ -13,7 +13,7 @@ from torch import Tensor
 import hmmlm
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel
-from hmmlm.hmm.logmatrix import LogMatrix, LogTiles
+from hmmlm.numerics.logmatrix import LogMatrix, LogTiles
 
 RAGGED = [[0, 2, -1, 1], [3], [1, 1, 2, 0, 3, 3, 1]]
 

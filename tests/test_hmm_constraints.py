@@ -17,9 +17,9 @@ from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, HiddenMarkovModel, ahead, constraints
 from hmmlm.hmm.automaton import Automaton, anything, containing
 from hmmlm.hmm.constraints import Guide
-from hmmlm.hmm.logmatrix import LogMatrix
 from hmmlm.hmm.spelling import Spelling, containing_text
 from hmmlm.hmm.union import UnionHMM
+from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.text.constraint import Constraint
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.phrases import Phrases

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hmmlm import HMM
+from hmmlm.emissions.columns import EmissionMatrix, equal_columns, log_group_sums
 from hmmlm.errors import InputError
-from hmmlm.hmm.emissions import EmissionMatrix, equal_columns, log_group_sums
 
 
 def smoothed(states: int = 24, words: int = 3000, seen: int = 200) -> torch.Tensor:

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, Carry, HiddenMarkovModel, blocked, blocked_products, dense, logmatrix, origins
+from hmmlm.hmm import HMM, BlockedHMM, Carry, HiddenMarkovModel, blocked, blocked_products, dense
+from hmmlm.numerics import logmatrix
 from hmmlm.ops.scan import Evidence, Parameters, naive
+from hmmlm.transitions import origins
 
 NEG_INF = -math.inf
 KINDS = ["dense", "dense, one state", "blocked", "blocked, one block", "blocked, one state per block"]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.hmm import BlockedHMM, blocked
-from hmmlm.hmm.tilestore import TileStore
+from hmmlm.transitions.tilestore import TileStore
 
 BLOCKS, K = 3, 4
 

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from helpers.extended import LONG, NEG_INF, Array, Paths, Truth, accepted, infill_blanks, log_sum, widen
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, UnionHMM, blocked, blocked_products, dense, origins
+from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, UnionHMM, blocked, blocked_products, dense
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.constraints import Guide
 from hmmlm.ops.blocked_scan import blocked_scan
 from hmmlm.ops.common import Carry, Impl
+from hmmlm.transitions import origins
 
 MOST_PATHS = 1300
 BASE = {torch.float32: 3e-5, torch.float64: 1e-10}  # error allowed to any answer

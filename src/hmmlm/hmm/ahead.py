@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
+from hmmlm.emissions.columns import log_group_sums
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.dense import HMM
-from hmmlm.hmm.emissions import log_group_sums
-from hmmlm.hmm.logmatrix import least_sum
 from hmmlm.hmm.queries import HiddenMarkovModel
+from hmmlm.numerics.logmatrix import least_sum
 from hmmlm.ops.common import FLOOR, NEG_INF, exp, logsumexp
 
 CELLS = 2**24  # largest intermediate

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.device import total_memory
+from hmmlm.emissions.columns import log_group_sums
 from hmmlm.errors import InputError
 from hmmlm.hmm.blocked_counts import count_expected
 from hmmlm.hmm.blocked_products import (
@@ -24,16 +25,15 @@ from hmmlm.hmm.blocked_products import (
 from hmmlm.hmm.blocked_stream import filter_stream, is_stream
 from hmmlm.hmm.checks import ArrayLike, check_factors, check_log_state, check_parameters, check_words, move
 from hmmlm.hmm.dense import HMM
-from hmmlm.hmm.emissions import log_group_sums
 from hmmlm.hmm.lattice import Lattice, SortedBatch
-from hmmlm.hmm.logmatrix import LogMatrix, LogTiles, least_sum
 from hmmlm.hmm.next_words import next_words
 from hmmlm.hmm.protocol import Carry, Counts, Predictions, Scan, Support
 from hmmlm.hmm.queries import HiddenMarkovModel
-from hmmlm.hmm.tilestore import TileStore
 from hmmlm.hmm.word_products import WordProducts
+from hmmlm.numerics.logmatrix import LogMatrix, LogTiles, least_sum
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.common import NEG_INF, exp
+from hmmlm.transitions.tilestore import TileStore
 
 _CELLS = 2**24  # largest piece of the transition matrix computed at once
 _STORED_SHARE = 1 / 8  # of the memory of the machine, for tiles that queries on a CPU keep

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.logmatrix import LogMatrix
 from hmmlm.hmm.protocol import Support
+from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.ops.common import NEG_INF, logsumexp
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
 

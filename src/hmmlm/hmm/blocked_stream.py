@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.hmm.lattice import Lattice, SortedBatch
-from hmmlm.hmm.logmatrix import LogTiles, least_sum
+from hmmlm.numerics.logmatrix import LogTiles, least_sum
 from hmmlm.ops.common import FLOOR, NEG_INF
 
 if TYPE_CHECKING:

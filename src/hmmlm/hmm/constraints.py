@@ -27,8 +27,8 @@ from hmmlm.hmm.automaton import Automaton, check_words
 from hmmlm.hmm.checks import check_count
 from hmmlm.hmm.guided_cpu import CpuPlan, CpuSteps, make_cpu_plan
 from hmmlm.hmm.guided_step import Plan, make_plan
-from hmmlm.hmm.logmatrix import log_ratio
 from hmmlm.hmm.queries import HiddenMarkovModel
+from hmmlm.numerics.logmatrix import log_ratio
 from hmmlm.ops.common import NEG_INF, logsumexp
 
 LARGEST_GB = 16.0  # memory of the recursion

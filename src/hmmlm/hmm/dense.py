@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.arguments import check_type
+from hmmlm.emissions.columns import EmissionMatrix
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import (
     ArrayLike,
@@ -23,20 +24,19 @@ from hmmlm.hmm.checks import (
     check_words,
     move,
 )
-from hmmlm.hmm.emissions import EmissionMatrix
 from hmmlm.hmm.guided_cpu import CpuSteps
 from hmmlm.hmm.guided_step import GuidedSteps
 from hmmlm.hmm.lattice import Lattice, SortedBatch
-from hmmlm.hmm.logmatrix import LogMatrix
-from hmmlm.hmm.origins import best_origins, entropy_of_origins
 from hmmlm.hmm.products import Observations, filter_products, message_products
 from hmmlm.hmm.protocol import Carry, Counts, Scan, Support
 from hmmlm.hmm.queries import HiddenMarkovModel
 from hmmlm.hmm.recorded_scan import RecordedScans
+from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.ops.common import NEG_INF, Impl, installed, logsumexp
 from hmmlm.ops.maximize_rows import maximize_rows
 from hmmlm.ops.scan import Evidence, Parameters, expected_counts, log_likelihood, path_loops_pay, scan
 from hmmlm.ops.scan.scaled import distinct
+from hmmlm.transitions.origins import best_origins, entropy_of_origins
 
 _RANDOM_CELLS = 2**30  # probabilities of a random model: 8 GB while they are drawn
 _BULK_CELLS = 2**25  # largest [T, B, Z] tensor of a recursion over all steps at once

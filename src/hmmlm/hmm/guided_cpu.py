@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.hmm.guided_step import StepResult, StepRows
-from hmmlm.hmm.logmatrix import least_sum
+from hmmlm.numerics.logmatrix import least_sum
 from hmmlm.ops.common import FLOOR, NEG_INF
 
 if TYPE_CHECKING:

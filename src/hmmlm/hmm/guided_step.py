@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.logmatrix import least_sum
+from hmmlm.numerics.logmatrix import least_sum
 from hmmlm.ops.graph import record
 
 if TYPE_CHECKING:

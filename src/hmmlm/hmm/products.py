@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
-from hmmlm.hmm.logmatrix import LogMatrix, least_sum
+from hmmlm.numerics.logmatrix import LogMatrix, least_sum
 from hmmlm.ops.common import FLOOR
 
 _GROUPS = (4, 1)  # steps between two normalizations: first several, which is faster; then one, which is more accurate

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.logmatrix import log_ratio
+from hmmlm.numerics.logmatrix import log_ratio
 from hmmlm.ops.common import Carry, Scan
 
 __all__ = ["Carry", "Counts", "Filtered", "Primitives", "Scan", "Support"]

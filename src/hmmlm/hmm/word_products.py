@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.logmatrix import LogMatrix
+from hmmlm.numerics.logmatrix import LogMatrix
 
 if TYPE_CHECKING:
     from hmmlm.hmm.blocked import BlockedHMM

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.logmatrix import LogMatrix, least_sum
+from hmmlm.numerics.logmatrix import LogMatrix, least_sum
 from hmmlm.ops.common import NEG_INF
 
 _PROBES = 8  # rows by which columns are compared first

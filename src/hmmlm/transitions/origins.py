@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.logmatrix import LogMatrix
+from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.ops.common import NEG_INF
 
 _CELLS = 2**24  # largest intermediate

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
-from hmmlm.hmm.logmatrix import LogMatrix, least_sum
+from hmmlm.numerics.logmatrix import LogMatrix, least_sum
 from hmmlm.ops.common import FLOOR, NEG_INF
 
 

@@ -1,0 +1,1 @@
+"""Kinds of emissions of an HMM."""

@@ -1,0 +1,1 @@
+"""Kinds of transitions of an HMM."""
