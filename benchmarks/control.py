@@ -115,9 +115,8 @@ class CtrlG:
         self._ctrlg = ctrlg
 
     def model(self, hmm: HMM) -> Any:
-        dense = hmm.dense()
         model = self._ctrlg.HMM(hmm.states, hmm.vocab_size, END)
-        model.update_params(dense.log_transition.exp(), dense.log_emission, dense.log_start)
+        model.update_params(hmm.transition.dense().exp(), hmm.emission.dense(), hmm.log_start)
         return model.to(hmm.device)
 
     def processor(
@@ -242,7 +241,7 @@ def measure_agreement(options: argparse.Namespace) -> None:
     for states in options.states:
         hmm = random_model(states, options.device)
         their_model = theirs.model(hmm)
-        likely = hmm.log_emission.exp().mean(0).topk(4).indices.tolist()  # other phrases are next to impossible
+        likely = hmm.emission.dense().exp().mean(0).topk(4).indices.tolist()  # other phrases are next to impossible
         lines: dict[str, tuple[Automaton, int | None]] = {
             "keyphrases": (containing(likely[:2], WORDS) & containing(likely[2:], WORDS), END),
             "suffix": (ending_with(likely[:3], length), None),

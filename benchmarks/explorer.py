@@ -12,11 +12,13 @@ from collections.abc import Callable
 import torch
 
 from hmmlm.data.words import WordTokenizer
+from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.explorer.endpoints import answer
 from hmmlm.explorer.explorer import Explorer
-from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel
+from hmmlm.hmm import HMM
 from hmmlm.text.lm import LanguageModel
+from hmmlm.transitions import Factored
 
 WORDS = 10_000
 
@@ -40,17 +42,18 @@ def dense(states: int, draw: Callable[..., torch.Tensor]) -> HMM:
     return HMM(*(draw(*size).log_softmax(-1) for size in ((states,), (states, states), (states, WORDS))))
 
 
-def blocked(states: int, draw: Callable[..., torch.Tensor], blocks: int = 128, width: int = 64) -> BlockedHMM:
+def blocked(states: int, draw: Callable[..., torch.Tensor], blocks: int = 128, width: int = 64) -> HMM:
     u, w, block_of_word = draw(states, width), draw(states, width), torch.arange(WORDS) % blocks
     normalizer = torch.cat([(rows @ w.t()).logsumexp(1) for rows in u.split(2**10)])
     log_emission = draw(WORDS, states // blocks)
     for block in range(blocks):
         own = block_of_word == block
         log_emission[own] = log_emission[own].log_softmax(0)
-    return BlockedHMM(block_of_word, u, w, normalizer, draw(states).log_softmax(0), log_emission)
+    transition, emission = Factored(u, w, normalizer), Blocked(log_emission, block_of_word, blocks)
+    return HMM(draw(states).log_softmax(0), transition, emission)
 
 
-def measure(hmm: HiddenMarkovModel) -> dict[str, float | str]:
+def measure(hmm: HMM) -> dict[str, float | str]:
     """Return the seconds of each request, after another one of its kind, or why it is refused."""
     explorer = Explorer(LanguageModel(hmm, WordTokenizer(["<unk>", "<eos>", *map("word{}".format, range(WORDS - 2))])))
     explorer.layout.exception()  # waits for the map

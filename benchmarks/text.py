@@ -20,7 +20,9 @@ import numpy as np
 import torch
 
 from hmmlm.data.words import WordTokenizer
+from hmmlm.emissions import Blocked
 from hmmlm.hmm.automaton import containing
+from hmmlm.transitions import Factored
 # isort: on
 
 WORDS, SENTENCES, STEERED_WORDS = 10_000, 2_000, 32_000
@@ -34,7 +36,7 @@ def dense_model(states: int, words: int = WORDS) -> hmmlm.HMM:
     return hmmlm.HMM(*((2 * torch.randn(shape, generator=generator)).log_softmax(-1) for shape in shapes))
 
 
-def blocked_model(states: int, blocks: int, width: int = 256) -> hmmlm.BlockedHMM:
+def blocked_model(states: int, blocks: int, width: int = 256) -> hmmlm.HMM:
     """Return a blocked HMM with blocks of equally many words."""
     generator = torch.Generator().manual_seed(0)
     block = torch.arange(WORDS) % blocks
@@ -43,12 +45,14 @@ def blocked_model(states: int, blocks: int, width: int = 256) -> hmmlm.BlockedHM
     emission = 2 * torch.randn(WORDS, states // blocks, generator=generator)
     for number in range(blocks):
         emission[block == number] = emission[block == number].log_softmax(0)
-    return hmmlm.BlockedHMM(
-        block, u, w, log_normalizer, torch.randn(states, generator=generator).log_softmax(0), emission
+    return hmmlm.HMM(
+        torch.randn(states, generator=generator).log_softmax(0),
+        Factored(u, w, log_normalizer),
+        Blocked(emission, block, blocks),
     )
 
 
-def with_words(hmm: hmmlm.HMM | hmmlm.BlockedHMM) -> hmmlm.LanguageModel:
+def with_words(hmm: hmmlm.HMM) -> hmmlm.LanguageModel:
     words = ["<unk>", "<eos>", *(f"w{i}" for i in range(WORDS - 2))]
     return hmmlm.LanguageModel(hmm, WordTokenizer(words), {"batches": {"kind": "stream", "eval_reset_at_eos": True}})
 
@@ -106,7 +110,7 @@ def by_length(texts: list[str]) -> list[list[str]]:
     return [ordered[i : i + 200] for i in range(0, len(ordered), 200)]
 
 
-def run(hmm: hmmlm.HMM | hmmlm.BlockedHMM, query: str, batch: tuple[torch.Tensor, torch.Tensor]) -> bool:
+def run(hmm: hmmlm.HMM, query: str, batch: tuple[torch.Tensor, torch.Tensor]) -> bool:
     with torch.no_grad():
         getattr(hmm, query)(*batch)
     return True

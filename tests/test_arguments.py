@@ -16,7 +16,7 @@ from helpers.oracle import random_blocked_hmm, random_hmm
 from torch import Tensor
 
 import hmmlm
-from hmmlm import HMM, BlockedHMM, Guide, InputError, LanguageModel, Steering, UnionHMM
+from hmmlm import HMM, Guide, InputError, LanguageModel, Steering, emissions, transitions
 from hmmlm.arguments import check_arguments, describe
 from hmmlm.baselines.ngram import NgramModel
 from hmmlm.data.tokenizers import WordTokenizer
@@ -66,7 +66,7 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Return public functions by name, each with arguments that are right."""
     start, transition, emission = random_hmm(3, len(WORDS), seed=1)
     dense, blocked = HMM.from_probs(start, transition, emission), random_blocked_hmm(2, 2, len(WORDS), seed=3)
-    union, tokenizer = UnionHMM.join([dense, blocked]), WordTokenizer(WORDS)
+    union, tokenizer = HMM.union([dense, blocked]), WordTokenizer(WORDS)
     lm, text = LanguageModel(dense, tokenizer), np.arange(40) % len(WORDS)
     mixture = MixtureModel(
         [HmmPredictor(lm), CachePredictor(4, 6), NgramPredictor(text, 6, 3, None)], [0.5, 0.3, 0.2], tokenizer
@@ -78,18 +78,24 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     particles = hmmlm.sample_particles(llama, prompt, guide, position, 2, 1)
     tokens, lengths = torch.tensor([[2, 3, 4, -1], [1, 2, 3, 4]]), torch.tensor([4, 2])
     found: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-        "HMM": (HMM, {**dense.tensors(), "impl": "auto"}),
+        "HMM": (
+            HMM,
+            {"log_start": dense.log_start, "transition": dense.transition, "emission": dense.emission, "impl": "auto"},
+        ),
+        "HMM of matrices": (
+            HMM,
+            {"log_start": start.log(), "transition": transition.log(), "emission": emission.log(), "impl": "auto"},
+        ),
         "HMM.from_probs": (HMM.from_probs, {"start": start, "transition": transition, "emission": emission}),
         "HMM.random": (HMM.random, {"states": 3, "vocab_size": 4, "seed": 0}),
         "HMM.from_hmmlearn": (HMM.from_hmmlearn, {"model": None}),
         "HMM.from_dynamax": (HMM.from_dynamax, {"params": None}),
         "HMM.fit": (dense.fit, {"tokens": tokens, "iterations": 2, "tolerance": 1e-4, "pseudocount": 0.1}),
-        "BlockedHMM": (BlockedHMM, blocked.tensors()),
-        "UnionHMM": (
-            UnionHMM,
-            {"components": [dense, blocked], "log_weights": torch.tensor([0.5, 0.5]).double().log()},
-        ),
-        "UnionHMM.join": (UnionHMM.join, {"models": [dense, blocked], "weights": [0.5, 0.5]}),
+        "HMM.union": (HMM.union, {"models": [dense, blocked], "weights": [0.5, 0.5]}),
+        "transitions.Dense": (transitions.Dense, dense.transition.tensors()),
+        "transitions.Factored": (transitions.Factored, blocked.transition.tensors()),
+        "emissions.Categorical": (emissions.Categorical, dense.emission.tensors()),
+        "emissions.Blocked": (emissions.Blocked, {**blocked.emission.tensors(), "num_blocks": 2}),
         "padded": (hmmlm.padded, {"sequences": [[1, 2], [3]]}),
         "set_threads": (hmmlm.set_threads, {"num": 1}),
         "Automaton": (
@@ -220,21 +226,21 @@ def test_wrong_arguments_of_every_public_function(tmp_path: Path, monkeypatch: p
     assert not faults, "\n".join(faults)
     assert refused > 4_000
     public = {name.split(".")[0] for name in calls(tmp_path)}
-    types = {"Carry", "Counts", "Filtered", "InputError", "InputWarning", "__version__"}
+    types = {"Carry", "Counts", "Display", "Filtered", "InputError", "InputWarning", "__version__"}
     assert set(hmmlm.__all__) <= public | types
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Guide("model", "automaton", 3), "hmm must be a HiddenMarkovModel, not 'model'"),
-        (lambda: LanguageModel(None, WordTokenizer(WORDS)), "hmm must be a HiddenMarkovModel, not None"),
+        (lambda: Guide("model", "automaton", 3), "hmm must be an HMM, not 'model'"),
+        (lambda: LanguageModel(None, WordTokenizer(WORDS)), "hmm must be an HMM, not None"),
         (lambda: hmmlm.sample_particles(None, [[2]], None, None), r"input_ids must be a tensor, not \[\[2\]\]"),
         (lambda: HMM.random(2, 3).to("gpu"), "cannot move a model to 'gpu': give a device or a dtype"),
-        (lambda: UnionHMM.join("ab"), "models must be a list, each item a HiddenMarkovModel, not 'ab'"),
-        (lambda: UnionHMM.join([HMM.random(2, 3), 5]), r"models\[1\] must be a HiddenMarkovModel, not 5"),
+        (lambda: HMM.union("ab"), "models must be a list, each item an HMM, not 'ab'"),
+        (lambda: HMM.union([HMM.random(2, 3), 5]), r"models\[1\] must be an HMM, not 5"),
         (lambda: HMM.random(2, 3).fit([[0]], pseudocount=True), "pseudocount must be a number of at least 0, not True"),
-        (lambda: HMM(*HMM.random(2, 3).parameters, impl="fast"), "impl must be one of 'auto', 'naive', 'scaled', "),
+        (lambda: HMM(*HMM.random(2, 3).matrices(), impl="fast"), "impl must be one of 'auto', 'naive', 'scaled', "),
         (lambda: hmmlm.load(""), "'' is no path: give that of the model's folder"),
         (lambda: hmmlm.train(out=["a"]), r"out must be a string, a path or None, not \['a'\]"),
     ],

@@ -67,7 +67,7 @@ def test_a_resumed_run_equals_a_longer_one(
     assert main(["train", "--resume", str(short), "--train.epochs", "2"]) == 0
     assert str(short) in capsys.readouterr().out
     resumed, straight = load(short / "final").hmm, load(trained / "final").hmm
-    assert all(torch.equal(*pair) for pair in zip(resumed.parameters, straight.parameters, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(resumed.matrices(), straight.matrices(), strict=True))
 
 
 def test_eval_of_splits_and_of_a_file(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -203,7 +203,7 @@ def test_unknown_names_are_answered_with_the_nearest(capsys: pytest.CaptureFixtu
         (["--model.dropout", "0.5"], "--model: dropout = 0.5 needs blocks"),
         (
             ["--optimizer.kind", "baum-welch", "--model.kind", "linear"],
-            "optimizer.kind = 'baum-welch' needs model.kind = 'scalar'",
+            "optimizer.kind = 'baum-welch' needs a model of tables, such as 'scalar'",
         ),
         (["--model.states"], "argument --model.states: expected one argument"),
         (["--out"], "argument --out: expected one argument"),

@@ -70,7 +70,7 @@ def test_values_are_converted_to_their_types() -> None:
         ({"model": {"dropout": 0.5}}, r"model: dropout = 0\.5 needs blocks: set blocks"),
         (
             {"optimizer": {"kind": "baum-welch"}, "model": {"kind": "linear"}},
-            r"optimizer\.kind = 'baum-welch' needs model\.kind = 'scalar'",
+            r"optimizer\.kind = 'baum-welch' needs a model of tables, such as 'scalar'",
         ),
     ],
 )

@@ -62,4 +62,4 @@ def test_a_run_without_choices_starts_from_the_default_recipe(tmp_path: Path) ->
     assert (saved["model"]["kind"], saved["model"]["states"], saved["train"]["epochs"]) == ("neural", 4096, 1)
     assert max(json.loads((tmp_path / "run" / "blocks.json").read_text())) == 3  # nine words: at most four blocks
     lm = hmmlm.train(text, tmp_path / "other", model={"states": 4}, train={"epochs": 1})
-    assert (lm.hmm.kind, lm.hmm.states) == ("dense", 4)
+    assert (lm.hmm.kind, lm.hmm.states) == ("dense × categorical", 4)

@@ -22,7 +22,7 @@ from hmmlm.baselines.neural import LstmConfig, load_baseline
 from hmmlm.data.tensorfiles import read_tensors, write_tensors
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm import BlockedHMM, HiddenMarkovModel
+from hmmlm.hmm import HMM
 from hmmlm.models.neural import Neural
 from hmmlm.structure.blocks import Blocks
 from hmmlm.teachers.gpt import GPT, GPTShape
@@ -33,12 +33,12 @@ WORDS = ["<unk>", "<eos>", "a", "b", "c", "d"]
 DEEP = "[" * 100_000
 
 
-def blocked_hmm(hidden: int = 4) -> BlockedHMM:
+def blocked_hmm(hidden: int = 4) -> HMM:
     blocks = Blocks.from_clusters(torch.tensor([0, 1, 0, 1, 0, 1]), 4)
     return Neural(blocks, hidden=hidden, generator=torch.Generator().manual_seed(0))().detach()
 
 
-def save(folder: Path, hmm: HiddenMarkovModel) -> Path:
+def save(folder: Path, hmm: HMM) -> Path:
     config = {"data": "x.txt", "batches": {"kind": "stream", "batch_size": 3, "length": 8, "eval_reset_at_eos": True}}
     LanguageModel(hmm, WordTokenizer(WORDS), config).save(folder)
     return folder
@@ -80,10 +80,10 @@ CHANGES: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
         "a number": lambda x: x.sum(),
         "empty": lambda x: x[:0],
     }
-    for name in ("log_start", "log_transition", "log_emission")
+    for name in ("log_start", "transition.log_probs", "emission.log_probs")
 }
 BLOCKED_CHANGES: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
-    "block_of_word": {
+    "emission.block_of_word": {
         "float": lambda x: x.float(),
         "another rank": lambda x: x[None],
         "too short": lambda x: x[:-1],
@@ -91,7 +91,7 @@ BLOCKED_CHANGES: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
         "negative": lambda x: x - 1,
         "another block of a word": first_entry(1),
     },
-    "log_emission": CHANGES["log_emission"],
+    "emission.log_probs": CHANGES["emission.log_probs"],
     "log_start": CHANGES["log_start"],
     **{
         name: {
@@ -102,7 +102,7 @@ BLOCKED_CHANGES: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
             "another rank": lambda x: x[None],
             "too narrow": lambda x: x[..., :-1],
         }
-        for name in ("u", "w", "log_normalizer")
+        for name in ("transition.u", "transition.w", "transition.log_normalizer")
     },
 }
 
@@ -135,19 +135,21 @@ def test_bad_tensors_of_a_blocked_model_are_refused(blocked: Path, name: str, ki
     change_tensor(blocked, name, BLOCKED_CHANGES[name][kind])
     message = refusal(blocked)
     assert str(blocked / "model.safetensors") in message
-    if kind not in ("another dtype", "another block of a word"):  # which changes what log_emission sums to
-        assert name in message
+    if kind not in ("another dtype", "another block of a word"):  # which changes what emission.log_probs sums to
+        # factors are checked together: the message names them all, or the one that does not fit another
+        together = ("transition.w must have shape", "by u, w and log_normalizer")
+        assert name in message or (name.startswith("transition.") and any(each in message for each in together))
 
 
 def test_rows_of_a_large_transition_matrix_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hmmlm.hmm.checks._VALIDATED_CELLS", 32)  # every second row
+    monkeypatch.setattr("hmmlm.transitions.factored._VALIDATED_CELLS", 32)  # every second row
     hmm = blocked_hmm()
-    factors = hmm.tensors()
+    factors = hmm.transition.tensors()
     hmm.validate()
     for row, noticed in ((2, True), (1, False)):
         normalizer = factors["log_normalizer"].clone()
         normalizer[row] += 1
-        changed = BlockedHMM(**{**factors, "log_normalizer": normalizer})
+        changed = hmm.with_tensors({"transition.log_normalizer": normalizer})
         if noticed:
             with pytest.raises(InputError, match=r"transition from state 2 .* sums to 0\.36"):
                 changed.validate()
@@ -156,13 +158,13 @@ def test_rows_of_a_large_transition_matrix_are_sampled(monkeypatch: pytest.Monke
     for wrong in (-100.0, 100.0):  # of a row between them, by far
         normalizer = factors["log_normalizer"].clone()
         normalizer[1] += wrong
-        with pytest.raises(InputError, match=r"log_normalizer of state 1 is .*, but u and w allow .* to "):
-            BlockedHMM(**{**factors, "log_normalizer": normalizer}).validate()
+        with pytest.raises(InputError, match=r"transition\.log_normalizer of state 1 is .*, but u and w allow .* to "):
+            hmm.with_tensors({"transition.log_normalizer": normalizer}).validate()
 
 
 def test_a_checksum_finds_what_the_other_checks_do_not(blocked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A normalizer, of a row that is not summed, wrong by two per cent; and a change within the tolerance of sums."""
-    monkeypatch.setattr("hmmlm.hmm.checks._VALIDATED_CELLS", 32)  # every second row
+    monkeypatch.setattr("hmmlm.transitions.factored._VALIDATED_CELLS", 32)  # every second row
 
     def scale_row(log_normalizer: Tensor) -> Tensor:
         changed = log_normalizer.clone()
@@ -171,8 +173,8 @@ def test_a_checksum_finds_what_the_other_checks_do_not(blocked: Path, monkeypatc
 
     saved = (blocked / "model.safetensors").read_bytes()
     changes: list[tuple[str, Callable[[Tensor], Tensor]]] = [
-        ("log_normalizer", scale_row),
-        ("u", lambda u: u * 1.000001),
+        ("transition.log_normalizer", scale_row),
+        ("transition.u", lambda u: u * 1.000001),
     ]
     for name, change in changes:
         change_tensor(blocked, name, change)
@@ -189,24 +191,24 @@ def test_a_checksum_finds_what_the_other_checks_do_not(blocked: Path, monkeypatc
 
 
 def test_the_commands_refuse_before_any_answer(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change_tensor(dense, "log_emission", lambda x: x + 1)
+    change_tensor(dense, "emission.log_probs", lambda x: x + 1)
     for command in (["eval"], ["sample"], ["inspect"], ["infill", "a ___ b"]):
         error = failure(capsys, command[0], str(dense), *command[1:])
-        assert "model.safetensors: log_emission row 0 sums to 2.71828, not to one (4 such rows)" in error
+        assert "model.safetensors: emission.log_probs row 0 sums to 2.71828, not to one (4 such rows)" in error
         assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [(field, value) for field in ("states", "vocab_size") for value in (None, "4", 4.0, True, -1, 0, [4], {}, 10**30)]
-    + [("model", value) for value in (None, 3, ["dense"], {"dense": 1})]
+    + [(f"{role}.kind", value) for role in ("transition", "emission") for value in (None, 3, ["dense"], {"dense": 1})]
     + [("training", value) for value in ("x", [1], 3, {"batches": 3}, {"batches": {"length": "8"}})]
     + [("training", {"batches": {"eval_reset_at_eos": 1}}), ("training", {"batches": {"kind": ["stream"]}})]
     + [("training", value) for value in ({"batches": {"kind": "chunks", "length": 0}}, {"text": 5}, {"data": 5})]
     + [("training", {"text": {"unit": "zebra"}}), ("eos_id", 99), ("eos_id", "1")]
     + [("eos_id", value) for value in (True, 1.0)]
     + [("format", value) for value in ([], {}, None, 3)]
-    + [("version", value) for value in ([], "1", None, True, 1.0)]
+    + [("version", value) for value in ([], "2", None, True, 1.0, 2.0, 0, 3)]
     + [("tokenizer", value) for value in ([], 3, None)],
 )
 def test_wrong_types_in_the_configuration_are_refused(dense: Path, field: str, value: Any) -> None:

@@ -31,9 +31,9 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def by_hand(hmm: HMM, tokens: Tensor, states: Tensor) -> float:
-    total = float(hmm.log_start[states[0]]) + float(hmm.log_emission[states[0], tokens[0]])
+    total = float(hmm.log_start[states[0]]) + float(hmm.emission.log_probs[states[0], tokens[0]])
     for before, state, token in zip(states[:-1], states[1:], tokens[1:], strict=True):
-        total += float(hmm.log_transition[before, state]) + float(hmm.log_emission[state, token])
+        total += float(hmm.transition.log_probs[before, state]) + float(hmm.emission.log_probs[state, token])
     return total
 
 
@@ -66,7 +66,7 @@ def test_windows_restarts_and_lengths_of_the_joint_likelihood() -> None:
 def test_the_gradient_of_the_joint_likelihood_is_the_counts() -> None:
     hmm = random_hmm(3, 4, seed=0)
     tokens, states = (torch.randint(n, (2, 6), generator=generator(n)) for n in (4, 3))
-    parameters = [p.requires_grad_() for p in hmm.parameters]
+    parameters = [p.requires_grad_() for p in hmm.parameters().values()]
     joint = hmm.joint_scan(tokens, states).log_likelihood
     start, transition, emission = torch.autograd.grad(joint.sum(), parameters)
     assert torch.equal(start, torch.bincount(states[:, 0], minlength=3).double())
@@ -119,7 +119,7 @@ def test_the_carry_of_a_blocked_joint_scan_is_the_last_label() -> None:
     assert carry.states is not None
     assert (carry.states * carry.log_probs.exp()).sum(1).tolist() == [1, 2]
     following = hmm.joint_scan(words[:, :2], labels[:, :2], carry=carry).log_likelihood
-    dense_carry = hmm.dense().carry_at(torch.tensor([1, 2]))
+    dense_carry = hmm.dense()._carry_at(torch.tensor([1, 2]))
     expected = hmm.dense().joint_scan(words[:, :2], labels[:, :2], carry=dense_carry).log_likelihood
     torch.testing.assert_close(following, expected)
     marginal = model.scan(words[:, :2], None, carry)  # the next phase continues from it, with dropout
@@ -130,13 +130,13 @@ def test_counts_of_labels_by_hand() -> None:
     text = [(torch.tensor([[0, 1, 1], [2, -1, -1]]), torch.tensor([[0, 1, 1], [1, -1, -1]]))]
     hmm = hmm_from_labels(text, 2, 3, 0.5)
     assert hmm.log_start.exp().tolist() == pytest.approx([0.5, 0.5])
-    assert hmm.log_transition.exp().flatten().tolist() == pytest.approx([0.25, 0.75, 0.25, 0.75])
-    assert hmm.log_emission[1].exp().tolist() == pytest.approx([0.5 / 4.5, 2.5 / 4.5, 1.5 / 4.5])
+    assert hmm.transition.log_probs.exp().flatten().tolist() == pytest.approx([0.25, 0.75, 0.25, 0.75])
+    assert hmm.emission.log_probs[1].exp().tolist() == pytest.approx([0.5 / 4.5, 2.5 / 4.5, 1.5 / 4.5])
     Scalar(2, 3).assign(hmm)
     restarting = hmm_from_labels(text, 2, 3, 0.5, eos_id=0)  # one restart, into state 1, instead of a transition
     assert restarting.log_start.exp().tolist() == pytest.approx([0.25, 0.75])
-    assert restarting.log_transition.exp().flatten().tolist() == pytest.approx([0.5, 0.5, 0.25, 0.75])
-    assert torch.equal(restarting.log_emission, hmm.log_emission)
+    assert restarting.transition.log_probs.exp().flatten().tolist() == pytest.approx([0.5, 0.5, 0.25, 0.75])
+    assert torch.equal(restarting.emission.log_probs, hmm.emission.log_probs)
     with pytest.raises(InputError, match="pseudocount is 0"):
         hmm_from_labels(text, 2, 3, 0)
     with pytest.raises(InputError, match="no text"):

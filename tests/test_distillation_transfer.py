@@ -105,8 +105,8 @@ def test_a_parameterization_with_pretrained_weights(folder: Path) -> None:
     assert mean_similarity(model.networks[0](model.embeddings[0])) <= 0.2  # states are distinguishable
     hmm = model()
     hmm.validate()
-    assert hmm.log_emission.shape == (7, 6)
-    assert 0.1 < float(hmm.log_emission.detach().std()) < 3  # logits have a scale that trains
+    assert hmm.emission.log_probs.shape == (7, 6)
+    assert 0.1 < float(hmm.emission.log_probs.detach().std()) < 3  # logits have a scale that trains
     random = from_pretrained(open_teacher(str(folder), random=True, device="cpu"), 7, 6)
     other = random.networks[0].model.state_dict()  # type: ignore[union-attr]
     assert not torch.equal(other["blocks.0.mlp_in.weight"], weights["blocks.0.mlp_in.weight"])
@@ -121,7 +121,7 @@ def test_with_its_words_a_state_emits_what_the_language_model_predicts(folder: P
     lm = teacher.model  # type: ignore[attr-defined]
     with torch.no_grad():
         expected = (lm.embed_vectors(model.embeddings[0][None], 2)[0] @ teacher.head().T).log_softmax(-1)
-        torch.testing.assert_close(model().log_emission, expected)
+        torch.testing.assert_close(model().emission.log_probs, expected)
     bare = from_pretrained(open_teacher(str(folder), device="cpu"), 7, 6, torch.Generator().manual_seed(0))
     assert torch.equal(bare.embeddings[0], model.embeddings[0]) and torch.equal(bare.start, model.start)
     assert not torch.equal(bare.emission, words)
@@ -137,7 +137,7 @@ def test_scales_do_not_depend_on_those_of_network_and_words(folder: Path) -> Non
         return from_pretrained(teacher, 7, 6, torch.Generator().manual_seed(0), words)
 
     plain, loud = made(1), made(30)  # the same language model with larger hidden states and smaller words
-    torch.testing.assert_close(loud().log_emission, plain().log_emission)
+    torch.testing.assert_close(loud().emission.log_probs, plain().emission.log_probs)
     torch.testing.assert_close(loud.emission, plain.emission)
     hidden = plain.embeddings[0].shape[1]
     torch.testing.assert_close(loud.networks[0](loud.embeddings[0]).square().mean(), torch.tensor(1.0))

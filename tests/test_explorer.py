@@ -21,7 +21,7 @@ from hmmlm.explorer import generation, index
 from hmmlm.explorer.endpoints import ENDPOINTS, answer
 from hmmlm.explorer.explorer import Explorer
 from hmmlm.explorer.layout import embed
-from hmmlm.hmm import UnionHMM
+from hmmlm.hmm import HMM
 from hmmlm.report.explain import explain_states
 from hmmlm.text.constraint import Constraint
 from hmmlm.text.lm import LanguageModel
@@ -128,7 +128,7 @@ def test_states_agree_with_the_explanation(explorer: Explorer) -> None:
     flow = summary.mass * summary.transition[:, state]
     before = (flow / flow.sum()).topk(8)
     assert [other["p"] for other in page["before"]] == pytest.approx(before.values.tolist(), rel=1e-3)
-    following = summary.transition[state] @ lm.hmm.dense().log_emission.double().exp()
+    following = summary.transition[state] @ lm.hmm.dense().emission.log_probs.double().exp()
     assert page["says_next"][0]["p"] == pytest.approx(float(following.max()), rel=1e-3)
 
 
@@ -204,8 +204,7 @@ def test_large_models_never_build_a_matrix(blocked: Explorer, monkeypatch: pytes
 
 def test_a_union_of_models_has_all_panels() -> None:
     lm = blocked_model(128)
-    weights = torch.tensor([0.6, 0.4]).log()
-    union = LanguageModel(UnionHMM([lm.hmm, blocked_model(64).hmm.dense()], weights), lm.tokenizer)
+    union = LanguageModel(HMM.union([lm.hmm, blocked_model(64).hmm.dense()], [0.6, 0.4]), lm.tokenizer)
     explorer = ready(Explorer(union))
     found = answer(explorer, "sentence", {"text": "the cat word3"})
     assert found["bits"] == pytest.approx(-float(union.score(["the cat word3"])[0]) / math.log(2), rel=1e-5)

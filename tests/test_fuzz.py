@@ -6,8 +6,9 @@
 from typing import Any
 
 import pytest
-from helpers.fuzz import Fuzz, UnionFuzz, campaign
+from helpers.fuzz import EMISSIONS, KINDS, TRANSITIONS, Fuzz, UnionFuzz, campaign
 
+from hmmlm import emissions, transitions
 from hmmlm.ops.common import installed
 
 COUNT = 300
@@ -41,10 +42,21 @@ def test_answers_of_compiled_loops_agree_with_enumeration() -> None:
     assert right.total() > 2500
 
 
-def test_the_models_cover_both_kinds_both_dtypes_and_the_smallest_sizes() -> None:
+def test_the_models_cover_all_pairs_of_kinds_both_dtypes_and_the_smallest_sizes() -> None:
     models = [Fuzz(seed) for seed in range(COUNT)]
-    kinds = {(type(fuzz.hmm).__name__, fuzz.dtype, fuzz.impl) for fuzz in models}
-    assert len(kinds) == 12
+    kinds = {(fuzz.hmm.kind, fuzz.dtype, fuzz.impl) for fuzz in models}
+    assert len(kinds) == len(KINDS) * 2 * 3
     assert {fuzz.hmm.states for fuzz in models} >= {1, 2, 3, 4, 6}
     assert {fuzz.hmm.vocab_size for fuzz in models} >= {1, 2, 3, 4}
     assert {fuzz.batch.tokens.shape[1] for fuzz in models} >= {1, 2, 8}
+
+
+def test_every_kind_is_drawn() -> None:
+    assert TRANSITIONS.keys() == set(transitions.KINDS.values())
+    assert EMISSIONS.keys() == set(emissions.KINDS.values())
+
+
+def test_unions_are_of_any_kinds() -> None:
+    unions = [UnionFuzz(seed).hmm for seed in range(100)]
+    pairs = {frozenset(part.kind for part in union.components) for union in unions}
+    assert len(pairs) >= 10 and {len(union.components) for union in unions} == {1, 2, 3}

@@ -1,4 +1,4 @@
-"""The dense HMM: its implementations, its parameters as arrays, and a message for every bad input."""
+"""The HMM: its implementations, its parameters as arrays, and a message for every bad input."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.oracle import Enumeration, random_hmm, single_block
+from helpers.oracle import Enumeration, matrices, random_hmm, single_block
 
 import hmmlm
 from hmmlm import HMM, InputError, padded
@@ -21,7 +21,7 @@ def test_implementations_agree_with_enumeration(impl: Impl) -> None:
     hmm = HMM.from_probs(*random_hmm(3, 4, seed=11), impl=impl)
     lengths = torch.tensor([len(case) for case in CASES])
     tokens = torch.full((len(CASES), 6), 3)  # padding that would matter if it were read
-    counts = [torch.zeros_like(p) for p in hmm.parameters]
+    counts = [torch.zeros_like(p) for p in matrices(hmm)]
     for row, case in enumerate(CASES):
         tokens[row, : len(case)] = torch.tensor(case)
         oracle = Enumeration(hmm, case)
@@ -38,6 +38,33 @@ def test_kernels_without_a_gpu_are_named() -> None:
     hmm = HMM.from_probs(START, TRANSITION, EMISSION, impl="triton")
     with pytest.raises(hmmlm.InputError, match=r"scan: impl='triton' needs .*: use impl='scaled'"):
         hmm.log_likelihood([[0, 1]])
+
+
+def test_implementations_of_two_matrices_are_for_no_other_model() -> None:
+    hmm = single_block(HMM.from_probs(*random_hmm(3, 4, seed=11)))
+    for impl in ("compiled", "triton"):
+        hmm.impl = impl  # type: ignore[assignment]
+        with pytest.raises(
+            hmmlm.InputError, match=f"impl='{impl}' is for a model of two matrices, and the model is factored × blocked"
+        ):
+            hmm.log_likelihood([[0, 1]])
+
+
+def test_the_choice_of_an_implementation_is_explained() -> None:
+    dense = HMM.from_probs(*random_hmm(3, 4, seed=11), impl="naive")
+    chosen, refused = dense.implementation([[0, 1]])
+    assert chosen == "naive" and refused["components"] == "the model is no union" and "scaled" in refused
+    blocked = single_block(dense)
+    chosen, refused = blocked.implementation([[0, 1]])
+    assert chosen == "tiles" and refused["scaled"] == "the model is factored × blocked"
+    blocked = blocked.map(lambda values: values.clone().requires_grad_())
+    chosen, refused = blocked.implementation([[0, 1]])
+    assert chosen == "blocked" and refused["tiles"] == "it has no gradient"
+    chosen, refused = blocked.implementation([[0, -1]])
+    assert chosen == "generic" and refused["blocked"] == "some tokens are missing"
+    assert blocked.implementation([[0, -1]], [1]).name == "blocked"  # it is beyond the length
+    assert HMM(dense.log_start, dense.transition, blocked.emission).implementation([[0]]).name == "generic"
+    assert HMM.union([dense, blocked]).implementation([[0]]).name == "components"
 
 
 def test_an_unknown_implementation_is_named() -> None:
@@ -65,8 +92,11 @@ START, TRANSITION, EMISSION = [0.5, 0.5], [[0.5, 0.5], [0.5, 0.5]], [[0.1, 0.2, 
         ((START, TRANSITION, [[0.1, 0.2, 0.7], [0.3, 0.3, 0.3]]), r"emission row 1 sums to 0\.9"),
         (([1.5, -0.5], TRANSITION, EMISSION), r"start contains negative"),
         (([math.nan, 1.0], TRANSITION, EMISSION), r"start contains .*NaN"),
-        ((START, [[1.0], [1.0]], EMISSION), r"log_transition must have shape \[2, 2\], not \[2, 1\]"),
-        ((START, TRANSITION, [[1.0]]), r"log_emission must have shape \[2, words\], not \[1, 1\]"),
+        ((START, [[1.0], [1.0]], EMISSION), r"transition.log_probs must have shape \[2, 2\], not \[2, 1\]"),
+        (
+            (START, TRANSITION, [[1.0]]),
+            "log_start has 2 states, the transition 2 and the emission 1: give all three the same",
+        ),
         (([[0.5, 0.5]], TRANSITION, EMISSION), r"log_start must have shape \[states\]"),
         ((START, [[0.5, 0.5], [0.5]], EMISSION), r"transition must be a tensor, an array or equally long lists"),
     ],
@@ -128,9 +158,9 @@ def test_a_carry_may_be_rounded_to_float32(dtype: torch.dtype) -> None:
 def test_parameters_that_are_not_tensors_of_one_dtype_are_named() -> None:
     hmm = HMM.from_probs(START, TRANSITION, EMISSION)
     with pytest.raises(hmmlm.InputError, match="share one dtype"):
-        HMM(hmm.log_start.double(), hmm.log_transition, hmm.log_emission)
+        HMM(hmm.log_start.double(), hmm.transition, hmm.emission)
     with pytest.raises(hmmlm.InputError, match="from_probs takes arrays"):
-        HMM(np.zeros(2), hmm.log_transition, hmm.log_emission)  # type: ignore[arg-type]
+        HMM(np.zeros(2), hmm.transition, hmm.emission)  # type: ignore[arg-type]
 
 
 TINY = [[1.0, 1e-300], [1.0, 1e-300]]
@@ -156,10 +186,10 @@ def test_probabilities_below_float32_in_lists_and_arrays_are_not_zero(arguments:
 def test_lists_and_arrays_are_read_in_float64_and_tensors_in_their_own_dtype() -> None:
     third = [[1 / 3, 2 / 3], [2 / 3, 1 / 3]]
     hmm = HMM.from_probs(torch.tensor([0.5, 0.5]), third, np.array(third))
-    assert torch.equal(hmm.log_transition, torch.tensor(third, dtype=torch.float64).log())
+    assert torch.equal(hmm.transition.log_probs, torch.tensor(third, dtype=torch.float64).log())
     assert torch.equal(hmm.log_start, torch.tensor([0.5, 0.5]).log().double())
     narrow = HMM.from_probs(*(torch.tensor(p) for p in ([0.5, 0.5], third, third)))
-    assert torch.equal(narrow.log_transition, torch.tensor(third).log())
+    assert torch.equal(narrow.transition.log_probs, torch.tensor(third).log())
 
 
 @pytest.mark.parametrize("tokens", [[[]], [], torch.zeros(0, 3, dtype=torch.int64), np.zeros((2, 0))])

@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.oracle import random_blocked_hmm, random_hmm
+from helpers.oracle import matrices, random_blocked_hmm, random_hmm
 from torch import Tensor
 
 import hmmlm
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel
+from hmmlm.hmm import HMM
 from hmmlm.numerics.logmatrix import LogMatrix, LogTiles
 
 RAGGED = [[0, 2, -1, 1], [3], [1, 1, 2, 0, 3, 3, 1]]
 
 
-def make(kind: str, seed: int = 0) -> HiddenMarkovModel:
+def make(kind: str, seed: int = 0) -> HMM:
     if kind == "blocked":
         return random_blocked_hmm(2, 2, 5, seed)
     return HMM(*(p.log() for p in random_hmm(4, 5, seed)))
@@ -106,8 +106,8 @@ def test_several_sequences_advance_together(kind: str) -> None:
 @both_kinds
 def test_words_that_states_emit(kind: str) -> None:
     hmm = make(kind)
-    words, log_probs = hmm.emissions_from(torch.tensor([3, 0, 2]))
-    emission = hmm.dense().log_emission[[3, 0, 2]]
+    words, log_probs = hmm.emission.log_rows(torch.tensor([3, 0, 2]))
+    emission = hmm.emission.dense()[[3, 0, 2]]
     found = torch.full_like(emission, -math.inf)
     for row, (ids, scores) in enumerate(zip(words.tolist(), log_probs, strict=True)):
         for word, score in zip(ids, scores, strict=True):
@@ -169,7 +169,7 @@ def test_products_with_tiles_are_exact_at_any_scale(sharpness: float) -> None:
 def test_small_blocked_models_agree_with_dense_ones(sharpness: float) -> None:
     """In float32, where products underflow; a model of this size keeps its transition matrix."""
     exact = random_blocked_hmm(3, 4, 20, seed=1, sharpness=sharpness)
-    hmm: BlockedHMM = exact.to(torch.float32)
+    hmm: HMM = exact.to(torch.float32)
     dense = hmm.to(torch.float64).dense()  # the same rounded parameters
     tokens = torch.randint(20, (6, 9), generator=torch.Generator().manual_seed(0))
     lengths = torch.tensor([9, 1, 4, 9, 7, 2])
@@ -196,28 +196,28 @@ def test_fitting_raises_the_likelihood_to_a_maximum() -> None:
     sequences = [row[: 5 + i % 15].tolist() for i, row in enumerate(tokens)]
     start = HMM.random(3, 6, seed=1)
     start.validate()
-    kept = [p.clone() for p in start.parameters]
+    kept = [p.clone() for p in matrices(start)]
     models = [start, *(start.fit(sequences, iterations=n, tolerance=0) for n in (1, 2, 5, 40))]
     likelihoods = [float(model.log_likelihood(sequences).sum()) for model in models]
     assert likelihoods == sorted(likelihoods)
     fitted = start.to(torch.float64).fit(sequences, iterations=300, tolerance=1e-9)
     fitted.validate()
     assert float(fitted.log_likelihood(sequences).sum()) > float(truth.log_likelihood(sequences).sum())
-    assert all(torch.equal(a, b) for a, b in zip(kept, start.parameters, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(kept, matrices(start), strict=True))
     # At a maximum the expected counts, normalized, are the parameters.
     counts = fitted.expected_counts(sequences)
     torch.testing.assert_close(
-        counts.emission / counts.emission.sum(1, keepdim=True), fitted.log_emission.exp(), atol=1e-3, rtol=0
+        counts.emission / counts.emission.sum(1, keepdim=True), fitted.emission.log_probs.exp(), atol=1e-3, rtol=0
     )
     smooth = start.fit([[0, 1], [1, 0, 1]], pseudocount=0.5)
-    assert bool(smooth.log_emission.isfinite().all())
+    assert bool(smooth.emission.log_probs.isfinite().all())
 
 
 def test_fitting_in_pieces_gives_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
     start, sequences = HMM.random(3, 5, seed=2).to(torch.float64), [[0, 1, 2], [4], [3, 3, 1, 0], [2, 2]]
     whole = start.fit(sequences, iterations=3)
-    monkeypatch.setattr("hmmlm.hmm.dense._BULK_CELLS", 24)
-    for mine, theirs in zip(start.fit(sequences, iterations=3).parameters, whole.parameters, strict=True):
+    monkeypatch.setattr("hmmlm.hmm.hmm._BULK_CELLS", 24)
+    for mine, theirs in zip(matrices(start.fit(sequences, iterations=3)), matrices(whole), strict=True):
         torch.testing.assert_close(mine, theirs)
 
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 from helpers.oracle import random_blocked_hmm
 
-from hmmlm.hmm import blocked, blocked_stream
-from hmmlm.hmm.recursions import Recursions
+from hmmlm.hmm import blocked_stream
+from hmmlm.hmm.lattice import add_step
+from hmmlm.hmm.recursions import run_filter, sort_batch
+from hmmlm.transitions import tiled
 
 WORDS, STEPS = 9, 50
 TEXT = torch.randint(WORDS, (1, STEPS), generator=torch.Generator().manual_seed(0))
@@ -16,7 +18,7 @@ def computed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Keep the transition matrix, or compute tiles of it; in both cases read the text in pieces of seven words."""
     monkeypatch.setattr(blocked_stream, "_STEPS", 7)
     if request.param == "tiles":
-        monkeypatch.setattr(blocked, "_TABLE_CELLS", 0)
+        monkeypatch.setattr(tiled, "TABLE_CELLS", 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -32,24 +34,24 @@ def test_a_stream_is_filtered_as_by_the_dense_model(dtype: torch.dtype, zeros: f
 
 
 def test_only_what_underflow_may_have_changed_is_computed_in_log_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted, step = list[int](), Recursions.filter_step
+    counted = list[int]()
 
-    def counting(self: Recursions, *arguments: object) -> None:
+    def counting(*arguments: object) -> None:
         counted.append(1)
-        step(self, *arguments)  # type: ignore[arg-type]
+        add_step(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Recursions, "filter_step", counting)
+    monkeypatch.setattr(blocked_stream, "add_step", counting)
     for sharpness, least, most in ((1.0, 1, 1), (300.0, 2, STEPS)):
         counted.clear()
         hmm = random_blocked_hmm(3, 4, WORDS, seed=0, sharpness=sharpness).to(torch.float32)
-        lattice = hmm._forward(hmm._batch(TEXT, None))
-        assert len(lattice.log_filtered) == len(lattice.supports) == len(lattice.scores) == STEPS
+        lattice = run_filter(hmm, sort_batch(hmm, TEXT, None))
+        assert len(lattice.filtered) == len(lattice.supports) == len(lattice.scores) == STEPS
         assert least <= len(counted) <= most
 
 
 def test_nothing_is_possible_after_an_impossible_word() -> None:
     hmm = random_blocked_hmm(3, 4, WORDS, seed=1)
-    hmm.factors.log_emission[2] = -torch.inf
+    hmm.emission.log_probs[2] = -torch.inf
     place = TEXT[0].tolist().index(2)
     found = hmm.token_log_probs(TEXT)[0]
     assert bool(found[:place].isfinite().all()) and bool((found[place:] == -torch.inf).all())

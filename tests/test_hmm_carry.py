@@ -8,22 +8,22 @@ from helpers.oracle import random_blocked_hmm, random_hmm
 from torch import Tensor
 
 from hmmlm.baselines.mixture import mix
-from hmmlm.hmm import HMM, Carry, HiddenMarkovModel, UnionHMM
+from hmmlm.hmm import HMM, Carry
 
 TOKENS = torch.randint(5, (3, 60), generator=torch.Generator().manual_seed(0))
 
 
-def unlikely_first() -> tuple[UnionHMM, Tensor]:
+def unlikely_first() -> tuple[HMM, Tensor]:
     """Return a union whose second component alone explains the end of a text, and hardly its beginning."""
     sure, rare = math.log1p(-math.exp(-30.0)), -30.0
     parts = [
         HMM(torch.zeros(1), torch.zeros(1, 1), torch.tensor([[sure, rare, -math.inf]])),
         HMM(torch.zeros(1), torch.zeros(1, 1), torch.tensor([[rare, -math.inf, sure]])),
     ]
-    return UnionHMM.join(parts), torch.tensor([[0] * 30 + [2] * 30])
+    return HMM.union(parts), torch.tensor([[0] * 30 + [2] * 30])
 
 
-def make(kind: str) -> tuple[HiddenMarkovModel, Tensor]:
+def make(kind: str) -> tuple[HMM, Tensor]:
     if kind == "unlikely first":
         return unlikely_first()
     if kind == "dense":
@@ -34,7 +34,7 @@ def make(kind: str) -> tuple[HiddenMarkovModel, Tensor]:
         hmm = HMM.from_probs(torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64), transition, emission)
         return hmm.to(torch.float32), torch.tensor([[0] * 5 + [2] * 5, [0, 1] * 5])
     blocked = random_blocked_hmm(2, 3, 5, seed=2)
-    return (blocked if kind == "blocked" else UnionHMM.join([blocked, make("dense")[0].to(blocked.dtype)])), TOKENS
+    return (blocked if kind == "blocked" else HMM.union([blocked, make("dense")[0].to(blocked.dtype)])), TOKENS
 
 
 @pytest.mark.parametrize("kind", ["dense", "left to right", "blocked", "union", "unlikely first"])

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, WordTokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, HiddenMarkovModel, ahead, constraints
+from hmmlm.hmm import HMM, ahead, constraints
 from hmmlm.hmm.automaton import Automaton, anything, containing
 from hmmlm.hmm.constraints import Guide
 from hmmlm.hmm.spelling import Spelling, containing_text
-from hmmlm.hmm.union import UnionHMM
 from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.text.constraint import Constraint
 from hmmlm.text.lm import LanguageModel
@@ -67,14 +66,14 @@ def test_unions_of_automata() -> None:
     assert int(either.settled().sum()) == 1  # after either phrase everything is accepted
 
 
-def hmms() -> list[HiddenMarkovModel]:
+def hmms() -> list[HMM]:
     """Return a dense model, a dense one with zeros, a blocked one, and the union of the first two."""
     given = (random_hmm(3, WORDS, seed, 2.0, zeros) for seed, zeros in ((0, 0.0), (1, 0.4)))
     dense = [HMM(*(p.log() for p in parameters)) for parameters in given]
-    return [*dense, random_blocked_hmm(3, 4, 9, seed=0), UnionHMM.join(dense, [0.3, 0.7])]
+    return [*dense, random_blocked_hmm(3, 4, 9, seed=0), HMM.union(dense, [0.3, 0.7])]
 
 
-def sequences(hmm: HiddenMarkovModel, length: int) -> tuple[list[tuple[int, ...]], Tensor]:
+def sequences(hmm: HMM, length: int) -> tuple[list[tuple[int, ...]], Tensor]:
     every = list(itertools.product(range(hmm.vocab_size), repeat=length))
     return every, hmm.log_likelihood(every).exp().double()
 
@@ -141,7 +140,7 @@ def test_a_state_drawn_first_and_its_word_then_have_the_distribution_of_the_next
     for token in (1, 1, 2):
         (reading,) = guide.reading([position.automaton], position.remaining)
         state_probs = (position.log_state + reading).softmax(0)
-        words, log_probs = hmm.emissions_from(states)
+        words, log_probs = hmm.emission.log_rows(states)
         at = [position.automaton] * hmm.states
         accepted = guide.accepted_words(at, position.remaining, words, states)
         accepted = (log_probs + accepted).softmax(1).nan_to_num(0.0)
@@ -425,7 +424,7 @@ def test_chances_of_large_groups_of_tokens(distinct: int) -> None:
     emission[:, distinct:] = emission[:, distinct - 1 : distinct]
     start, transition = torch.randn(3, generator=generator), torch.randn(3, 3, generator=generator)
     hmm = HMM(*(each.double().log_softmax(-1) for each in (start, transition, emission)))
-    assert (hmm.column_of_word is None) == (distinct == words)
+    assert (hmm.emission.column_of_word is None) == (distinct == words)
     following = torch.arange(words) % 3  # the automaton state after a token, from every one
     following[:5] = torch.tensor([2, 1, 0, 3, 3])
     automaton = Automaton(following.expand(4, -1), torch.tensor([False, True, True, False]))

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers.oracle import random_blocked_hmm, random_hmm
+from helpers.oracle import matrices, random_blocked_hmm, random_hmm
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, HiddenMarkovModel
+from hmmlm.hmm import HMM
 
 
-def make(kind: str) -> HiddenMarkovModel:
+def make(kind: str) -> HMM:
     return random_blocked_hmm(2, 2, 5, 0) if kind == "blocked" else HMM(*(p.log() for p in random_hmm(4, 5, 0)))
 
 
@@ -34,7 +34,7 @@ def test_parameters_of_dynamax_are_read_without_it() -> None:
     parts = {"initial": start, "transitions": transition, "emissions": emission}
     names = {"initial": "probs", "transitions": "transition_matrix", "emissions": "probs"}
     params = SimpleNamespace(**{k: SimpleNamespace(**{names[k]: v}) for k, v in parts.items()})
-    for ours, theirs in zip(HMM.from_dynamax(params).parameters, (start, transition, emission[:, 0]), strict=True):
+    for ours, theirs in zip(matrices(HMM.from_dynamax(params)), (start, transition, emission[:, 0]), strict=True):
         assert np.allclose(ours.exp().numpy(), theirs)
     params.emissions.probs = np.repeat(emission, 2, 1)
     with pytest.raises(InputError, match=r"needs one emission, \[states, 1, words\], not \[2, 2, 3\]"):

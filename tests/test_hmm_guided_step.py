@@ -61,10 +61,10 @@ def test_steps_agree_with_log_space_also_with_triton(
     monkeypatch.setattr(constraints, "FEW", few)
     hmm, generator = random_model(few), torch.Generator().manual_seed(1)
     if shared:  # columns of emissions that are stored once
-        log_emission = hmm.log_emission.clone()
+        log_emission = hmm.emission.log_probs.clone()
         log_emission[:, 3:] = log_emission[:, 3:4]
-        hmm = HMM(hmm.log_start, hmm.log_transition, log_emission.log_softmax(1))
-        assert hmm.column_of_word is not None
+        hmm = HMM(hmm.log_start, hmm.transition, log_emission.log_softmax(1))
+        assert hmm.emission.column_of_word is not None
     guides = [Guide(hmm, line, LENGTH) for line in lines()]
     pairs = [(guide, guide.begin()) for guide in guides]
     # The first two rows are of one guide; those that end are not constrained any more.
@@ -110,10 +110,10 @@ def test_steps_follow_beams_and_drafts_also_with_triton() -> None:
 @pytest.mark.filterwarnings("ignore:.*before the constraint was satisfied")
 def test_steps_leave_what_underflows_to_log_space_also_with_triton() -> None:
     hmm = random_model(0)
-    log_emission = hmm.log_emission.clone()
+    log_emission = hmm.emission.log_probs.clone()
     log_emission[:, 1] = torch.tensor([-100.0, -120.0, -90.0, -200.0, -150.0])
     log_emission[2:, 3] = -torch.inf
-    log_transition = torch.full_like(hmm.log_transition, -torch.inf).fill_diagonal_(0.0)
+    log_transition = torch.full_like(hmm.transition.log_probs, -torch.inf).fill_diagonal_(0.0)
     hmm = HMM(hmm.log_start, log_transition, log_emission.log_softmax(1))
     guide = Guide(hmm, lines()[0], LENGTH)
     texts = torch.tensor([[3, 3, 1, 2], [1, 1, 2, 8]])
@@ -131,7 +131,7 @@ def test_a_model_that_has_steered_can_be_copied_also_with_triton() -> None:
     scores = torch.zeros(1, WORDS)
     expected = Steering(guide, guide.begin())(torch.tensor([[7]]), scores)
     other = copy.deepcopy(hmm)
-    assert other.guided_steps() is not hmm.guided_steps()
+    assert other.guided_steps is not hmm.guided_steps
     guide = Guide(other, lines()[2], LENGTH)
     torch.testing.assert_close(Steering(guide, guide.begin())(torch.tensor([[7]]), scores), expected)
 

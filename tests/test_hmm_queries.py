@@ -7,16 +7,18 @@ import pytest
 import torch
 from helpers.dense_scan import sticky
 from helpers.memory import LargestTensor
-from helpers.oracle import Enumeration, random_blocked_hmm, random_hmm, single_block
+from helpers.oracle import Enumeration, by_state, matrices, random_blocked_hmm, random_hmm, single_block, with_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hmmlm.emissions import blocked
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, Carry, HiddenMarkovModel, blocked, blocked_products, dense
-from hmmlm.numerics import logmatrix
+from hmmlm.hmm import HMM, Carry, products
+from hmmlm.hmm.recursions import run_messages
+from hmmlm.numerics import logmatrix, semirings
 from hmmlm.ops.scan import Evidence, Parameters, naive
-from hmmlm.transitions import origins
+from hmmlm.transitions import base, factored, tiled, tiles
 
 NEG_INF = -math.inf
 KINDS = ["dense", "dense, one state", "blocked", "blocked, one block", "blocked, one state per block"]
@@ -26,9 +28,8 @@ CLOSE = {torch.float32: {"rtol": 1e-3, "atol": 3e-4}, torch.float64: {"rtol": 1e
 
 def make_hmm(
     kind: str, dtype: torch.dtype = torch.float64, seed: int = 11, sharpness: float = 1.0, zeros: float = 0.0
-) -> HiddenMarkovModel:
+) -> HMM:
     """Return an HMM over five words; transitions of a blocked one are never zero."""
-    hmm: HiddenMarkovModel
     if kind == "dense":
         hmm = HMM.from_probs(*random_hmm(4, 5, seed, sharpness, zeros))
     elif kind == "dense, one state":
@@ -43,20 +44,25 @@ def make_hmm(
     return hmm.to(dtype)
 
 
-def possible_tokens(hmm: HiddenMarkovModel, batch: int, steps: int, seed: int, missing: float) -> Tensor:
+def possible_tokens(hmm: HMM, batch: int, steps: int, seed: int, missing: float) -> Tensor:
     """Return tokens [batch, steps] drawn from the model, a fraction of them then missing."""
     generator = torch.Generator().manual_seed(seed)
     tokens, _ = hmm.sample(batch, steps, generator)
     return tokens.masked_fill(torch.rand(tokens.shape, generator=generator) < missing, -1)
 
 
-def twin(hmm: HiddenMarkovModel) -> HMM:
+def twin(hmm: HMM) -> HMM:
     """Return the same model as a dense one in float64."""
-    dense = hmm.dense().to(torch.float64)
-    return HMM(*dense.parameters, impl="naive")
+    return HMM(*matrices(hmm.to(torch.float64)), impl="naive")
 
 
-def assert_queries_agree(hmm: HiddenMarkovModel, tokens: Tensor, lengths: Tensor | None = None) -> None:
+def dense_counts(hmm: HMM, tokens: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Return the expected counts as a vector and two matrices, and the log-likelihood."""
+    start, transition, emission, log_likelihood = hmm.expected_counts(tokens, lengths)
+    return start, transition.to_dense(), by_state(hmm.emission, emission), log_likelihood
+
+
+def assert_queries_agree(hmm: HMM, tokens: Tensor, lengths: Tensor | None = None) -> None:
     """Compare every query of a batch of possible sequences with the enumeration of each alone."""
     reference, close = twin(hmm), CLOSE[hmm.dtype]
     sizes = [tokens.shape[1]] * len(tokens) if lengths is None else lengths.tolist()
@@ -64,7 +70,7 @@ def assert_queries_agree(hmm: HiddenMarkovModel, tokens: Tensor, lengths: Tensor
     posterior, infill, filtered = (query(tokens, lengths) for query in (hmm.posterior, hmm.infill, hmm.filter))
     states, best = hmm.viterbi(tokens, lengths)
     following = hmm.next_token(tokens, lengths)
-    counts = [torch.zeros_like(p) for p in reference.parameters]
+    counts = [torch.zeros_like(p) for p in matrices(reference)]
 
     def assert_close(got: Tensor, want: Tensor, what: str) -> None:
         torch.testing.assert_close(got.double(), want, **close, msg=lambda m: f"{what} of sequence {row}: {m}")
@@ -85,8 +91,8 @@ def assert_queries_agree(hmm: HiddenMarkovModel, tokens: Tensor, lengths: Tensor
         for beyond, fill in ((posterior, 0.0), (filtered.probs, 0.0), (infill, NEG_INF), (states, -1)):
             assert bool((beyond[row, size:] == fill).all())
     row = -1  # all
-    for got, want in zip(hmm.expected_counts(tokens, lengths)[:3], counts, strict=True):
-        assert_close(got.to_dense(), want, "expected_counts")
+    for got, want in zip(dense_counts(hmm, tokens, lengths)[:3], counts, strict=True):
+        assert_close(got, want, "expected_counts")
 
 
 # --- against enumeration ---
@@ -196,10 +202,10 @@ def test_filter_continues_from_an_initial_distribution(kind: str, dtype: torch.d
 @pytest.mark.parametrize("sharpness", [1.0, 10.0])
 @pytest.mark.parametrize("kind", ["dense", "blocked"])
 def test_queries_of_long_sequences_agree_with_log_space(kind: str, sharpness: float, dtype: torch.dtype) -> None:
-    hmm: HiddenMarkovModel = random_blocked_hmm(3, 4, 20, 5, sharpness).to(dtype)
+    hmm: HMM = random_blocked_hmm(3, 4, 20, 5, sharpness).to(dtype)
     hmm = hmm.dense() if kind == "dense" else hmm
     tokens, lengths = possible_tokens(hmm, 4, 50, 5, missing=0.1), torch.tensor([50, 7, 1, 33])
-    parameters, evidence = Parameters(*twin(hmm).parameters), Evidence(tokens, lengths)
+    parameters, evidence = matrices(twin(hmm)), Evidence(tokens, lengths)
     alpha, beta = naive.forward(parameters, evidence), naive.backward(parameters, evidence)
     inside = (torch.arange(50) < lengths[:, None])[..., None]
 
@@ -211,7 +217,7 @@ def test_queries_of_long_sequences_agree_with_log_space(kind: str, sharpness: fl
     assert_close(hmm.posterior(tokens, lengths), torch.where(inside, (alpha + beta).softmax(2), 0.0))
     assert_close(hmm.filter(tokens, lengths).probs, torch.where(inside, alpha.softmax(2), 0.0))
     for got, want in zip(
-        hmm.expected_counts(tokens, lengths)[:3],
+        dense_counts(hmm, tokens, lengths)[:3],
         naive.expected_counts(parameters, evidence, torch.ones(4, dtype=torch.float64)),
         strict=True,
     ):
@@ -277,7 +283,7 @@ def test_conditionals_are_probabilities(seed: int, states: int, words: int, leng
 # --- small probabilities ---
 
 
-def both_kinds(hmm: HMM) -> list[HiddenMarkovModel]:
+def both_kinds(hmm: HMM) -> list[HMM]:
     return [hmm, single_block(hmm)]
 
 
@@ -321,7 +327,7 @@ def test_infill_does_not_read_the_token_itself() -> None:
 # --- impossible sequences ---
 
 
-def impossible_after(kind: str) -> HiddenMarkovModel:
+def impossible_after(kind: str) -> HMM:
     """Return a model of three words in which word 2 is possible at the beginning only; word 0 never follows it."""
     dense = HMM.from_probs([1.0, 0.0], [[0.5, 0.5], [0.0, 1.0]], [[0.0, 0.5, 0.5], [1.0, 0.0, 0.0]])
     if kind == "dense":
@@ -379,9 +385,8 @@ def test_filter_is_zero_from_a_word_that_no_state_emits(tokens: list[list[int]],
 
 @pytest.mark.parametrize("kind", ["dense", "blocked"])
 def test_gradients_of_impossible_sequences_with_missing_tokens_are_zero(kind: str) -> None:
-    tensors = impossible_after(kind).tensors()
-    leaves = {name: value.requires_grad_() for name, value in tensors.items() if value.is_floating_point()}
-    hmm = (HMM if kind == "dense" else BlockedHMM)(**(tensors | leaves))  # type: ignore[arg-type]
+    hmm = with_gradients(impossible_after(kind))
+    leaves = hmm.parameters()
     log_likelihood = hmm.log_likelihood(torch.tensor([[1, -1, 0, 0], [1, 2, 2, -1], [-1, 0, 2, 0]]))
     assert (log_likelihood[:2] > NEG_INF).tolist() == [True, kind == "dense"] and log_likelihood[2] == NEG_INF
     for gradient in torch.autograd.grad(log_likelihood[2], list(leaves.values()), retain_graph=True):
@@ -412,7 +417,7 @@ def test_sample_follows_the_model(kind: str) -> None:
     hmm, num = make_hmm(kind), 10_000
     tokens, states = hmm.sample(num, 3, generator=torch.Generator().manual_seed(1))
     assert tokens.shape == states.shape == (num, 3)
-    marginal, transition, emission = (p.exp() for p in twin(hmm).parameters)
+    marginal, transition, emission = (p.exp() for p in matrices(twin(hmm)))
     for t in range(3):
         for drawn, expected in ((states, marginal), (tokens, marginal @ emission)):
             seen = torch.bincount(drawn[:, t], minlength=len(expected)) / num
@@ -439,9 +444,7 @@ def test_numbers_of_samples_are_checked(query: str) -> None:
 def test_only_log_likelihoods_have_gradients(kind: str) -> None:
     hmm, tokens = make_hmm(kind), torch.tensor([[0, 1, 2]])
     assert not hmm.log_likelihood(tokens).requires_grad
-    tensors = hmm.tensors()
-    leaves = {name: value.requires_grad_() for name, value in tensors.items() if value.is_floating_point()}
-    learned = type(hmm)(**(tensors | leaves))
+    learned = with_gradients(hmm)
     assert learned.log_likelihood(tokens).requires_grad and learned.filter(tokens).log_likelihood.requires_grad
     assert not learned.filter(tokens).carry.log_probs.requires_grad and not learned.filter(tokens).probs.requires_grad
     for query in (learned.posterior, learned.entropy, learned.next_token, learned.infill):
@@ -462,15 +465,15 @@ def test_products_of_probabilities_agree_with_log_space_in_every_cell(
 
     def results() -> list[Tensor]:
         lattice = hmm._possible(tokens, lengths)
-        cells = [*lattice.log_filtered, *lattice.log_scales, *hmm._messages(lattice)]
+        cells = [*lattice.filtered, *lattice.scales, *run_messages(hmm, lattice)]
         return [*cells, hmm.posterior(tokens, lengths), hmm.infill(tokens, lengths), *hmm.viterbi(tokens, lengths)]
 
     fast = results()
     used = hmm._possible(tokens, lengths).stacked is not None
     assert used or sharpness > 4
     assert not used or sharpness < 90 or dtype == torch.float64  # underflow is noticed
-    monkeypatch.setattr(dense, "_BULK_CELLS", 0)
-    monkeypatch.setattr(origins, "_CACHE_CELLS", 50)
+    monkeypatch.setattr(products, "_BULK_CELLS", 0)
+    monkeypatch.setattr(semirings, "_CACHE_CELLS", 50)
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
     for got, want in zip(fast, results(), strict=True):
         torch.testing.assert_close(got, want, **close)
@@ -501,9 +504,9 @@ def test_missing_tokens_of_a_blocked_hmm_make_no_matrix_per_sequence(
     hmm = random_blocked_hmm(4, states // 4, 8, seed=0)
     tokens = possible_tokens(hmm, batch, 4, 0, missing=0.5)
     expected = getattr(hmm, query)(tokens)
-    for module in (blocked, blocked_products):
+    for module in (base, factored, tiles, semirings, blocked):
         monkeypatch.setattr(module, "_CELLS", 2**10)
-    monkeypatch.setattr(blocked, "_TABLE_CELLS", 0)
+    monkeypatch.setattr(tiled, "TABLE_CELLS", 0)
     with LargestTensor() as largest:
         found = getattr(hmm, query)(tokens)
     torch.testing.assert_close(found, expected)

@@ -200,9 +200,9 @@ def test_triton_graphs_are_replayed_in_and_outside_inference_mode(first: bool, r
 @outside_interpreter
 def test_a_model_with_recorded_scans_is_copied_without_them() -> None:
     hmm = HMM(*make_parameters())
-    kept = hmm._recorded_scans
+    kept = hmm.recorded_scans
     other = copy.deepcopy(hmm)
-    assert other._recorded_scans is not kept and isinstance(other._recorded_scans, RecordedScans)
+    assert other.recorded_scans is not kept and isinstance(other.recorded_scans, RecordedScans)
     assert torch.equal(other.log_start, hmm.log_start)
 
 

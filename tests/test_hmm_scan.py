@@ -4,19 +4,21 @@ import math
 
 import pytest
 import torch
-from helpers.oracle import Enumeration, random_blocked_hmm, random_hmm, single_block
+from helpers.oracle import Enumeration, matrices, random_blocked_hmm, random_hmm, single_block, with_gradients
 from torch import Tensor, nn
 
-from hmmlm.hmm import HMM, BlockedHMM, Carry, HiddenMarkovModel
+from hmmlm.emissions import Blocked
+from hmmlm.hmm import HMM, Carry
 from hmmlm.models.base import Model
 from hmmlm.ops.common import Scan
+from hmmlm.transitions import Dense, Factored
 
 KINDS = ["dense", "blocked", "blocked, one block"]
 RESTART = torch.tensor([[True, False, False, True], [False, False, True, False], [False, True, False, False]])
 LENGTHS = torch.tensor([4, 4, 2])
 
 
-def make_hmm(kind: str, seed: int = 0) -> HiddenMarkovModel:
+def make_hmm(kind: str, seed: int = 0) -> HMM:
     """Return an HMM over five words in float64."""
     if kind == "blocked":
         return random_blocked_hmm(2, 2, 5, seed)
@@ -24,12 +26,12 @@ def make_hmm(kind: str, seed: int = 0) -> HiddenMarkovModel:
     return dense if kind == "dense" else single_block(dense)
 
 
-def draw(hmm: HiddenMarkovModel, batch: int, steps: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def draw(hmm: HMM, batch: int, steps: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return tokens and states [batch, steps] of the model."""
     return hmm.sample(batch, steps, torch.Generator().manual_seed(seed))
 
 
-def some_carry(hmm: HiddenMarkovModel, batch: int) -> Carry:
+def some_carry(hmm: HMM, batch: int) -> Carry:
     """Return a carry over all states."""
     return Carry(torch.rand(batch, hmm.states, generator=torch.Generator().manual_seed(1)).double().log_softmax(1))
 
@@ -64,7 +66,11 @@ def test_joint_scan_agrees_with_enumeration(
     """log p(x, z) of a given path; with a carry that is certain of the state before it."""
     hmm = make_hmm(kind)
     tokens, states = draw(hmm, 3, 5)
-    before, tokens, states = hmm.carry_at(states[:, 0]), tokens[:, 1:].clone(), states[:, 1:].clone()
+    before, tokens, states = (
+        hmm.joint_scan(tokens[:, :1], states[:, :1]).carry,
+        tokens[:, 1:].clone(),
+        states[:, 1:].clone(),
+    )
     previous = before.most_likely()
     tokens[0, 1] = -1  # a missing token: only its state is known
     sizes = [4, 4, 4] if lengths is None else lengths.tolist()
@@ -85,7 +91,7 @@ def test_joint_scan_of_states_that_cannot_emit_the_token() -> None:
     """A state of another block does not emit the word; a missing token is emitted by every state."""
     hmm = make_hmm("blocked")
     word = torch.tensor([[0, 1]])
-    own = hmm.factors.block_of_word[word] * 2  # the first state of each block
+    own = hmm.emission.tensors()["block_of_word"][word] * 2  # the first state of each block
     other = (own + 2) % 4
     assert hmm.joint_scan(word, own).log_likelihood.isfinite().all()
     assert hmm.joint_scan(word, torch.cat([own[:, :1], other[:, 1:]], 1)).log_likelihood.item() == -math.inf
@@ -127,9 +133,8 @@ def test_gradients_of_a_blocked_scan_are_those_of_the_dense_one(joint: bool) -> 
     restart = torch.rand(3, 6, generator=torch.Generator().manual_seed(2)) < 0.2
     found = []
     for dense in (False, True):
-        block_of_word, *rest = make_hmm("blocked").factors
-        leaves = [value.clone().requires_grad_() for value in rest]
-        model = BlockedHMM(block_of_word, *leaves)
+        model = with_gradients(make_hmm("blocked"))
+        leaves = list(model.parameters().values())
         hmm = model.dense() if dense else model
         carry = some_carry(hmm, 3)
         result = (
@@ -144,7 +149,7 @@ def test_gradients_of_a_blocked_scan_are_those_of_the_dense_one(joint: bool) -> 
 
 def test_the_gradient_of_joint_scan_counts_starts_transitions_and_emissions() -> None:
     dense = HMM.from_probs([1.0, 0.0], [[0.5, 0.5], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]])
-    leaves = [p.clone().requires_grad_() for p in dense.parameters]
+    leaves = [p.clone().requires_grad_() for p in matrices(dense)]
     result = HMM(*leaves).joint_scan(torch.tensor([[1, 0], [0, 1]]), torch.tensor([[0, 1], [1, 0]]))
     torch.testing.assert_close(result.log_likelihood.detach(), torch.tensor([math.log(0.5), -math.inf]))
     start, transition, emission = torch.autograd.grad(result.log_likelihood[0], leaves)
@@ -153,23 +158,22 @@ def test_the_gradient_of_joint_scan_counts_starts_transitions_and_emissions() ->
 
 
 class BlockedLogits(Model):
-    """A model that returns a BlockedHMM and has no scan of its own."""
+    """A model that returns a blocked HMM and has no scan of its own."""
 
-    def __init__(self, hmm: BlockedHMM) -> None:
+    def __init__(self, hmm: HMM) -> None:
         super().__init__(hmm.states, hmm.vocab_size)
-        self.block_of_word = hmm.factors.block_of_word
-        self.start, self.u = nn.Parameter(hmm.factors.log_start), nn.Parameter(hmm.factors.u)
-        self.w, self.emission = hmm.factors.w, hmm.factors.log_emission
+        assert isinstance(hmm.transition, Factored)
+        self.start, self.u = nn.Parameter(hmm.log_start), nn.Parameter(hmm.transition.u)
+        self.w, self.emission = hmm.transition.w, hmm.emission
 
-    def forward(self) -> BlockedHMM:
+    def forward(self) -> HMM:
         normalizer = (self.u @ self.w.t()).logsumexp(1)
-        return BlockedHMM(self.block_of_word, self.u, self.w, normalizer, self.start.log_softmax(0), self.emission)
+        return HMM(self.start.log_softmax(0), Factored(self.u, self.w, normalizer), self.emission)
 
 
 @pytest.mark.parametrize("kind", ["blocked", "blocked, one block"])
 def test_a_model_of_a_blocked_hmm_inherits_scan(kind: str) -> None:
     hmm = make_hmm(kind)
-    assert isinstance(hmm, BlockedHMM)
     model = BlockedLogits(hmm)
     tokens, _ = draw(hmm, 3, 9)
     whole = model.scan(tokens)
@@ -194,10 +198,27 @@ def test_a_model_of_a_blocked_hmm_inherits_scan(kind: str) -> None:
 
 def test_a_model_drops_suspect_sequences_and_counts_them() -> None:
     hmm = make_hmm("blocked")
-    assert isinstance(hmm, BlockedHMM)
     model = BlockedLogits(hmm)
     result = model.scan(draw(hmm, 3, 4)[0])
     suspect = torch.tensor([False, True, False])
     dropped = model.drop_underflowed(result._replace(suspect=suspect))
     assert dropped.log_likelihood[1] == 0 and int(model.skipped) == 1
     assert torch.equal(dropped.log_likelihood[[0, 2]], result.log_likelihood[[0, 2]])
+
+
+def test_a_sequence_that_underflows_beside_one_with_missing_tokens() -> None:
+    """Log space computes the first alone, whose values are over the states of a block; those of the batch are not."""
+    log_transition = torch.tensor([[-0.7, -200.0], [-200.0, -0.7]]).repeat(2, 2)
+    emission = Blocked(torch.tensor([[0.0, -200.0], [-200.0, 0.0], [0.0, 0.0]]), torch.tensor([0, 0, 1]))
+    hmm = with_gradients(HMM(torch.full((4,), 0.25).log(), Dense(log_transition), emission))
+    tokens = torch.tensor([[0, 0, 1, 1], [-1, -1, -1, -1]])
+    alone = torch.cat([hmm.log_likelihood(tokens[:1]), hmm.log_likelihood(tokens[1:])])
+    torch.testing.assert_close(hmm.log_likelihood(tokens), alone)
+
+
+def test_the_carry_of_a_model_that_requires_gradients_loses_no_state() -> None:
+    uniform = Factored(torch.zeros(2, 1), torch.zeros(2, 1))
+    hmm = HMM(torch.tensor([0.5, 0.5]).log(), uniform, torch.tensor([[0.0, -200.0], [-200.0, 0.0]]))
+    for model in (hmm, with_gradients(hmm)):
+        carry = model.scan(torch.tensor([[0, 0]])).carry
+        torch.testing.assert_close(carry.over_all(2), torch.tensor([[0.0, -200.0]], dtype=torch.float64))

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hmmlm.hmm import BlockedHMM, blocked
+from hmmlm.emissions import Blocked
+from hmmlm.hmm import HMM
+from hmmlm.transitions import Factored, tiled
 from hmmlm.transitions.tilestore import TileStore
 
 BLOCKS, K = 3, 4
@@ -60,10 +62,10 @@ def test_queries_of_a_large_blocked_model_use_the_store(monkeypatch: pytest.Monk
     scores = torch.randn(9, K, generator=generator)
     total = torch.zeros(BLOCKS, K).index_add_(0, block_of_word, scores.exp()).log()
     start = torch.randn(BLOCKS * K, generator=generator).log_softmax(0)
-    factors = (block_of_word, u, w, (u @ w.t()).logsumexp(1), start, scores - total[block_of_word])
+    emission = Blocked(scores - total[block_of_word], block_of_word)
     tokens = torch.randint(0, 9, (6, 7), generator=generator)
-    kept = BlockedHMM(*factors).token_log_probs(tokens)
-    monkeypatch.setattr(blocked, "_TABLE_CELLS", 0)
-    stored = BlockedHMM(*factors)
-    torch.testing.assert_close(stored.token_log_probs(tokens), kept)
-    assert stored.store._kept
+    kept = HMM(start, Factored(u, w), emission).token_log_probs(tokens)
+    monkeypatch.setattr(tiled, "TABLE_CELLS", 0)
+    stored = Factored(u, w)
+    torch.testing.assert_close(HMM(start, stored, emission).token_log_probs(tokens), kept)
+    assert stored.store(K)._kept

@@ -23,8 +23,12 @@ def expected_counts(hmm: HMM, tokens: Tensor, lengths: Tensor | None = None) -> 
     return {"start": counts.start, "transition": counts.transition, "emission": counts.emission}
 
 
+def tables(hmm: HMM) -> dict[str, Tensor]:
+    return dict(zip(("start", "transition", "emission"), hmm.matrices(), strict=True))
+
+
 def em_step(hmm: HMM, tokens: Tensor, lengths: Tensor | None = None, step: float = 1.0) -> HMM:
-    return HMM(*maximize(expected_counts(hmm, tokens, lengths), hmm.parameters, step=step))
+    return HMM(*maximize(expected_counts(hmm, tokens, lengths), tables(hmm), step=step).values())
 
 
 def total(hmm: HMM, tokens: Tensor, lengths: Tensor | None = None) -> float:
@@ -74,39 +78,39 @@ def test_m_step_is_normalized_counts_with_pseudocounts() -> None:
         "transition": torch.tensor([[1.0, 3.0], [2.0, 2.0]]).double(),
         "emission": torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 4.0]]).double(),
     }
-    plain = maximize(counts, current.parameters)
-    assert plain.log_transition.exp().tolist() == [[0.25, 0.75], [0.5, 0.5]]
-    assert plain.log_emission.exp().tolist() == [[0.5, 0.0, 0.5], [0.0, 0.0, 1.0]]
-    smoothed = maximize(counts, current.parameters, pseudocount=2.0)
-    torch.testing.assert_close(smoothed.log_start.exp(), torch.tensor([5 / 8, 3 / 8]).double())
-    torch.testing.assert_close(smoothed.log_emission[1].exp(), torch.tensor([0.2, 0.2, 0.6]).double())
+    plain = maximize(counts, tables(current))
+    assert plain["transition"].exp().tolist() == [[0.25, 0.75], [0.5, 0.5]]
+    assert plain["emission"].exp().tolist() == [[0.5, 0.0, 0.5], [0.0, 0.0, 1.0]]
+    smoothed = maximize(counts, tables(current), pseudocount=2.0)
+    torch.testing.assert_close(smoothed["start"].exp(), torch.tensor([5 / 8, 3 / 8]).double())
+    torch.testing.assert_close(smoothed["emission"][1].exp(), torch.tensor([0.2, 0.2, 0.6]).double())
 
 
 def test_partial_step_interpolates_probabilities() -> None:
     current = random_hmm(3, 4, seed=1)
     counts = expected_counts(current, torch.tensor([[0, 1, 2, 3, 3, 0]]))
-    old = current.parameters
+    old = tables(current)
     whole, part = maximize(counts, old), maximize(counts, old, step=0.3)
-    for mixed, new, before in zip(part, whole, old, strict=True):
-        torch.testing.assert_close(mixed.exp(), 0.3 * new.exp() + 0.7 * before.exp())
+    for name, before in old.items():
+        torch.testing.assert_close(part[name].exp(), 0.3 * whole[name].exp() + 0.7 * before.exp())
 
 
 @pytest.mark.parametrize("step, pseudocount", [(1.0, 0.0), (0.5, 0.0), (0.5, 0.1)])
 def test_a_state_never_visited_keeps_its_rows(step: float, pseudocount: float) -> None:
     start = torch.tensor([0.5, 0.5, 0.0]).double()
     transition = torch.tensor([[0.5, 0.5, 0.0], [0.3, 0.7, 0.0], [0.2, 0.2, 0.6]]).double()
-    current = HMM(start.log(), transition.log(), random_hmm(3, 4, seed=0).log_emission)
+    current = HMM(start.log(), transition.log(), random_hmm(3, 4, seed=0).emission)
     counts = expected_counts(current, torch.tensor([[0, 1, 2, 3]]))
-    new = HMM(*maximize(counts, current.parameters, pseudocount, step))
-    assert torch.equal(new.log_transition[2], current.log_transition[2])
-    assert torch.equal(new.log_emission[2], current.log_emission[2])
-    assert not torch.equal(new.log_emission[1], current.log_emission[1])
+    new = HMM(*maximize(counts, tables(current), pseudocount, step).values())
+    assert torch.equal(new.transition.log_probs[2], current.transition.log_probs[2])
+    assert torch.equal(new.emission.log_probs[2], current.emission.log_probs[2])
+    assert not torch.equal(new.emission.log_probs[1], current.emission.log_probs[1])
     new.validate()
 
 
 def test_running_counts_are_summed_and_reset() -> None:
-    running = RunningCounts(2, 3, momentum=0.0, device=torch.device("cpu"))
     ones = (torch.ones(2), torch.ones(2, 2), torch.ones(2, 3))
+    running = RunningCounts(dict(zip(("start", "transition", "emission"), ones, strict=True)), momentum=0.0)
     running.add(*ones)
     running.add(*ones)
     with running.take() as taken:
@@ -117,7 +121,8 @@ def test_running_counts_are_summed_and_reset() -> None:
 
 
 def test_momentum_is_an_average_of_updates_without_bias_to_zero() -> None:
-    running = RunningCounts(1, 1, momentum=0.75, device=torch.device("cpu"))
+    one = {"start": torch.ones(1), "transition": torch.ones(1, 1), "emission": torch.ones(1, 1)}
+    running = RunningCounts(one, momentum=0.75)
     seen, weights = [8.0, 4.0, 16.0], [0.75**2 * 0.25, 0.75 * 0.25, 0.25]
     for value in seen:
         running.add(torch.full((1,), value), torch.full((1, 1), value), torch.full((1, 1), value))
@@ -160,7 +165,7 @@ def test_a_recorded_e_step_learns_like_the_eager_one(full_batch: bool) -> None:
             if not kept:
                 kept.append(result)
             with torch.no_grad():
-                for mine, new in zip(kept[0].log_probs, result.log_probs, strict=True):
+                for mine, new in zip(kept[0].log_probs.values(), result.log_probs.values(), strict=True):
                     mine.copy_(new)
             return kept[0]
 
@@ -171,7 +176,7 @@ def test_a_recorded_e_step_learns_like_the_eager_one(full_batch: bool) -> None:
             tokens = torch.randint(0, 5, (size, 6), generator=generator)
             learner.step(Batch(tokens, None, None, False, last=number in (2, 5)), None, 0.5)
         assert bool(kept) == recorded
-        return [p.detach() for p in learner.model().parameters]
+        return [p.detach() for p in learner.model().parameters().values()]
 
     for eager, recorded in zip(learn(False), learn(True), strict=True):
         torch.testing.assert_close(recorded, eager)

@@ -14,7 +14,7 @@ import hmmlm
 from hmmlm.config.run import RunConfig
 from hmmlm.distillation.kmeans import Clusters
 from hmmlm.errors import InputError
-from hmmlm.hmm import HiddenMarkovModel
+from hmmlm.hmm import HMM
 from hmmlm.learning.fit import Fit
 from hmmlm.learning.train import train
 from hmmlm.models.base import Model
@@ -64,7 +64,7 @@ class Inheriting(Model):
         super().__init__(inner.states, inner.vocab_size)
         self.inner = inner
 
-    def forward(self) -> HiddenMarkovModel:
+    def forward(self) -> HMM:
         return self.inner()
 
 

@@ -4,12 +4,14 @@ import pytest
 import torch
 from helpers.models import make_dense
 
+from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM
+from hmmlm.hmm import HMM
 from hmmlm.models.factored import BlockedFactored
 from hmmlm.models.neural import Neural
 from hmmlm.models.scalar import BlockedScalar
 from hmmlm.structure.blocks import Blocks
+from hmmlm.transitions import Dense, Factored
 
 
 def count(module: torch.nn.Module) -> int:
@@ -47,7 +49,7 @@ def small(num: int = 3, **options: object) -> Neural:
 def test_model_is_normalized_and_all_parameters_have_gradients(form: str, block_embeddings: bool) -> None:
     model = small(form=form, block_embeddings=block_embeddings)
     hmm = model()
-    assert isinstance(hmm, BlockedHMM)
+    assert isinstance(hmm.transition, Factored) and isinstance(hmm.emission, Blocked)
     hmm.detach().dense().validate()
     first = model.scan(torch.randint(0, 30, (2, 6)))
     second = model.scan(torch.randint(0, 30, (2, 6)), carry=first.carry)
@@ -64,10 +66,12 @@ def test_bfloat16_products_keep_their_digits_for_what_distinguishes_states() -> 
     with torch.no_grad():
         model.embedding += 30.0
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        factors = model().detach().factors
-    assert (factors.u @ factors.w.mean(0)).abs().max() < 0.1
-    exact = (factors.u.double() @ factors.w.double().t()).logsumexp(1)
-    torch.testing.assert_close(factors.log_normalizer.double(), exact, rtol=0.0, atol=1e-5)
+        transition = model().detach().transition
+    assert isinstance(transition, Factored)
+    u, w = transition.u, transition.w
+    assert (u @ w.mean(0)).abs().max() < 0.1
+    exact = (u.double() @ w.double().t()).logsumexp(1)
+    torch.testing.assert_close(transition.log_normalizer.double(), exact, rtol=0.0, atol=1e-5)
 
 
 def test_dropout_is_exactly_the_model_of_the_kept_states() -> None:
@@ -80,8 +84,8 @@ def test_dropout_is_exactly_the_model_of_the_kept_states() -> None:
     dense = model().detach().dense()
     reduced = HMM(
         dense.log_start[kept].log_softmax(0),
-        dense.log_transition[kept][:, kept].log_softmax(1),
-        dense.log_emission[kept],
+        dense.transition.log_probs[kept][:, kept].log_softmax(1),
+        dense.emission.log_probs[kept],
     )
     torch.testing.assert_close(result.log_likelihood.detach(), reduced.log_likelihood(tokens), rtol=1e-4, atol=1e-4)
     assert set(result.carry.states.flatten().tolist()) <= set(kept.tolist())
@@ -105,8 +109,8 @@ def test_carry_leads_into_the_states_of_the_next_sample() -> None:
     result = model.scan(tokens[:, :1], carry=before)
     now, dense = result.carry.states, model().detach().dense()  # with one block, all states that are kept
     assert now.shape == (3, 12) and not torch.equal(now, before.states)
-    scores = dense.log_transition[before.states[0]][:, now[0]]
-    emission = dense.log_emission.exp()[now[0]][:, tokens[:, 0]]
+    scores = dense.transition.log_probs[before.states[0]][:, now[0]]
+    emission = dense.emission.log_probs.exp()[now[0]][:, tokens[:, 0]]
     likelihood = (before.log_probs.exp().float() @ scores.softmax(1) * emission.T).sum(1)
     torch.testing.assert_close(result.log_likelihood.detach(), likelihood.log(), rtol=1e-4, atol=1e-4)
 
@@ -122,7 +126,9 @@ def test_bad_dropout_is_refused_before_any_work() -> None:
 
 def test_scalar_blocks_agree_with_the_dense_model() -> None:
     model = BlockedScalar(blocks(30, 24, 3), dropout=0.0, generator=torch.Generator().manual_seed(3))
-    dense = model().detach().dense()
+    hmm = model().detach()
+    assert isinstance(hmm.transition, Dense) and isinstance(hmm.emission, Blocked)
+    dense = hmm.dense()
     dense.validate()
     tokens = torch.randint(0, 30, (3, 9), generator=torch.Generator().manual_seed(4))
     first = model.scan(tokens[:, :4])
@@ -145,8 +151,8 @@ def test_scalar_dropout_is_exactly_the_model_of_the_kept_states() -> None:
     dense = model().detach().dense()
     reduced = HMM(
         dense.log_start[kept].log_softmax(0),
-        dense.log_transition[kept][:, kept].log_softmax(1),
-        dense.log_emission[kept],
+        dense.transition.log_probs[kept][:, kept].log_softmax(1),
+        dense.emission.log_probs[kept],
     )
     torch.testing.assert_close(result.log_likelihood.detach(), reduced.log_likelihood(tokens), rtol=1e-4, atol=1e-4)
 

@@ -75,8 +75,8 @@ def test_each_part_is_factored_or_free(factored: tuple[bool, bool, bool]) -> Non
         hmm.detach().validate()
         free = {
             "start": (start, hmm.log_start, STATES),
-            "transition": (transition, hmm.log_transition, STATES * STATES),
-            "emission": (emission, hmm.log_emission, STATES * WORDS),
+            "transition": (transition, hmm.transition.log_probs, STATES * STATES),
+            "emission": (emission, hmm.emission.log_probs, STATES * WORDS),
         }
         for name, (is_factored, made, size) in free.items():
             parameter = getattr(model, name)
@@ -95,7 +95,7 @@ def test_with_nothing_factored_it_is_the_scalar_model() -> None:
     assert {name: p.shape for name, p in model.named_parameters()} == {
         name: p.shape for name, p in scalar.named_parameters()
     }
-    for mine, other in zip(model().parameters, scalar().parameters, strict=True):
+    for mine, other in zip(model().matrices(), scalar().matrices(), strict=True):
         assert torch.equal(mine, other)
 
 
@@ -104,18 +104,18 @@ def test_linear_forms_are_the_printed_products() -> None:
     (single,) = a.embeddings
     logits = single @ single.T
     assert torch.equal(logits, logits.T)
-    torch.testing.assert_close(a().log_transition, logits.log_softmax(1))
-    torch.testing.assert_close(a().log_emission, (single @ a.emission.T).log_softmax(1))
+    torch.testing.assert_close(a().transition.log_probs, logits.log_softmax(1))
+    torch.testing.assert_close(a().emission.log_probs, (single @ a.emission.T).log_softmax(1))
     left, entered, emitting = b.embeddings
-    torch.testing.assert_close(b().log_transition, (left @ entered.T).log_softmax(1))
-    torch.testing.assert_close(b().log_emission, (emitting @ b.emission.T).log_softmax(1))
+    torch.testing.assert_close(b().transition.log_probs, (left @ entered.T).log_softmax(1))
+    torch.testing.assert_close(b().emission.log_probs, (emitting @ b.emission.T).log_softmax(1))
     torch.testing.assert_close(b().log_start, (left @ b.start).log_softmax(0))
 
 
 def test_transition_logits_of_ablation_a_are_symmetric_and_of_b_are_not() -> None:
     def asymmetry(hmm: HMM) -> float:
         # log A_ij − log A_ji = (a_ij − a_ji) − (n_i − n_j) with row normalizers n: cycles sum to 0 if a is symmetric
-        gap = (hmm.log_transition - hmm.log_transition.T).detach()
+        gap = (hmm.transition.log_probs - hmm.transition.log_probs.T).detach()
         return float((gap[0, 1] + gap[1, 2] + gap[2, 0]).abs())
 
     assert asymmetry(small(split=False, init="normal")()) < 1e-4
@@ -200,8 +200,10 @@ def test_transformers_are_equivariant_to_permuting_states(order: list[int], mono
             table.copy_(table[order].clone())
     after = model().detach()
     torch.testing.assert_close(after.log_start, before.log_start[order], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(after.log_transition, before.log_transition[order][:, order], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(after.log_emission, before.log_emission[order], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        after.transition.log_probs, before.transition.log_probs[order][:, order], rtol=1e-4, atol=1e-4
+    )
+    torch.testing.assert_close(after.emission.log_probs, before.emission.log_probs[order], rtol=1e-4, atol=1e-4)
 
 
 def test_transformers_look_at_other_states() -> None:
@@ -222,7 +224,7 @@ def test_autocast_rounds_products_but_not_the_softmax(kind: str) -> None:
     hmm.detach().validate()
     loss.backward()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
-    torch.testing.assert_close(hmm.log_emission, model().log_emission, rtol=0.0, atol=0.1)
+    torch.testing.assert_close(hmm.emission.log_probs, model().emission.log_probs, rtol=0.0, atol=0.1)
     assert small(kind).double()().dtype == torch.float64
 
 
@@ -315,8 +317,8 @@ def test_configuration_names_what_does_not_apply(values: dict[str, Any], message
     assert "\n" not in str(caught.value)
 
 
-def test_baum_welch_needs_the_scalar_model() -> None:
-    with pytest.raises(InputError, match=r"needs model\.kind = 'scalar'"):
+def test_baum_welch_needs_a_model_of_tables() -> None:
+    with pytest.raises(InputError, match="needs a model of tables, such as 'scalar'"):
         read_config(RunConfig, {"model": {"kind": "linear"}, "optimizer": {"kind": "baum-welch"}})
 
 

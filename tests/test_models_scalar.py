@@ -13,7 +13,7 @@ from hmmlm.models.scalar import Scalar
 
 def test_forward_returns_distributions_of_the_given_sizes() -> None:
     hmm = Scalar(5, 7, scale=3.0)()
-    assert (hmm.log_start.shape, hmm.log_transition.shape, hmm.log_emission.shape) == ((5,), (5, 5), (5, 7))
+    assert (hmm.log_start.shape, hmm.transition.log_probs.shape, hmm.emission.log_probs.shape) == ((5,), (5, 5), (5, 7))
     hmm.validate()
 
 
@@ -31,17 +31,17 @@ def test_gradient_with_respect_to_logits_is_counts_minus_their_expectation() -> 
     hmm = model()
     hmm.log_likelihood(tokens).sum().backward()
     counts = hmm.expected_counts(tokens)
-    expected = counts.emission - counts.emission.sum(1, keepdim=True) * hmm.log_emission.exp()
+    expected = counts.emission - counts.emission.sum(1, keepdim=True) * hmm.emission.log_probs.exp()
     assert model.emission.grad is not None
     torch.testing.assert_close(model.emission.grad, expected.detach())
 
 
 def test_forward_returns_assigned_probabilities_including_zeros() -> None:
     hmm = random_hmm(3, 4, seed=0)
-    hmm.log_emission[1] = torch.tensor([0.25, 0.0, 0.75, 0.0], dtype=torch.float64).log()
+    hmm.emission.log_probs[1] = torch.tensor([0.25, 0.0, 0.75, 0.0], dtype=torch.float64).log()
     model = Scalar(3, 4).double()
     model.assign(hmm)
-    for made, given in zip(model().parameters, hmm.parameters, strict=True):
+    for made, given in zip(model().parameters().values(), hmm.parameters().values(), strict=True):
         torch.testing.assert_close(made, given, rtol=0, atol=1e-14)
 
 

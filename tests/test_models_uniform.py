@@ -87,8 +87,8 @@ def test_model_equals_the_dense_one_of_the_paper(form: str) -> None:
     model = small(form=form)
     hmm = model()
     hmm.detach().validate()
-    assert torch.equal(hmm.log_emission > -torch.inf, emitted(model.subsets))
-    for mine, expected in zip(hmm.parameters, written_out(model).parameters, strict=True):
+    assert torch.equal(hmm.emission.log_probs > -torch.inf, emitted(model.subsets))
+    for mine, expected in zip(hmm.matrices(), written_out(model).matrices(), strict=True):
         torch.testing.assert_close(mine, expected)
     tokens = draw(2, 6)
     check_gradients(model, hmm.log_likelihood(tokens), written_out(model).log_likelihood(tokens))
@@ -173,7 +173,7 @@ def test_in_low_precision_only_the_factors_are_rounded() -> None:
         embedding = model.network.embed(torch.arange(STATES))
         (u, _), (w, _) = model.network.leaving(embedding, None), model.network.entering(embedding)
     u, w = (factor.detach().bfloat16().float() for factor in (u, w))
-    torch.testing.assert_close(hmm.log_transition, (u @ w.T).log_softmax(1))
+    torch.testing.assert_close(hmm.transition.log_probs, (u @ w.T).log_softmax(1))
     hmm.validate()
     torch.testing.assert_close(result.log_likelihood.detach(), hmm.log_likelihood(tokens), rtol=1e-3, atol=0.0)
 
@@ -220,5 +220,5 @@ def test_trains_saves_and_resumes(tmp_path: Path) -> None:
     assert max(losses[-3:]) < losses[0] - 0.2
     models = [LanguageModel.load(tmp_path / run / "final").hmm for run in ("whole", "parts")]
     assert isinstance(models[0], HMM) and isinstance(models[1], HMM)
-    for a, b in zip(models[0].parameters, models[1].parameters, strict=True):
+    for a, b in zip(*(model.parameters().values() for model in models), strict=True):
         assert torch.equal(a, b)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.blocked_scan import KERNEL_CASES, Case, assert_agrees, make_case, solve, two_regimes, weights
+from helpers.blocked_scan import KERNEL_CASES, Case, assert_agrees, make_case, make_hmm, solve, two_regimes, weights
 from helpers.interpreter import (
     implementations,
     needs_triton,
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM
+from hmmlm.hmm import HMM
 from hmmlm.ops.blocked_scan import Factors, api, blocked_scan, naive, scaled
 from hmmlm.ops.blocked_scan.problem import lay_out
 
@@ -210,11 +210,6 @@ def test_shared_tiles_are_summed_where_single_terms_overflow(monkeypatch: pytest
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-2)
 
 
-def dense(factors: Factors) -> HMM:
-    """Return the equivalent dense HMM; emissions need not sum to one here."""
-    return BlockedHMM(*factors).dense()
-
-
 @outside_interpreter
 @pytest.mark.parametrize("entered", [False, True])
 @pytest.mark.parametrize("restarts", [False, True])
@@ -222,7 +217,7 @@ def test_the_specification_agrees_with_enumeration(entered: bool, restarts: bool
     case = make_case(3, 2, 3, 5, 2, 4, entered=entered, restarts=restarts, seed=2 * entered)
     case = case._replace(lengths=torch.tensor([4, 2]))
     result = solve(case, "naive")
-    hmm = dense(case.factors)
+    hmm = make_hmm(case.factors).dense()
     for row, size in enumerate((4, 2)):
         tokens = case.tokens[row, :size].tolist()
         starts = [False] * size if case.restart is None else case.restart[row, :size].tolist()
@@ -231,10 +226,10 @@ def test_the_specification_agrees_with_enumeration(entered: bool, restarts: bool
             first_states = int(case.factors.block_of_word[tokens[0]]) * 2 + torch.arange(2)
             entered_at = torch.full_like(hmm.log_start, -torch.inf).index_copy(0, first_states, case.entry[row, 0])
             if not any(starts):
-                reference = HMM(entered_at, hmm.log_transition, hmm.log_emission)
+                reference = HMM(entered_at, hmm.transition, hmm.emission)
             else:  # restarts use the start distribution: enumerate the stretch before the first of them alone
                 first = starts.index(True)
-                before = Enumeration(HMM(entered_at, hmm.log_transition, hmm.log_emission), tokens[:first])
+                before = Enumeration(HMM(entered_at, hmm.transition, hmm.emission), tokens[:first])
                 after = Enumeration(hmm, tokens[first:], restart=starts[first:])
                 expected = before.log_likelihood() + after.log_likelihood()
                 torch.testing.assert_close(result.scan.log_likelihood[row], expected)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from helpers.dense_scan import assert_agrees, log_parameters, make_problem, sticky
-from helpers.oracle import NEG_INF, Enumeration, random_hmm
+from helpers.oracle import NEG_INF, Enumeration, matrices, random_hmm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +42,7 @@ def test_log_space_agrees_with_enumeration(
             carry=None if before is None else before[None].log(),
             restart=None if starts is None else torch.tensor([starts]),
         )
-        parameters = leaves(Parameters(*hmm.parameters))
+        parameters = leaves(matrices(hmm))
         result = scan(parameters, evidence, "naive")
         torch.testing.assert_close(result.log_likelihood[0], oracle.log_likelihood())
         if oracle.log_likelihood() == NEG_INF:
@@ -210,7 +210,8 @@ def test_compiled_loops_name_what_they_need(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(api, "installed", lambda name: False)
     with pytest.raises(InputError, match=r"needs numba, which the extra hmmlm\[fast\] installs"):
         scan(parameters, evidence, "compiled")
-    assert not api.loops_pay(3, torch.device("cpu"))
+    assert "needs numba" in api.refusal(parameters, evidence, torch.float64, "compiled")
+    assert not api.path_loops_pay(3, 2, torch.device("cpu"))
 
 
 def test_a_numba_that_cannot_be_imported_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +222,10 @@ def test_a_numba_that_cannot_be_imported_is_not_used(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(api, "import_module", refuse)
     api._importable.cache_clear()
     try:
-        assert not api.loops_pay(3, torch.device("cpu"))
+        parameters, evidence = log_parameters(random_hmm(3, 4, seed=1)), Evidence(torch.tensor([[0, 1]]))
+        assert api.refusal(parameters, evidence, torch.float64, "compiled") == "cannot import numba"
+        assert not api.path_loops_pay(3, 2, torch.device("cpu"))
+        assert bool(scan(parameters, evidence).log_likelihood.isfinite().all())
     finally:
         api._importable.cache_clear()
 

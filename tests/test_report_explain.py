@@ -9,18 +9,20 @@ from helpers.report_models import WORDS, sentence_model
 from rich.console import Console
 
 from hmmlm.data.words import WordTokenizer
+from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM
+from hmmlm.hmm import HMM
 from hmmlm.report.explain import explain_states, explain_text, similar_order
 from hmmlm.report.tables import path_table
 from hmmlm.text.embeddings import stationary
 from hmmlm.text.lm import LanguageModel
+from hmmlm.transitions import Factored
 
 
 def test_stationary_distribution_is_invariant() -> None:
     generator = torch.Generator().manual_seed(0)
     hmm = HMM(*((2 * torch.randn(s, generator=generator)).log_softmax(-1) for s in ((7,), (7, 7), (7, 3))))
-    start, transition, _ = (log_probs.double().exp() for log_probs in hmm.parameters)
+    start, transition, _ = (log_probs.double().exp() for log_probs in hmm.parameters().values())
     mass = stationary(start, transition)
     torch.testing.assert_close(mass @ transition, mass, atol=1e-6, rtol=0)
     assert float(mass.sum()) == pytest.approx(1)
@@ -71,7 +73,7 @@ def test_a_blocked_model_is_explained_as_its_dense_form() -> None:
     u, w, start = (torch.randn(shape, generator=generator) for shape in ((4, 3), (4, 3), (4,)))
     block_of_word = torch.tensor([0, 1, 0, 1, 0, 1])
     emission = torch.randn(6, 2, generator=generator).view(3, 2, 2).log_softmax(0).view(6, 2)
-    blocked = BlockedHMM(block_of_word, u, w, (u @ w.t()).logsumexp(1), start.log_softmax(0), emission)
+    blocked = HMM(start.log_softmax(0), Factored(u, w), Blocked(emission, block_of_word))
     dense = blocked.dense()
     assert dense.dense() is dense
     of_blocked, of_dense = (explain_states(LanguageModel(hmm, WordTokenizer(WORDS))) for hmm in (blocked, dense))

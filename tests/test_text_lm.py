@@ -18,14 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hmmlm
 from hmmlm.data.tokenizers import HuggingFaceTokenizer
 from hmmlm.data.words import WordTokenizer
+from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel
+from hmmlm.hmm import HMM
 from hmmlm.text import generation
 from hmmlm.text.blanks import encode_blanks
 from hmmlm.text.control import load_control, save_control
 from hmmlm.text.generation import SamplingOptions, invert, sample_continuations
 from hmmlm.text.guides import Guides
 from hmmlm.text.lm import LanguageModel, load
+from hmmlm.transitions import Factored
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "dog", "sat", "ran", "."]
 
@@ -55,7 +57,7 @@ def test_a_saved_model_is_loaded_unchanged(tmp_path: Path, dtype: torch.dtype) -
     lm = LanguageModel(random_hmm(dtype=dtype), WordTokenizer(WORDS, lowercase=True), {"data": "x", "n": [1, 2.5]})
     lm.save(tmp_path / "deep" / "model")
     again = load(tmp_path / "deep" / "model")
-    for before, after in zip(lm.hmm.parameters, again.hmm.parameters, strict=True):
+    for before, after in zip(lm.hmm.matrices(), again.hmm.matrices(), strict=True):
         assert after.dtype == dtype
         assert torch.equal(before, after)
     assert again.config == lm.config
@@ -70,11 +72,11 @@ def test_a_saved_model_is_loaded_unchanged(tmp_path: Path, dtype: torch.dtype) -
 def test_a_saved_blocked_model_is_loaded_unchanged(lm: LanguageModel, tmp_path: Path) -> None:
     LanguageModel(blocked_hmm(), lm.tokenizer).save(tmp_path)
     again = load(tmp_path)
-    assert again.hmm.kind == "blocked"
+    assert again.hmm.kind == "factored × blocked"
     for name, tensor in blocked_hmm().tensors().items():
         assert torch.equal(tensor, again.hmm.tensors()[name])
-    rewrite_json(tmp_path / "config.json", model="quantum")
-    with pytest.raises(InputError, match="has a model of kind 'quantum'; this hmmlm reads dense, blocked"):
+    rewrite_json(tmp_path / "config.json", **{"transition.kind": "quantum"})
+    with pytest.raises(InputError, match=r"transition\.kind is 'quantum'; this hmmlm reads dense, factored"):
         load(tmp_path)
 
 
@@ -182,9 +184,9 @@ def test_damaged_json_is_named(saved: Path) -> None:
 
 def test_files_of_another_version_or_model_are_named(saved: Path, tmp_path: Path) -> None:
     rewrite_json(saved / "config.json", version=99)
-    with pytest.raises(InputError, match="version 99; this hmmlm reads 1"):
+    with pytest.raises(InputError, match="version 99; this hmmlm reads 1 and 2"):
         load(saved)
-    rewrite_json(saved / "config.json", version=1, states=6)
+    rewrite_json(saved / "config.json", version=2, states=6)
     with pytest.raises(InputError, match=r"log_start has shape \[5\], config.json has \[6\]: files of two models"):
         load(saved)
 
@@ -285,7 +287,7 @@ def test_temperature_zero_is_the_greedy_argmax(seed: int) -> None:
 
 
 def expected_continuations(
-    hmm: HiddenMarkovModel, context: list[int], length: int, options: SamplingOptions, excluded: int | None
+    hmm: HMM, context: list[int], length: int, options: SamplingOptions, excluded: int | None
 ) -> dict[tuple[int, ...], float]:
     """Return the probability of every continuation of at most `length` tokens, until <eos>, by enumeration."""
     probs = hmm.next_token([context])[0].exp().double()
@@ -322,7 +324,7 @@ def expected_continuations(
     ],
 )
 def test_batched_samples_follow_the_exact_probabilities(kind: str, how: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    hmm: HiddenMarkovModel = random_hmm(seed=3) if kind == "dense" else blocked_hmm()
+    hmm = random_hmm(seed=3) if kind == "dense" else blocked_hmm()
     if "proposals" in how:  # as for models of many states; some rows run out of proposals
         monkeypatch.setattr(generation, "_PROPOSED_STATES", 0)
         monkeypatch.setattr(generation, "_PROPOSALS", how["proposals"])
@@ -405,7 +407,7 @@ def test_the_cumulative_sum_is_inverted_exactly() -> None:
 
 
 def test_samples_without_a_prompt_follow_the_model(lm: LanguageModel) -> None:
-    first = lm.hmm.log_start.exp() @ lm.hmm.log_emission.exp()
+    first = lm.hmm.log_start.exp() @ lm.hmm.emission.log_probs.exp()
     counts = torch.zeros(len(WORDS))
     for seed in range(600):
         text = lm.generate(max_new_tokens=1, seed=seed)
@@ -463,7 +465,7 @@ def test_control_layout_round_trip(tmp_path: Path) -> None:
     torch.testing.assert_close(tensors["gamma"].exp().sum(), torch.tensor(1.0))
     again, config = load_control(tmp_path)
     assert config == {"hidden_states": 5, "vocab_size": len(WORDS), "eos_token_id": 1}
-    for before, after in zip(hmm.parameters, again.parameters, strict=True):
+    for before, after in zip(hmm.matrices(), again.matrices(), strict=True):
         torch.testing.assert_close(before, after)
 
 
@@ -550,9 +552,8 @@ def test_sampling_options_of_the_wrong_type_are_named(lm: LanguageModel, options
 
 
 def test_repr_shows_size_and_kind(lm: LanguageModel) -> None:
-    assert repr(lm) == "LanguageModel(states=5, words=8, kind='dense')"
-    assert hmmlm.BlockedHMM is BlockedHMM
-    assert repr(LanguageModel(blocked_hmm(), lm.tokenizer)).endswith("kind='blocked')")
+    assert repr(lm) == "LanguageModel(states=5, words=8, kind='dense × categorical')"
+    assert repr(LanguageModel(blocked_hmm(), lm.tokenizer)).endswith("kind='factored × blocked')")
 
 
 # --- infilling ------------------------------------------------------------------------------------------------------
@@ -570,7 +571,7 @@ def enumerated(lm: LanguageModel, text: str) -> list[dict[str, float]]:
     return found
 
 
-def blocked_hmm() -> BlockedHMM:
+def blocked_hmm() -> HMM:
     """Return a model with two blocks of two states; the first emits <unk>, <eos>, cat and sat."""
     generator = torch.Generator().manual_seed(1)
     block = torch.tensor([0, 0, 1, 0, 1, 0, 1, 1])
@@ -578,7 +579,7 @@ def blocked_hmm() -> BlockedHMM:
     emission = torch.randn(8, 2, generator=generator, dtype=torch.float64)
     for m in (0, 1):
         emission[block == m] = emission[block == m].log_softmax(0)
-    return BlockedHMM(block, u, w, (u @ w.t()).logsumexp(1), start.log_softmax(0), emission)
+    return HMM(start.log_softmax(0), Factored(u, w), Blocked(emission, block))
 
 
 @pytest.mark.parametrize("kind", ["dense", "blocked"])

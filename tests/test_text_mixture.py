@@ -17,7 +17,7 @@ from hmmlm.cli.main import main
 from hmmlm.data.modelfolder import CONFIG
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, UnionHMM
+from hmmlm.hmm import HMM
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.mixture import MixtureModel, fit_mixture
 from hmmlm.text.predictors import CachePredictor, HmmPredictor, NetworkPredictor, NgramPredictor, Predictor
@@ -32,7 +32,7 @@ CHUNKS = {"batches": {"kind": "chunks", "length": 3}}
 def predictors() -> dict[str, Predictor]:
     dense = HMM.from_probs(*random_hmm(3, WORDS, seed=1))
     zeros = HMM.from_probs(*random_hmm(3, WORDS, seed=2, zeros=0.6))
-    union = UnionHMM.join([dense, random_blocked_hmm(2, 2, WORDS, seed=3)])
+    union = HMM.union([dense, random_blocked_hmm(2, 2, WORDS, seed=3)])
     text = np.random.default_rng(0).integers(WORDS, size=60)
     return {
         "restarts": HmmPredictor(LanguageModel(dense, TOKENIZER, RESTARTS)),

@@ -16,7 +16,7 @@ from hmmlm.data.tokenfile import write_tokens
 from hmmlm.data.tokenizers import HuggingFaceTokenizer
 from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError, InputWarning
-from hmmlm.hmm import HMM, HiddenMarkovModel
+from hmmlm.hmm import HMM
 from hmmlm.report.results import evaluate_tokens, score_tokens
 from hmmlm.text.lm import LanguageModel, load
 
@@ -29,7 +29,7 @@ READINGS: dict[str, dict[str, Any]] = {
 
 
 def make_lm(kind: str = "dense", reading: str = "one stream", seed: int = 0) -> LanguageModel:
-    hmm: HiddenMarkovModel = HMM(*(p.log() for p in random_hmm(4, len(WORDS), seed)))
+    hmm = HMM(*(p.log() for p in random_hmm(4, len(WORDS), seed)))
     if kind == "blocked":
         hmm = random_blocked_hmm(2, 2, len(WORDS), seed)
     return LanguageModel(hmm, WordTokenizer(WORDS), {"batches": READINGS[reading]})
@@ -155,7 +155,7 @@ def test_next_token(kind: str) -> None:
         assert dict(found) == pytest.approx({word: float(want[i]) for i, word in enumerate(WORDS) if want[i] > 0})
         assert found[:2] == lm.next_token(text, top=2)
         assert [p for _, p in found] == sorted((p for _, p in found), reverse=True)
-    first = (lm.hmm.dense().log_start.exp() @ lm.hmm.dense().log_emission.exp()).tolist()
+    first = (lm.hmm.dense().log_start.exp() @ lm.hmm.dense().emission.log_probs.exp()).tolist()
     assert dict(lm.next_token(top=6)) == pytest.approx(dict(zip(WORDS, first, strict=True)))
 
 
@@ -181,7 +181,7 @@ def test_states_are_viterbi_states_with_their_posteriors(
 @pytest.mark.parametrize("reading", ["lines", "one stream"])
 def test_embeddings_are_long_run_frequencies(kind: str, reading: str) -> None:
     lm = make_lm(kind, reading)
-    start, transition, emission = (p.exp() for p in lm.hmm.dense().parameters)
+    start, transition, emission = (p.exp() for p in lm.hmm.dense().parameters().values())
     state, joint = start, torch.zeros(len(WORDS), 4, dtype=torch.float64)
     for _ in range(20_000):  # the distribution of (word, state), step by step
         here = state[:, None] * emission
@@ -274,7 +274,7 @@ def test_representations_are_short() -> None:
 
 def test_every_public_name_is_listed_and_found() -> None:
     assert {"train", "padded", "set_threads", "load", "HMM"} <= set(dir(hmmlm))
-    assert set(dir(hmmlm)) == set(hmmlm.__all__) == set(hmmlm._MODULES) | {"__version__"}
+    assert set(dir(hmmlm)) == set(hmmlm.__all__) == set(hmmlm._MODULES) | {"__version__", "emissions", "transitions"}
     for name in dir(hmmlm):
         assert getattr(hmmlm, name) is not None
 

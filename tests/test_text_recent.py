@@ -6,8 +6,7 @@ from helpers.oracle import random_blocked_hmm, random_hmm
 
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, UnionHMM
-from hmmlm.hmm.queries import HiddenMarkovModel
+from hmmlm.hmm import HMM
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.predictors import HmmPredictor
 from hmmlm.text.recent import _PRIOR, _SHARE, AdaptedHmmPredictor, RecentPredictor
@@ -23,10 +22,10 @@ def weights_at(t: int, size: int = SIZE) -> list[tuple[int, float]]:
     return [(i, 2 ** (-(t - 1 - i) / HALF_LIFE)) for i in range(max(0, t - size), t)]
 
 
-def models() -> dict[str, HiddenMarkovModel]:
+def models() -> dict[str, HMM]:
     dense, blocked = HMM.from_probs(*random_hmm(3, WORDS, seed=1)), random_blocked_hmm(2, 2, WORDS, seed=3)
     impossible = HMM.from_probs(*random_hmm(3, WORDS, seed=2, zeros=0.6))
-    return {"dense": dense, "blocked": blocked, "union": UnionHMM.join([dense, blocked]), "impossible": impossible}
+    return {"dense": dense, "blocked": blocked, "union": HMM.union([dense, blocked]), "impossible": impossible}
 
 
 @pytest.mark.parametrize("missing", [False, True])

@@ -10,16 +10,18 @@ from helpers.report_models import sentence_model
 
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.words import WordTokenizer
+from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, recursions
+from hmmlm.hmm import HMM, recursions
 from hmmlm.report.results import score_tokens
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.scoring import TextScore
+from hmmlm.transitions import Factored
 
 
 @pytest.mark.parametrize("kind", ["dense", "blocked"])
 def test_log_probabilities_of_tokens_are_differences_of_likelihoods(kind: str) -> None:
-    hmm: HiddenMarkovModel = random_blocked_hmm(3, 4, 9, seed=1)
+    hmm = random_blocked_hmm(3, 4, 9, seed=1)
     if kind == "dense":
         hmm = HMM.from_probs(*random_hmm(5, 9, seed=1))
     hmm = hmm.to(torch.float64)
@@ -51,8 +53,8 @@ def test_an_impossible_text_has_infinite_perplexity_in_windows_too(monkeypatch: 
 @pytest.mark.parametrize("kind", ["dense", "blocked"])
 def test_a_state_that_matters_in_a_later_window_is_not_lost(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two states that hardly ever change; after the first window, the state of the later words is below any float32."""
-    factors = two_regimes(-1e4, -25.0).to(torch.float32)
-    hmm: HiddenMarkovModel = BlockedHMM(*factors)
+    block_of_word, u, w, log_normalizer, log_start, log_emission = two_regimes(-1e4, -25.0)
+    hmm = HMM(log_start, Factored(u, w, log_normalizer), Blocked(log_emission, block_of_word)).to(torch.float32)
     hmm = hmm.dense() if kind == "dense" else hmm
     lm = LanguageModel(hmm, WordTokenizer(["<unk>", "<eos>"]))
     tokens = TokenFile.from_arrays([0] * 8 + [1] * 30, None, 2)

@@ -38,11 +38,14 @@ def tasks(problem: Problem) -> Tasks:
         return leaves[1].grad
 
     def em() -> hmmlm.HMM:
-        return hmmlm.HMM(*maximize(fixed.expected_counts(tokens)._asdict(), fixed.parameters))
+        matrices = fixed.matrices()
+        assert matrices is not None
+        tables = dict(zip(("start", "transition", "emission"), matrices, strict=True))
+        return hmmlm.HMM(*maximize(fixed.expected_counts(tokens)._asdict(), tables).values())
 
     return {
         "forward": lambda: compiled(lambda: fixed.log_likelihood(tokens), lambda out: out.numpy()),
         "gradient": lambda: compiled(gradient, lambda out: out.numpy()),
         "viterbi": lambda: compiled(lambda: fixed.viterbi(tokens), lambda out: out[0].numpy()),
-        "em": lambda: compiled(em, lambda new: new.log_transition.exp().numpy()),
+        "em": lambda: compiled(em, lambda new: new.transition.dense().exp().numpy()),
     }

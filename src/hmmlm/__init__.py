@@ -4,9 +4,11 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hmmlm import emissions, transitions
     from hmmlm.device import set_threads
     from hmmlm.errors import InputError, InputWarning
-    from hmmlm.hmm import HMM, BlockedHMM, Carry, Counts, Filtered, UnionHMM
+    from hmmlm.explorer.notebook import Display
+    from hmmlm.hmm import HMM, Carry, Counts, Filtered
     from hmmlm.hmm.automaton import Automaton
     from hmmlm.hmm.checks import padded
     from hmmlm.hmm.constraints import Guide
@@ -22,16 +24,15 @@ __version__ = "0.2.0"
 _MODULES = {
     "HMM": "hmmlm.hmm",
     "Automaton": "hmmlm.hmm.automaton",
-    "BlockedHMM": "hmmlm.hmm",
     "Carry": "hmmlm.hmm",
     "Counts": "hmmlm.hmm",
+    "Display": "hmmlm.explorer.notebook",
     "Filtered": "hmmlm.hmm",
     "Guide": "hmmlm.hmm.constraints",
     "InputError": "hmmlm.errors",
     "InputWarning": "hmmlm.errors",
     "LanguageModel": "hmmlm.text.lm",
     "Steering": "hmmlm.text.steering",
-    "UnionHMM": "hmmlm.hmm",
     "distill": "hmmlm.learning.run",
     "MixtureModel": "hmmlm.text.mixture",
     "load": "hmmlm.text.mixture",
@@ -44,9 +45,9 @@ _MODULES = {
 __all__ = [
     "HMM",
     "Automaton",
-    "BlockedHMM",
     "Carry",
     "Counts",
+    "Display",
     "Filtered",
     "Guide",
     "InputError",
@@ -54,15 +55,16 @@ __all__ = [
     "LanguageModel",
     "MixtureModel",
     "Steering",
-    "UnionHMM",
     "__version__",
     "distill",
+    "emissions",
     "load",
     "padded",
     "sample_particles",
     "save_control",
     "set_threads",
     "train",
+    "transitions",
 ]
 
 # How long an idle OpenMP thread spins before it sleeps. With the default, training on two cores of which one is busy is
@@ -73,10 +75,12 @@ if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
 
 
 def __getattr__(name: str) -> Any:  # torch is imported on first use, so that `hmmlm --help` is fast
-    if name not in _MODULES:
-        raise AttributeError(f"module 'hmmlm' has no attribute {name!r}")
     from importlib import import_module
 
+    if name in ("emissions", "transitions"):
+        return import_module(f"hmmlm.{name}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'hmmlm' has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)
 
 

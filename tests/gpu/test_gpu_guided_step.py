@@ -41,5 +41,5 @@ def test_steps_agree_with_log_space(states: int, equal: int, rows: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(kernels.log_masses, portable.log_masses, rtol=1e-4, atol=1e-4)
     assert not kernels._doubtful and kernels.report == portable.report
-    steps = hmm.guided_steps()
+    steps = hmm.guided_steps
     assert steps is not None and any(step.graph is not None for step in steps._graphs.values())

@@ -2,29 +2,30 @@
 
 import pytest
 import torch
-from helpers.oracle import random_blocked_hmm, random_hmm
+from helpers.oracle import matrices, random_blocked_hmm, random_hmm, with_gradients
 from torch import Tensor
 
 from hmmlm.data.tokenizers import WordTokenizer
-from hmmlm.hmm import HMM, Carry, HiddenMarkovModel, blocked
+from hmmlm.hmm import HMM, Carry
 from hmmlm.hmm.automaton import containing
 from hmmlm.hmm.constraints import Guide
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.steering import Steering
+from hmmlm.transitions import tiled
 
 WORDS = 30
 CLOSE = {torch.float32: {"rtol": 1e-3, "atol": 3e-4}, torch.float64: {"rtol": 1e-8, "atol": 1e-9}}
 LENGTHS = torch.tensor([12, 7, 1, 12, 3])
 
 
-def make_hmm(kind: str, dtype: torch.dtype, sharpness: float = 1.0) -> HiddenMarkovModel:
-    hmm: HiddenMarkovModel = random_blocked_hmm(4, 8, WORDS, seed=1, sharpness=sharpness)
+def make_hmm(kind: str, dtype: torch.dtype, sharpness: float = 1.0) -> HMM:
+    hmm: HMM = random_blocked_hmm(4, 8, WORDS, seed=1, sharpness=sharpness)
     if kind == "dense":
         hmm = HMM.from_probs(*random_hmm(20, WORDS, seed=1, sharpness=sharpness, zeros=0.2))
     return hmm.to(dtype)
 
 
-def draw(hmm: HiddenMarkovModel, missing: float = 0.2) -> tuple[Tensor, Tensor]:
+def draw(hmm: HMM, missing: float = 0.2) -> tuple[Tensor, Tensor]:
     """Return tokens and states [5, 12] of the model, some of the tokens missing."""
     generator = torch.Generator().manual_seed(2)
     tokens, states = hmm.sample(5, 12, generator)
@@ -74,7 +75,7 @@ def test_samples_on_the_gpu_follow_the_model(kind: str, device: torch.device) ->
     tokens, states = there.sample(num, 3, generator)
     assert tokens.device.type == states.device.type == device.type
     assert bool(hmm.joint_scan(tokens.cpu(), states.cpu()).log_likelihood.isfinite().all())
-    marginal, transition, emission = (p.double().exp() for p in hmm.dense().parameters)
+    marginal, transition, emission = (p.double().exp() for p in matrices(hmm))
     for t in range(3):
         for drawn, expected in ((states, marginal), (tokens, marginal @ emission)):
             seen = torch.bincount(drawn[:, t].cpu(), minlength=len(expected)) / num
@@ -127,11 +128,9 @@ def test_gradients_of_the_log_likelihood_agree_with_the_cpu(kind: str, device: t
             tokens, _ = draw(hmm, missing)
             found = []
             for where, dtype in ((device, torch.float32), (torch.device("cpu"), torch.float64)):
-                moved = hmm.to(where, dtype).tensors()
-                leaves = {n: x.clone().requires_grad_() for n, x in moved.items() if x.is_floating_point()}
-                model = type(hmm)(**(moved | leaves))
-                total = model.log_likelihood(tokens, lengths).sum()
-                gradients = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True, allow_unused=True)
+                model = with_gradients(hmm.to(where, dtype))
+                total, leaves = model.log_likelihood(tokens, lengths).sum(), list(model.parameters().values())
+                gradients = torch.autograd.grad(total, leaves, materialize_grads=True, allow_unused=True)
                 found.append([g.double().cpu() for g in gradients])
             for got, want in zip(*found, strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
@@ -178,7 +177,7 @@ def test_guides_and_texts_agree_with_the_cpu(kind: str, device: torch.device) ->
 def test_one_long_text_agrees_with_the_cpu(
     dtype: torch.dtype, sharpness: float, table: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocked, "_TABLE_CELLS", table)
+    monkeypatch.setattr(tiled, "TABLE_CELLS", table)
     hmm = make_hmm("blocked", dtype, sharpness)
     tokens, words = hmm.sample(1, 700, torch.Generator().manual_seed(3))[0], torch.tensor([7, 2, 11])
     exact, there = hmm.to(torch.float64), hmm.to(device)

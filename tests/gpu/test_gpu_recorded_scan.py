@@ -6,6 +6,7 @@ from threading import Thread
 
 import pytest
 import torch
+from helpers.oracle import matrices
 from torch import Tensor
 
 from hmmlm.hmm import HMM, Carry
@@ -27,7 +28,7 @@ def draw(number: int, device: torch.device) -> Tensor:
 
 
 def graphs(hmm: HMM) -> int:
-    return sum(shape.graph is not None for shape in hmm._recorded_scans._shapes.values())
+    return sum(shape.graph is not None for shape in hmm.recorded_scans._shapes.values())
 
 
 @pytest.mark.parametrize("states", [200, 2080])
@@ -46,7 +47,7 @@ def test_replays_agree_with_eager_scans(
             given = [carry if carried else None for carry in carries]
             got = hmm.scan(tokens, None, given[0], restart)
             carry = None if given[1] is None else given[1].log_probs
-            want = scan(hmm.parameters, Evidence(tokens, None, carry, restart))
+            want = scan(matrices(hmm), Evidence(tokens, None, carry, restart))
         carries = [got.carry, want.carry]
         found.append((got, want))
     torch.cuda.synchronize()
@@ -63,7 +64,7 @@ def test_the_public_likelihood_is_replayed_and_a_changed_model_is_recorded_again
         want = exact.log_likelihood(draw(number, torch.device("cpu")))
         torch.testing.assert_close(got.double().cpu(), want, rtol=1e-5, atol=1e-4)
     assert graphs(hmm) == 1
-    hmm.log_transition.copy_(hmm.log_transition.roll(1, 1))
+    hmm.transition.log_probs.copy_(hmm.transition.log_probs.roll(1, 1))
     exact = hmm.to("cpu", torch.float64)
     for number in range(EAGER + 2):
         got = hmm.log_likelihood(draw(number, device))
@@ -93,7 +94,7 @@ def test_threads_share_a_graph(device: torch.device) -> None:
     hmm = make_hmm(300, device)
     for number in range(EAGER + 1):
         hmm.log_likelihood(draw(number, device))
-    want = {n: scan(hmm.parameters, Evidence(draw(n, device))).log_likelihood for n in range(4)}
+    want = {n: scan(matrices(hmm), Evidence(draw(n, device))).log_likelihood for n in range(4)}
     wrong: list[int] = []
 
     def score(number: int) -> None:

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from helpers.dense_scan import sticky
+from hmmlm.emissions import Blocked
+from hmmlm.hmm import HMM
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.common import Scan
+from hmmlm.transitions import Factored
 
 KERNEL_CASES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((3, 4, 5, 9, 3, 4), {}),
@@ -97,6 +100,13 @@ def two_regimes(log_leak: float, log_wrong: float) -> Factors:
         log_start=parameters.log_start,
         log_emission=parameters.log_emission.t().contiguous(),
     )
+
+
+def make_hmm(factors: Factors) -> HMM:
+    """Return the HMM with the parameters of a problem; emissions need not sum to one here."""
+    blocks = len(factors.log_start) // factors.log_emission.shape[1]
+    transition = Factored(factors.u, factors.w, factors.log_normalizer)
+    return HMM(factors.log_start, transition, Blocked(factors.log_emission, factors.block_of_word, blocks))
 
 
 class Solution(NamedTuple):

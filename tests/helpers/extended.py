@@ -10,8 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, UnionHMM
+from hmmlm.emissions import Blocked, Categorical, Emission, UnionEmission
+from hmmlm.hmm import HMM
 from hmmlm.hmm.automaton import Automaton
+from hmmlm.transitions import BlockDiagonal, Dense, Factored, Transition
 
 Array = np.ndarray
 LONG = np.longdouble
@@ -32,44 +34,63 @@ def widen(values: Tensor) -> Array:
     return values.detach().to_dense().double().cpu().numpy().astype(LONG)
 
 
+class Part(NamedTuple):
+    """A transition or an emission as a matrix in extended precision."""
+
+    log_probs: Array  # [Z, Z] or [Z, V]
+    magnitude: float  # largest number that a computation of it has to add up: bounds rounding errors
+
+
 class Truth(NamedTuple):
     """The parameters of a model as log-probabilities in extended precision."""
 
     start: Array  # [Z]
     transition: Array  # [Z, Z]
     emission: Array  # [Z, V]
-    magnitude: float  # largest number that a computation of these has to add up: bounds rounding errors
+    magnitude: float  # the largest of the parts
 
     @classmethod
-    def of(cls, hmm: HiddenMarkovModel) -> "Truth":
-        if isinstance(hmm, HMM):
-            start, transition, emission = (widen(p) for p in hmm.parameters)
-            return cls(start, transition, emission, _largest(start, transition, emission))
-        if isinstance(hmm, UnionHMM):
-            return cls.of_union([cls.of(component) for component in hmm.components], widen(hmm.log_weights))
-        assert isinstance(hmm, BlockedHMM)
-        factors, k = hmm.factors, hmm.states_per_block
-        u, w, normalizer, start, scores = (widen(p) for p in factors[1:])
-        emission = np.full((hmm.states, hmm.vocab_size), NEG_INF)
-        for word, block in enumerate(factors.block_of_word.tolist()):
-            emission[block * k : (block + 1) * k, word] = scores[word]
-        # Computed logits are rounded relative to their terms, not to their sum.
-        terms = float((abs(u) @ abs(w).T).max())
-        return cls(start, u @ w.T - normalizer[:, None], emission, _largest(start, normalizer, scores) + terms)
-
-    @classmethod
-    def of_union(cls, parts: Sequence["Truth"], log_weights: Array) -> "Truth":
-        """Return the union of models: block-diagonal transitions, and weighted starts."""
-        sizes = [len(part.start) for part in parts]
-        transition = np.full((sum(sizes), sum(sizes)), NEG_INF)
-        for part, size, end in zip(parts, sizes, np.cumsum(sizes), strict=True):
-            transition[end - size : end, end - size : end] = part.transition
-        start = np.concatenate([part.start + weight for part, weight in zip(parts, log_weights, strict=True)])
-        emission = np.concatenate([part.emission for part in parts])
-        return cls(start, transition, emission, max(part.magnitude for part in parts) + _largest(log_weights))
+    def of(cls, hmm: HMM) -> "Truth":
+        start, transition, emission = widen(hmm.log_start), part_of(hmm.transition), part_of(hmm.emission)
+        magnitude = max(_largest(start), transition.magnitude, emission.magnitude)
+        return cls(start, transition.log_probs, emission.log_probs, magnitude)
 
     def all_paths(self, tokens: Sequence[int], **options: Array | None) -> "Paths":
         return Paths(self, tokens, **options)
+
+
+def part_of(given: Transition | Emission) -> Part:
+    """Return a transition or an emission as a matrix; a new kind is one more case."""
+    match given:
+        case BlockDiagonal() | UnionEmission():
+            return _union(given)
+        case Dense() | Categorical():
+            log_probs = widen(given.log_probs)
+            return Part(log_probs, _largest(log_probs))
+        case Factored():
+            u, w, normalizer = (widen(given.tensors()[name]) for name in ("u", "w", "log_normalizer"))
+            # Computed logits are rounded relative to their terms, not to their sum.
+            terms = float((abs(u) @ abs(w).T).max())
+            return Part(u @ w.T - normalizer[:, None], _largest(normalizer) + terms)
+        case Blocked():
+            scores, k = widen(given.log_probs), given.width
+            emission = np.full((given.num_states, given.vocab_size), NEG_INF)
+            for word, block in enumerate(given.block_of_word.tolist()):
+                emission[block * k : (block + 1) * k, word] = scores[word]
+            return Part(emission, _largest(scores))
+    raise TypeError(f"what is the matrix of a {given.kind} {given.role}?")
+
+
+def _union(given: BlockDiagonal | UnionEmission) -> Part:
+    """Return block-diagonal transitions, or emissions below each other."""
+    parts = [part_of(each) for each in given.parts]
+    magnitude = max(part.magnitude for part in parts)
+    if isinstance(given, UnionEmission):
+        return Part(np.concatenate([part.log_probs for part in parts]), magnitude)
+    transition = np.full((given.num_states, given.num_states), NEG_INF)
+    for part, size, end in zip(parts, given.sizes, np.cumsum(given.sizes), strict=True):
+        transition[end - size : end, end - size : end] = part.log_probs
+    return Part(transition, magnitude)
 
 
 def _largest(*values: Array) -> float:

@@ -1,4 +1,4 @@
-"""Random models, and every query of each against the enumeration of all paths in extended precision.
+"""Random models of every pair of kinds, and their queries against the enumeration of all paths in extended precision.
 
 `make fuzz SEED=1 COUNT=2000` runs a campaign; tests/test_fuzz.py runs a short one, tests/gpu one on a GPU.
 """
@@ -9,24 +9,39 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from helpers.extended import LONG, NEG_INF, Array, Paths, Truth, accepted, infill_blanks, log_sum, widen
+from helpers.oracle import with_gradients
+from hmmlm.emissions import Blocked, Categorical, Emission, UnionEmission, blocked
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, HiddenMarkovModel, UnionHMM, blocked, blocked_products, dense
+from hmmlm.hmm import HMM, Counts, blocked_counts, generic_scan, products
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.constraints import Guide
-from hmmlm.ops.blocked_scan import blocked_scan
-from hmmlm.ops.common import Carry, Impl
-from hmmlm.transitions import origins
+from hmmlm.numerics import semirings
+from hmmlm.ops.blocked_scan import Factors, blocked_scan
+from hmmlm.ops.common import Carry, Impl, Scan, last_tokens
+from hmmlm.transitions import (
+    BlockDiagonal,
+    Dense,
+    Factored,
+    Transition,
+    base,
+    factored,
+    origins,
+    tiled,
+    tiles,
+)
 
 MOST_PATHS = 1300
 BASE = {torch.float32: 3e-5, torch.float64: 1e-10}  # error allowed to any answer
 SAMPLES = 2000
+BLOCKS = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (2, 3)]  # number, and states of each
 
 
 class Batch(NamedTuple):
@@ -54,8 +69,10 @@ class Fuzz:
         self.dtype = torch.float32 if self.rng.random() < 0.5 else torch.float64
         self.regimes = self.rng.random() < 0.15
         drawn: Impl = str(self.rng.choice(["auto", "naive", "scaled"]))  # type: ignore[assignment]
-        self.impl = impl or drawn
+        self.two_matrices = impl is not None
         self.hmm = self._model().to(self.device)
+        self.hmm.impl = self.impl = impl or drawn
+        self.conditions = self._conditions()
         self.truth = Truth.of(self.hmm)
         self.batch = self._batch()
         steps = self.batch.tokens.shape[1] + 1
@@ -87,25 +104,21 @@ class Fuzz:
     def _tensor(self, values: Array) -> Tensor:
         return torch.from_numpy(values.astype(np.float64)).to(self.dtype)
 
-    def _model(self) -> HiddenMarkovModel:
-        return self._dense() if self.rng.random() < 0.5 else self._blocked()
+    def _model(self) -> HMM:
+        return self._pair()
 
-    def _dense(self, words: int | None = None) -> HMM:
-        states, some = (int(self.rng.choice([1, 2, 3, 4])) for _ in range(2))
-        words = some if words is None else words
-        rows = [self._log_rows(shape) for shape in ((states,), (states, states), (states, words))]
-        return HMM(*(self._tensor(row) for row in rows), impl=self.impl)
+    def _pair(self, words: int | None = None) -> HMM:
+        """Return a model of a random kind of transition and emission, of any number of words unless it is given."""
+        make_transition, make_emission = KINDS[0 if self.two_matrices else self.rng.integers(len(KINDS))]
+        emission = make_emission(self, words)
+        states = emission.num_states
+        return HMM(self._tensor(self._log_rows((states,))), make_transition(self, states), emission)
 
-    def _blocked(self, words: int | None = None) -> BlockedHMM:
+    def _dense(self, states: int) -> Dense:
+        return Dense(self._tensor(self._log_rows((states, states))))
+
+    def _factored(self, states: int) -> Factored:
         rng = self.rng
-        blocks, kept = [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (2, 3)][rng.integers(7)]
-        states, some = blocks * kept, int(blocks + rng.integers(3))
-        words = some if words is None else max(words, blocks)
-        block_of_word = rng.permutation(np.concatenate([np.arange(blocks), rng.integers(blocks, size=words - blocks)]))
-        emission = np.full((words, kept), NEG_INF)
-        for block in range(blocks):
-            own = np.flatnonzero(block_of_word == block)
-            emission[own] = self._log_rows((kept, len(own))).T
         if rng.random() < 0.5:  # any transition matrix
             u, w = self._log_rows((states, states), zeros=False).astype(np.float64), np.eye(states)
         else:
@@ -113,9 +126,23 @@ class Fuzz:
             scale = rng.choice([1.0, 5.0, 15.0])
             u, w = scale * rng.normal(size=(states, hidden)), scale * rng.normal(size=(states, hidden))
         u, w = (self._tensor(x) for x in (u, w))
-        normalizer = self._tensor(log_sum(widen(u) @ widen(w).T, 1))
-        start, scores = self._tensor(self._log_rows((states,))), self._tensor(emission)
-        return BlockedHMM(torch.from_numpy(block_of_word), u, w, normalizer, start, scores)
+        return Factored(u, w, self._tensor(log_sum(widen(u) @ widen(w).T, 1)))
+
+    def _categorical(self, words: int | None) -> Categorical:
+        states, some = (int(self.rng.choice([1, 2, 3, 4])) for _ in range(2))
+        return Categorical(self._tensor(self._log_rows((states, some if words is None else words))))
+
+    def _blocked(self, words: int | None) -> Blocked:
+        rng = self.rng
+        # Each block has a word.
+        blocks, width = BLOCKS[rng.choice([i for i, (m, _) in enumerate(BLOCKS) if words is None or m <= words])]
+        words = int(blocks + rng.integers(3)) if words is None else words
+        block_of_word = rng.permutation(np.concatenate([np.arange(blocks), rng.integers(blocks, size=words - blocks)]))
+        scores = np.full((words, width), NEG_INF)
+        for block in range(blocks):
+            own = np.flatnonzero(block_of_word == block)
+            scores[own] = self._log_rows((width, len(own))).T
+        return Blocked(self._tensor(scores), torch.from_numpy(block_of_word), blocks)
 
     def _batch(self) -> Batch:
         rng, hmm = self.rng, self.hmm
@@ -184,52 +211,46 @@ class Fuzz:
             for b in range(len(batch.tokens))
         ]
 
-    def _leaves(self) -> HiddenMarkovModel:
+    def _leaves(self) -> HMM:
         """Return the model with parameters that require gradients."""
-        values = [p.detach().clone() for p in self.hmm.tensors().values()]
-        leaves = [p.requires_grad_() if p.is_floating_point() else p for p in values]
-        if isinstance(self.hmm, UnionHMM):
-            return UnionHMM.from_tensors(dict(zip(self.hmm.tensors(), leaves, strict=True)))
-        return HMM(*leaves, impl=self.impl) if isinstance(self.hmm, HMM) else BlockedHMM(*leaves)
+        return with_gradients(self.hmm)
 
-    def _gradients(self, name: str, model: HiddenMarkovModel, log_likelihood: Tensor, paths: list[Paths]) -> None:
+    def _gradients(self, name: str, model: HMM, log_likelihood: Tensor, paths: list[Paths]) -> None:
         """Compare the gradient of a weighted sum of log-likelihoods with the expected counts."""
         weight = torch.from_numpy(self.rng.normal(size=len(paths))).to(log_likelihood)
-        leaves = {key: value for key, value in model.tensors().items() if value.is_floating_point()}
+        leaves = model.parameters()
         inputs = list(leaves.values())
         gradients = torch.autograd.grad(log_likelihood, inputs, weight, allow_unused=True, materialize_grads=True)
         total = [np.zeros_like(p) for p in self.truth[:3]]
         for w, own in zip(widen(weight), paths, strict=True):
             total = [a + w * b for a, b in zip(total, own.counts(), strict=True)]
         scale = float(np.abs(widen(weight)).sum()) * max(1, self.batch.tokens.shape[1])
-        want, scale = self._wanted(model, (total[0], total[1], total[2]), scale)
-        for (key, _), gradient in zip(leaves.items(), gradients, strict=True):
-            self.agree(f"{name}, gradient of {key}", gradient, want[key], scale)
+        want = self._wanted(total)
+        for key, gradient in zip(leaves, gradients, strict=True):
+            self.agree(f"{name}, gradient of {key}", gradient, want[key], scale * self.conditions[key])
 
-    def _wanted(
-        self, model: HiddenMarkovModel, counts: tuple[Array, Array, Array], scale: float
-    ) -> tuple[dict[str, Array], float]:
-        """Return the gradient of each tensor of a model by the expected counts, and the scale of its errors."""
-        start, transition, emission = counts
-        want = {"log_start": start, "log_transition": transition, "log_emission": emission}
-        if isinstance(model, UnionHMM):
-            want, largest = {}, scale
-            ends = np.cumsum(model.sizes)
-            spans = [slice(end - size, end) for end, size in zip(ends, model.sizes, strict=True)]
-            for i, (part, own) in enumerate(zip(model.components, spans, strict=True)):
-                inner, more = self._wanted(part, (start[own], transition[own, own], emission[own]), scale)
-                want |= {f"components.{i}.{part.kind}.{key}": value for key, value in inner.items()}
-                largest = max(largest, more)
-            want["log_weights"] = np.array([start[own].sum() for own in spans])
-            return want, largest
-        if isinstance(model, BlockedHMM):
-            u, w = widen(model.factors.u), widen(model.factors.w)
-            want |= {"u": transition @ w, "w": transition.T @ u, "log_normalizer": -transition.sum(1)}
-            k, block = model.states_per_block, model.factors.block_of_word.tolist()
-            rows = [emission[m * k : (m + 1) * k, v] for v, m in enumerate(block)]
-            want["log_emission"] = np.array(rows)
-            scale *= 1 + float(np.abs(u).max() + np.abs(w).max())
-        return want, scale
+    def _wanted(self, counts: Sequence[Array]) -> dict[str, Array]:
+        """Return the gradient of each tensor by the expected counts: those of entries, by the chain rule."""
+        start, *inner = counts
+        want = {"log_start": start}
+        for part, own in zip((self.hmm.transition, self.hmm.emission), inner, strict=True):
+            leaves, dense = exact_leaves(part)
+            given = torch.from_numpy(own.astype(np.float64))
+            gradients = torch.autograd.grad(dense, list(leaves.values()), given)
+            want |= {f"{part.role}.{name}": widen(value) for name, value in zip(leaves, gradients, strict=True)}
+        return want
+
+    def _conditions(self) -> dict[str, float]:
+        """Return by how much more than the counts of entries the gradient of each tensor may err."""
+        found = {"log_start": 1.0}
+        for part in (self.hmm.transition, self.hmm.emission):
+            leaves, dense = exact_leaves(part)
+            every = torch.eye(dense.numel(), dtype=dense.dtype).view(-1, *dense.shape)
+            slopes = torch.autograd.grad(dense, list(leaves.values()), every, is_grads_batched=True)
+            found |= {
+                f"{part.role}.{name}": 1 + float(own.abs().max()) for name, own in zip(leaves, slopes, strict=True)
+            }
+        return found
 
     def _likelihoods(self) -> None:
         batch, paths = self.batch, self._paths(self.batch)
@@ -240,54 +261,78 @@ class Fuzz:
         self._gradients("log_likelihood", model, log_likelihood, paths)
         counts = self.hmm.expected_counts(batch.tokens, batch.lengths)
         total = [sum(column) for column in zip(*(own.counts() for own in paths), strict=True)]
-        for got, want in zip(counts, [*total, sum(own.log_likelihood() for own in paths)], strict=True):
-            self.agree("expected_counts", got, want, len(paths) * batch.tokens.shape[1])
+        self._counts(counts, total, len(paths) * batch.tokens.shape[1])
+        total_log_likelihood = sum(own.log_likelihood() for own in paths)
+        self.agree("expected_counts, log_likelihood", counts.log_likelihood, total_log_likelihood, scale=len(paths))
+
+    def _counts(self, got: Counts, total: Sequence[Array], scale: float) -> None:
+        """Compare expected counts: matrices, or those of the tensors of a kind, or of each model of a union."""
+        hmm, want = self.hmm, self._wanted(total)
+        self.agree("expected_counts, start", got.start, total[0], scale)
+        for part, own, found in zip((hmm.transition, hmm.emission), total[1:], got[1:3], strict=True):
+            name = f"expected_counts, {part.role}"
+            if isinstance(part, Dense | Factored | Categorical) or is_matrix(part):
+                self.agree(f"{name} matrix", found, own, scale)
+                continue
+            parts = part.parts if isinstance(part, BlockDiagonal | UnionEmission) else (part,)
+            if len(parts) > 1 or parts[0] is not part:
+                self.check(f"{name} of each model", isinstance(found, tuple), f"{type(found).__name__}, not a tuple")
+            end = 0
+            for i, (each, values) in enumerate(
+                zip(parts, found if isinstance(found, tuple) else (found,), strict=False)
+            ):
+                first, end = end, end + each.num_states
+                prefix = f"{part.role}." if each is part else f"{part.role}.{i}."
+                if isinstance(each, Dense | Factored):
+                    self.agree(f"{name} matrix", values, own[first:end, first:end], scale)
+                    continue
+                for key, value in (values if isinstance(values, dict) else {"log_probs": values}).items():
+                    self.agree(f"{name}.{key}", value, want[prefix + key], scale)
 
     def _scans(self) -> None:
-        """Scans continue from a carry, restart, and end anywhere; those of blocked models have no missing tokens."""
+        """Scans continue from a carry, restart, and end anywhere."""
         batch, hmm = self.batch, self.hmm
-        if any(isinstance(part, BlockedHMM) for part in (hmm, *getattr(hmm, "components", ()))):
-            random = torch.from_numpy(self.rng.integers(hmm.vocab_size, size=tuple(batch.tokens.shape)))
-            batch = batch._replace(tokens=torch.where(batch.tokens < 0, random.to(self.device), batch.tokens))
-        paths = self._paths(batch, carry=True, restart=True)
-        model, carry = self._leaves(), None if batch.carry is None else Carry(batch.carry)
-        result = model.scan(batch.tokens, batch.lengths, carry, batch.restart)
-        self._scan("scan", model, result.log_likelihood, result.carry, paths, batch)
-        if isinstance(hmm, BlockedHMM):
-            model = self._leaves()
-            assert isinstance(model, BlockedHMM)
-            entry = None
-            if batch.carry is not None:
-                moved = model.factors.u @ model.factors.w.t() - model.factors.log_normalizer[:, None]
-                every = (batch.carry[:, :, None].to(moved) + moved).logsumexp(1).unflatten(1, (model.blocks, -1))
-                entry = every[torch.arange(len(every)), model.factors.block_of_word[batch.tokens[:, 0]]][:, None]
-            given: dict[str, Any] = {"entry": entry, "lengths": batch.lengths, "restart": batch.restart}
-            again = blocked_scan(model.factors, batch.tokens, **given, impl="naive")
-            self._scan(
-                "naive scan",
-                model,
-                again.log_likelihood,
-                Carry(again.carry.log_probs, result.carry.states),
-                paths,
-                batch,
-            )
+        carry, paths = None if batch.carry is None else Carry(batch.carry), self._paths(batch, True, True)
+        model = self._leaves()
+        self._scan("scan", model, model.scan(batch.tokens, batch.lengths, carry, batch.restart), paths)
+        model = self._leaves()
+        given = batch.tokens, batch.lengths, carry, batch.restart
+        self._scan("generic scan", model, generic_scan.generic_scan(model, *given), paths)
+        with torch.no_grad():
+            exact = hmm.scan(batch.tokens, batch.lengths, carry, batch.restart, exact_carry=True)
+        self._carries("exact scan", exact, paths)
+        if isinstance(hmm.transition, Factored) and isinstance(hmm.emission, Blocked):
+            self._naive_scan()
 
-    def _scan(
-        self,
-        name: str,
-        model: HiddenMarkovModel,
-        log_likelihood: Tensor,
-        carry: Carry,
-        paths: list[Paths],
-        batch: Batch,
-    ) -> None:
+    def _naive_scan(self) -> None:
+        """The specification of the blocked scan, which has no missing tokens."""
+        random = torch.from_numpy(self.rng.integers(self.hmm.vocab_size, size=tuple(self.batch.tokens.shape)))
+        tokens = torch.where(self.batch.tokens < 0, random.to(self.device), self.batch.tokens)
+        batch, model = self.batch._replace(tokens=tokens), self._leaves()
+        transition, emission, entry = model.transition, model.emission, None
+        assert isinstance(transition, Factored) and isinstance(emission, Blocked)
+        if batch.carry is not None:
+            moved = transition.dense()
+            every = (batch.carry[:, :, None].to(moved) + moved).logsumexp(1).unflatten(1, (emission.num_blocks, -1))
+            entry = every[torch.arange(len(every)), emission.block_of_word[tokens[:, 0]]][:, None]
+        block, u, w = emission.block_of_word, transition.u, transition.w
+        factors = Factors(block, u, w, transition.log_normalizer, model.log_start, emission.log_probs)
+        found = blocked_scan(factors, tokens, entry=entry, lengths=batch.lengths, restart=batch.restart, impl="naive")
+        states = torch.arange(self.hmm.states, device=self.device).view(emission.num_blocks, -1)
+        last = states[block[last_tokens(tokens, batch.lengths)]]
+        found = found._replace(carry=Carry(found.carry.log_probs, last))
+        self._scan("naive scan", model, found, self._paths(batch, carry=True, restart=True))
+
+    def _scan(self, name: str, model: HMM, found: Scan, paths: list[Paths]) -> None:
+        self._carries(name, found, paths)
+        self._gradients(name, model, found.log_likelihood, paths)
+
+    def _carries(self, name: str, found: Scan, paths: list[Paths]) -> None:
         for b, own in enumerate(paths):
             total = own.log_likelihood()
-            self.agree(name, log_likelihood[b], total)
-            if total == NEG_INF:
-                continue  # nothing continues from it
-            self.agree(f"carry of {name}", carry.over_all(self.hmm.states)[b], own.log_carry(), 2)
-        self._gradients(name, model, log_likelihood, paths)
+            self.agree(name, found.log_likelihood[b], total)
+            if total > NEG_INF:  # nothing continues from an impossible sequence
+                self.agree(f"carry of {name}", found.carry.over_all(self.hmm.states)[b], own.log_carry(), 2)
 
     def _windows(self) -> None:
         """What two windows find is what one finds of both."""
@@ -306,9 +351,6 @@ class Fuzz:
                 self.agree("filter, last carry", after.carry.log_probs[b], own.log_carry(), 4)
             sums = before.log_likelihood[b] + scored[b].sum()
             self.agree("token_log_probs, two windows", sums, own.log_likelihood(), 2)
-        blocked = any(isinstance(part, BlockedHMM) for part in (hmm, *getattr(hmm, "components", ())))
-        if blocked and bool((tokens < 0).any()):
-            return
         begun = hmm.scan(first)
         ended = hmm.scan(second, carry=begun.carry)
         total = begun.log_likelihood.double() + ended.log_likelihood.double()
@@ -448,23 +490,45 @@ class Fuzz:
         self.check(name, bool(good.all()), f"{found[~good]} times instead of {mean[~good]}")
 
 
+Make = tuple[Callable[[Fuzz, int], Transition], Callable[[Fuzz, int | None], Emission]]
+TRANSITIONS: dict[type[Transition], Callable[[Fuzz, int], Transition]] = {
+    Dense: Fuzz._dense,
+    Factored: Fuzz._factored,
+}
+EMISSIONS: dict[type[Emission], Callable[[Fuzz, int | None], Emission]] = {
+    Categorical: Fuzz._categorical,
+    Blocked: Fuzz._blocked,
+}
+KINDS: list[Make] = list(product(TRANSITIONS.values(), EMISSIONS.values()))
+"""How to draw a transition of some states and an emission of some words (None: any), of every pair of kinds."""
+
+
 class UnionFuzz(Fuzz):
-    """A random union of dense and blocked models over the same words, some with a weight of zero."""
+    """A random union of models of any kinds over the same words, some with a weight of zero."""
 
-    def _model(self) -> UnionHMM:
-        first = super()._model()
-        parts: list[HiddenMarkovModel] = [first]
-        if self.rng.random() < 0.9:
-            room = first.vocab_size  # a blocked model needs a word for each of its blocks
-            other: HiddenMarkovModel = self._dense(room)
-            if self.rng.random() < 0.5:
-                drawn = self._blocked(room)
-                other = drawn if drawn.vocab_size == room else other
-            parts.append(other)
-        return UnionHMM(parts, self._tensor(self._log_rows((len(parts),))))
+    def _model(self) -> HMM:
+        parts = [self._pair()]
+        while len(parts) < 3 and self.rng.random() < (0.9, 0.2)[len(parts) - 1]:
+            parts.append(self._pair(parts[0].vocab_size))
+        weights = self._tensor(self._log_rows((len(parts),)))
+        log_start = torch.cat([part.log_start + weight for part, weight in zip(parts, weights, strict=True)])
+        return HMM.side_by_side(log_start, parts)
 
 
-def anything(hmm: HiddenMarkovModel) -> Automaton:
+def is_matrix(part: Transition | Emission) -> bool:
+    """Return whether the counts of a union are one matrix: those of every model are."""
+    kinds = (Dense, Factored) if isinstance(part, BlockDiagonal) else (Categorical,)
+    return isinstance(part, BlockDiagonal | UnionEmission) and all(isinstance(each, kinds) for each in part.parts)
+
+
+def exact_leaves(part: Transition | Emission) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the parameters of a transition or an emission in float64 on the CPU, and its matrix, made of them."""
+    exact = part.to("cpu", torch.float64)
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in exact.parameters().items()}
+    return leaves, exact.replace(leaves).dense()
+
+
+def anything(hmm: HMM) -> Automaton:
     return Automaton(torch.zeros(1, hmm.vocab_size, dtype=torch.long), torch.ones(1, dtype=torch.bool))
 
 
@@ -480,8 +544,9 @@ def error_of(call: Callable[[], object]) -> str:
 @contextmanager
 def small_pieces(small: bool) -> Iterator[None]:
     """Let queries of small models take the paths of large ones: step by step, in pieces, without a table."""
-    sizes = [(dense, "_BULK_CELLS", 0), (origins, "_CELLS", 8), (origins, "_CACHE_CELLS", 8), (blocked, "_CELLS", 8)]
-    sizes += [(blocked, "_TABLE_CELLS", 0), (blocked_products, "_CELLS", 8)]
+    sizes = [(module, "_CELLS", 8) for module in (semirings, origins, base, factored, tiles, blocked, generic_scan)]
+    sizes += [(semirings, "_CACHE_CELLS", 8), (blocked_counts, "CELLS", 8)]
+    sizes += [(products, "_BULK_CELLS", 0), (tiled, "TABLE_CELLS", 0)]
     before = [getattr(module, name) for module, name, _ in sizes]
     for module, name, value in sizes if small else []:
         setattr(module, name, value)
@@ -497,7 +562,7 @@ def campaign(
 ) -> tuple[Counter[str], list[str]]:
     """Return the numbers of right answers by kind of answer, and the wrong ones.
 
-    `impl` is that of all dense models; by default it is drawn.
+    `impl` is that of all models, which then are of two matrices; by default it is drawn.
     """
     right, wrong = Counter[str](), list[str]()
     for seed in seeds:
@@ -514,7 +579,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first model; the others follow")
     parser.add_argument("--count", type=int, default=1000, help="number of models")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--unions", action="store_true", help="unions instead of dense and blocked models")
+    parser.add_argument("--unions", action="store_true", help="unions instead of single models")
     arguments = parser.parse_args()
     seeds = range(arguments.seed, arguments.seed + arguments.count)
     right, wrong = campaign(seeds, arguments.device, UnionFuzz if arguments.unions else Fuzz)

@@ -6,7 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hmmlm.hmm import HMM, BlockedHMM
+from hmmlm.emissions import Blocked, Emission
+from hmmlm.hmm import HMM
+from hmmlm.ops.scan import Parameters
+from hmmlm.transitions import Factored
 
 NEG_INF = -torch.inf
 
@@ -33,8 +36,8 @@ def random_blocked_hmm(
     sharpness: float = 1.0,
     zeros: float = 0.0,
     hidden: int = 3,
-) -> BlockedHMM:
-    """Return a blocked HMM in float64 whose blocks have at least one word each.
+) -> HMM:
+    """Return an HMM of factored transitions and blocked emissions, in float64; each block has at least one word.
 
     A fraction `zeros` of the start and emission probabilities is exactly zero; transitions never are.
     """
@@ -54,26 +57,42 @@ def random_blocked_hmm(
         emission[own] = np.where(lost, -np.inf, emission[own])
         emission[own] -= np.logaddexp.reduce(emission[own], 0)
     u, w = (torch.from_numpy(np.sqrt(sharpness) * normal(states, hidden)) for _ in range(2))
-    return BlockedHMM(
-        torch.from_numpy(block_of_word),
-        u,
-        w,
-        (u @ w.t()).logsumexp(1),
+    return HMM(
         torch.from_numpy(start).log_softmax(0),
-        torch.from_numpy(emission),
+        Factored(u, w, (u @ w.t()).logsumexp(1)),
+        Blocked(torch.from_numpy(emission), torch.from_numpy(block_of_word), blocks),
     )
 
 
-def single_block(hmm: HMM) -> BlockedHMM:
-    """Return an HMM whose transition probabilities are all above zero as a blocked one, with a single block."""
-    return BlockedHMM(
-        torch.zeros(hmm.vocab_size, dtype=torch.long),
-        hmm.log_transition,
-        torch.eye(hmm.states, dtype=hmm.dtype),
-        torch.zeros_like(hmm.log_start),
-        hmm.log_start,
-        hmm.log_emission.t().contiguous(),
+def single_block(hmm: HMM) -> HMM:
+    """Return an HMM of two matrices, with transition probabilities above zero, as a blocked one of a single block."""
+    log_start, log_transition, log_emission = matrices(hmm)
+    return HMM(
+        log_start,
+        Factored(log_transition, torch.eye(hmm.states, dtype=hmm.dtype), torch.zeros_like(log_start)),
+        Blocked(log_emission.t().contiguous(), torch.zeros(hmm.vocab_size, dtype=torch.long)),
     )
+
+
+def matrices(hmm: HMM) -> Parameters:
+    """Return the log-probabilities of any HMM as a vector and two matrices."""
+    found = hmm.dense().matrices()
+    assert found is not None
+    return found
+
+
+def with_gradients(hmm: HMM) -> HMM:
+    """Return a copy of a model with parameters that require gradients."""
+    return hmm.with_tensors({name: p.detach().clone().requires_grad_() for name, p in hmm.parameters().items()})
+
+
+def by_state(emission: Emission, counts: Tensor) -> Tensor:
+    """Return the counts of a tensor [Z, V], or [V, k] of blocks, as a matrix [Z, V]."""
+    if not isinstance(emission, Blocked):
+        return counts
+    states = emission.block_of_word[:, None] * emission.width + torch.arange(emission.width)
+    words = torch.arange(emission.vocab_size)[:, None].expand_as(states)
+    return counts.new_zeros(emission.num_states, emission.vocab_size).index_put((states, words), counts)
 
 
 class Enumeration:
@@ -84,7 +103,7 @@ class Enumeration:
     ) -> None:
         """`initial` [Z] is the filtered distribution at the token before the first, `restart` as in a scan."""
         self.hmm, self.tokens, self.initial = hmm, list(tokens), initial
-        log_start, log_transition, log_emission = (p.detach().double() for p in hmm.parameters)
+        log_start, log_transition, log_emission = (p.detach().double() for p in matrices(hmm))
         grid = torch.meshgrid(*[torch.arange(hmm.states)] * len(self.tokens), indexing="ij")
         self.paths = torch.stack([states.flatten() for states in grid], 1)  # [Z^T, T]
         self.log_joint = torch.zeros(len(self.paths), dtype=torch.float64)

@@ -16,6 +16,11 @@ filtered: hmmlm.Filtered = hmm.filter(tokens, lengths)
 final: torch.Tensor = filtered.carry.log_probs
 counts: hmmlm.Counts = hmm.expected_counts(tokens, lengths)
 other: hmmlm.HMM = hmmlm.HMM.random(3, 5, seed=1)
+factored: hmmlm.transitions.Factored = hmmlm.transitions.Factored(torch.zeros(4, 2), torch.zeros(4, 2))
+by_word: hmmlm.emissions.Blocked = hmmlm.emissions.Blocked(torch.zeros(2, 2), torch.tensor([0, 1]))
+blocked: hmmlm.HMM = hmmlm.HMM(torch.full((4,), 0.25).log(), factored, by_word)
+union: hmmlm.HMM = hmmlm.HMM.union([hmm.to(torch.float32), blocked], weights=[0.5, 0.5]).to("cpu")
+components: tuple[hmmlm.HMM, ...] = union.components
 
 
 def use(folder: Path) -> list[str]:

@@ -69,8 +69,10 @@ class RunConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _optimizer_fits(self) -> RunConfig:
-        if self.optimizer.kind == "baum-welch" and not self.model.assignable:
-            raise ValueError("optimizer.kind = 'baum-welch' needs model.kind = 'scalar' and model.blocks = 0")
+        if self.optimizer.kind == "baum-welch" and not self.model.counts_suffice:
+            raise ValueError(
+                "optimizer.kind = 'baum-welch' needs a model of tables, such as 'scalar' with model.blocks = 0"
+            )
         return self
 
     @model_validator(mode="after")

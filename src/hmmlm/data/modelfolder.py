@@ -17,10 +17,11 @@ from hmmlm.data.files import is_integer, read_json, replace_all
 from hmmlm.data.tensorfiles import CHECKSUM, check_checksum, checksum, read_tensors, write_tensors
 from hmmlm.data.tokenizers import EOS_FILE, Tokenizer, load_tokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import check_finite
+from hmmlm.numerics.distributions import check_finite
 
 MODEL, CONFIG = "model.safetensors", "config.json"
-VERSION = 1
+VERSIONS = {"hmmlm language model": (2, 1)}
+"""The versions of a format that this package reads, the first of which it writes; (1,) of others."""
 LANGUAGE_MODEL = "hmmlm language model"
 """The format of an HMM with its tokenizer."""
 MIXTURE = "hmmlm mixture"
@@ -63,7 +64,7 @@ def save_model(
 ) -> None:
     """Write a model in the format `kind`, such as "hmmlm teacher". A failure leaves an existing model unchanged."""
     fingerprint = tokenizer.fingerprint()
-    content = {"format": kind, "version": VERSION, **header, "tokenizer": fingerprint}
+    content = {"format": kind, "version": VERSIONS.get(kind, (1,))[0], **header, "tokenizer": fingerprint}
     metadata = {"format": kind, "tokenizer": fingerprint, CHECKSUM: checksum(tensors)}
     write_folder(folder, tensors, content, metadata, tokenizer)
 
@@ -81,8 +82,10 @@ def load_model(path: Path, kind: str, weights: bool = True) -> ModelFolder:
         raise InputError(f"{path} is a model of `{COMMANDS[found]}`, not of `{COMMANDS[kind]}`{advice}")
     if found != kind:
         raise InputError(f"{folder / CONFIG} does not belong to a model of `{COMMANDS[kind]}`")
-    if not is_integer(header.get("version"), VERSION):
-        raise InputError(f"{folder / CONFIG} has version {header.get('version')!r}; this hmmlm reads {VERSION}")
+    known = VERSIONS.get(kind, (1,))
+    if not any(is_integer(header.get("version"), version) for version in known):
+        versions = " and ".join(map(str, sorted(known)))
+        raise InputError(f"{folder / CONFIG} has version {header.get('version')!r}; this hmmlm reads {versions}")
     tensors, metadata = read_tensors(folder / MODEL) if weights else ({}, {})
     tokenizer = load_tokenizer(folder)
     fingerprint = tokenizer.fingerprint()

@@ -19,7 +19,7 @@ from hmmlm.data.files import replacing
 from hmmlm.data.modelfolder import require_tensors
 from hmmlm.data.tensorfiles import read_tensors, write_tensors
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import check_finite
+from hmmlm.numerics.distributions import check_finite
 
 FORMAT = "hmmlm clusters"
 SAMPLE_POINTS = 65_536

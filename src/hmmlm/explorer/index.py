@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
+from hmmlm.numerics.support import spread
 from hmmlm.report.explain import telling_words
 from hmmlm.text.embeddings import long_run
 from hmmlm.text.generation import invert
@@ -40,12 +41,12 @@ class StateIndex:
         if not self.lm.restarts:
             return None
         words = torch.arange(self.hmm.vocab_size, device=self.hmm.device)
-        return self.hmm.group_emission((words == self.lm.tokenizer.eos_id).long(), 2)[1]
+        return self.hmm.emission.group_log_probs((words == self.lm.tokenizer.eos_id).long(), 2)[1]
 
     def _sampled_share(self) -> Tensor:
         """Estimate the stationary distribution [Z]: the mean of the next-state distributions along sampled chains."""
         uniform = torch.rand(STEPS + 1, CHAINS, generator=torch.Generator().manual_seed(0)).to(self.hmm.device)
-        states = invert(self.hmm.log_start_scores().expand(CHAINS, -1), uniform[STEPS])
+        states = invert(self.hmm.log_start.expand(CHAINS, -1), uniform[STEPS])
         total = torch.zeros(self.hmm.states, dtype=torch.float64, device=self.hmm.device)
         for step in range(STEPS):
             log_next = self.transitions(states)
@@ -56,12 +57,12 @@ class StateIndex:
 
     def transitions(self, states: Tensor) -> Tensor:
         """Return log p(next state | state) [n, Z] of states [n]; restarts after <eos> are included."""
-        log_next = self.hmm.transitions_from(states)
+        log_next = self.hmm.transition.log_rows(states)
         if self._log_ends is None:
             return log_next
         log_ends = self._log_ends[states, None]
         log_goes_on = torch.log1p(-log_ends.exp().clamp(max=1))
-        return torch.logaddexp(log_ends + self.hmm.log_start_scores(), log_goes_on + log_next)
+        return torch.logaddexp(log_ends + self.hmm.log_start, log_goes_on + log_next)
 
     def check(self, state: int) -> int:
         """Return a state; raise an InputError if the model does not have it."""
@@ -85,7 +86,7 @@ class StateIndex:
         """Return the most telling words of a state: (token, p(word | state), p(word | state) / p(word))."""
         at = torch.tensor([state], device=self.hmm.device)
         tokens = [token for token in telling_words(self.hmm, at, self._log_word, count)[0].tolist() if token >= 0]
-        words, log_probs = self.hmm.emissions_from(at)
+        words, log_probs = self.hmm.emission.log_rows(at)
         by_word = dict(zip(words[0].tolist(), log_probs[0].tolist(), strict=True))
         chosen = torch.tensor([by_word[token] for token in tokens], dtype=torch.float64)
         lift = chosen - self._log_word[tokens].double().cpu()
@@ -102,10 +103,10 @@ class StateIndex:
 
         p(z | next = state) ∝ share(z) p(state | z).
         """
-        log_into = self.hmm.transitions_into(None, torch.tensor([state], device=self.hmm.device))[0]
+        log_into = self.hmm.transition.log_columns(torch.tensor([state], device=self.hmm.device))[0]
         if self._log_ends is not None:
             log_goes_on = torch.log1p(-self._log_ends.exp().clamp(max=1))
-            log_into = torch.logaddexp(self._log_ends + self.hmm.log_start_scores()[state], log_goes_on + log_into)
+            log_into = torch.logaddexp(self._log_ends + self.hmm.log_start[state], log_goes_on + log_into)
         joint = self.share.log() + log_into
         return _top(joint.softmax(0), count) if bool(joint.isfinite().any()) else []
 
@@ -117,8 +118,8 @@ class StateIndex:
     @torch.no_grad()
     def states_of_word(self, token: int, count: int) -> list[tuple[int, float]]:
         """Return the states that emit a token in a long text, and p(state | token)."""
-        support, scores = self.hmm.observe(torch.tensor([token], device=self.hmm.device), False)
-        joint = self.share.log() + self.hmm.spread(scores, support, -torch.inf)[0]
+        support, scores = self.hmm.emission.score(torch.tensor([token], device=self.hmm.device), False)
+        joint = self.share.log() + spread(scores, support, self.hmm.states, -torch.inf)[0]
         return _top(joint.softmax(0), count) if bool(joint.isfinite().any()) else []
 
 

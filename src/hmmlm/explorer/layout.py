@@ -49,7 +49,7 @@ def features(index: StateIndex, states: Tensor) -> Tensor:
     )
     found = []
     for piece in states.split(PIECE):
-        words, log_probs = hmm.emissions_from(piece)
+        words, log_probs = hmm.emission.log_rows(piece)
         emission = torch.zeros(len(piece), hmm.vocab_size, dtype=hmm.dtype, device=hmm.device)
         emission.scatter_add_(1, words.clamp(min=0), log_probs.mul(0.5).exp())  # padding has probability zero
         found.append(torch.cat([emission @ by_word, index.transitions(piece).mul(0.5).exp() @ by_state], 1))

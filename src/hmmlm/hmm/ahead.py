@@ -15,10 +15,11 @@ from torch.nn.functional import threshold
 
 from hmmlm.emissions.columns import log_group_sums
 from hmmlm.hmm.automaton import Automaton
-from hmmlm.hmm.dense import HMM
-from hmmlm.hmm.queries import HiddenMarkovModel
+from hmmlm.hmm.hmm import HMM
 from hmmlm.numerics.logmatrix import least_sum
+from hmmlm.numerics.semirings import LOG
 from hmmlm.ops.common import FLOOR, NEG_INF, exp, logsumexp
+from hmmlm.transitions import Dense
 
 CELLS = 2**24  # largest intermediate
 _CACHED = 2**18  # largest one on a CPU: several operations read it again
@@ -36,9 +37,7 @@ class Ahead(NamedTuple):
     log_probs: Tensor  # [rows, Z]
 
 
-def tables_ahead(
-    hmm: HiddenMarkovModel, automaton: Automaton, edges: Edges, live: Sequence[Tensor], length: int
-) -> list[Ahead]:
+def tables_ahead(hmm: HMM, automaton: Automaton, edges: Edges, live: Sequence[Tensor], length: int) -> list[Ahead]:
     """Compute the recursion for 0, 1, … more tokens: up to `length` − 1, or until all that follow are the same.
 
     It is linear, with coefficients of at least 0, so the relative change never grows from one step to the next: it ends
@@ -52,7 +51,7 @@ def tables_ahead(
     accepting = int(automaton.accepting.sum())
     zeros = torch.zeros(accepting, hmm.states, dtype=hmm.dtype, device=hmm.device)
     tables = [Ahead(rows_of[0], zeros)]
-    if isinstance(hmm, HMM) and length <= LONG and _add_products(hmm, edges, rows_of, tables):
+    if isinstance(hmm.transition, Dense) and length <= LONG and _add_products(hmm, edges, rows_of, tables):
         return tables
     del tables[1:]
     model = hmm
@@ -64,7 +63,7 @@ def tables_ahead(
     for r in range(1, length):
         step = edges.read(before, rows_of[r])
         if len(step.relative):  # without rows, nothing is accepted
-            step = _relative(step.row_of, model.push(step.relative), step.offset)
+            step = _relative(step.row_of, model.transition.backward_step(LOG, step.relative), step.offset)
         after = step.log_probs()
         tables.append(Ahead(step.row_of, after.to(hmm.dtype)))
         if step.row_of is before.row_of and _converged(values, after, length - r, hmm.dtype):
@@ -105,7 +104,8 @@ def _product_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the next table [rows, Z], and its probabilities relative to an offset of each row [rows]."""
     total, top, _ = edges.add(probs, offset, terms)
-    moved = hmm.push_probs(total)
+    assert isinstance(hmm.transition, Dense)
+    moved = hmm.transition.push_probs(total)
     doubtful |= ~(moved.amin() >= least_sum(hmm.states + terms.most, moved.dtype))  # or NaN
     peak = moved.amax(1, keepdim=True)
     offset = top + peak[:, 0].double().log()
@@ -119,15 +119,18 @@ def _kernel_step(
     """See `_product_step`; for a GPU."""
     from hmmlm.ops.ahead_kernels import divide_kernel, edges_kernel  # needs Triton
 
-    states, top = hmm.states, offset.new_empty(terms.rows)
+    transition, states, top = hmm.transition, hmm.states, offset.new_empty(terms.rows)
+    assert isinstance(transition, Dense)
     total, moved = torch.empty(2, terms.rows, states, device=probs.device)
     log_probs = torch.empty_like(total)
     edges_kernel[(terms.rows, -(-states // _BLOCK))](
         probs, offset, edges.weights, terms.first, terms.kept, terms.from_row, total, top, states, BLOCK=_BLOCK
     )
-    torch.mm(total, hmm.backward_product.scaled, out=moved)
+    torch.mm(total, transition.matrix(forward=False).scaled, out=moved)
     least = least_sum(states + terms.most, torch.float32)
-    divide_kernel[(terms.rows,)](moved, hmm.row_peaks, top, total, log_probs, doubtful, states, least, BLOCK=_BLOCK)
+    divide_kernel[(terms.rows,)](
+        moved, transition.row_peaks, top, total, log_probs, doubtful, states, least, BLOCK=_BLOCK
+    )
     return log_probs, total, top
 
 
@@ -165,7 +168,7 @@ class _Terms(NamedTuple):
 class Edges:
     """The edges of an automaton and log p(a token of the edge | z), for one step of the recursion."""
 
-    def __init__(self, hmm: HiddenMarkovModel, automaton: Automaton) -> None:
+    def __init__(self, hmm: HMM, automaton: Automaton) -> None:
         source, target, of_cell = automaton.edges
         hopeful = automaton.hopeful()
         useful = hopeful[target] & hopeful[source]
@@ -176,7 +179,7 @@ class Edges:
         self._ends = source[useful], target[useful]
         counts = self._ends[0].bincount(minlength=automaton.states)
         self._firsts = [0, *counts.cumsum(0).tolist()]  # the first edge of each automaton state
-        log_classes = hmm.group_emission(automaton.class_of.to(hmm.device), automaton.classes)  # [C, Z]
+        log_classes = hmm.emission.group_log_probs(automaton.class_of.to(hmm.device), automaton.classes)  # [C, Z]
         edge, of_class = cells[cells >= 0], torch.arange(automaton.classes).expand_as(cells)[cells >= 0]
         order = edge.argsort(stable=True)
         self.log_weights = _log_sums(log_classes, of_class[order], edge[order], len(self._ends[0]))  # [E, Z]

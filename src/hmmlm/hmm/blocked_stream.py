@@ -12,46 +12,59 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.lattice import Lattice, SortedBatch
+from hmmlm.emissions import Blocked
+from hmmlm.hmm.lattice import Lattice, SortedBatch, add_step
 from hmmlm.numerics.logmatrix import LogTiles, least_sum
+from hmmlm.numerics.semirings import LOG
+from hmmlm.numerics.support import BlockSupport, restrict
 from hmmlm.ops.common import FLOOR, NEG_INF
+from hmmlm.transitions.tiled import TiledTransition
 
 if TYPE_CHECKING:
-    from hmmlm.hmm.blocked import BlockedHMM
+    from hmmlm.hmm.composition import Composition
 
 _STEPS = 256  # of a piece
 _CELLS = 2**27  # of its tiles: 512 MB in float32
 
 
-def is_stream(hmm: BlockedHMM, batch: SortedBatch) -> bool:
+def is_stream(hmm: Composition, batch: SortedBatch) -> bool:
     """Return whether `filter_stream` serves a batch: one sequence without missing tokens, and no gradient."""
-    return batch.active[:1] == [1] and not any(batch.missing) and not hmm.requires_grad
+    tiled = isinstance(hmm.transition, TiledTransition) and isinstance(hmm.emission, Blocked)
+    return tiled and batch.active[:1] == [1] and not any(batch.missing) and not hmm.requires_grad
 
 
-def filter_stream(hmm: BlockedHMM, batch: SortedBatch, log_initial: Tensor | None) -> Lattice:
+def filter_stream(hmm: Composition, batch: SortedBatch, log_initial: Tensor | None) -> Lattice:
     """Run the filter over one sequence; see `Recursions._forward`.
 
     Where underflow may have changed a sum, or a word is impossible, the rest of the piece is computed in log space.
     """
-    lattice, steps = Lattice(batch, [], [], [], []), len(batch.active)
-    hmm.filter_step(lattice, hmm.observe(batch.tokens[:, 0], missing=False), log_initial)
-    size = max(1, min(_STEPS, _CELLS // hmm.states_per_block**2))
-    for first in range(1, steps, size):
-        end = min(first + size, steps)
+    lattice, steps, emission = Lattice(batch, [], [], [], []), len(batch.active), hmm.emission
+    assert isinstance(emission, Blocked)
+    observed = emission.score(batch.tokens[:, 0], missing=False)
+    first = restrict(hmm.log_start[None], observed[0])
+    if log_initial is not None:
+        first = hmm.transition.forward_step(LOG, log_initial, None, observed[0])
+    add_step(LOG, hmm.transition, lattice, observed, first)
+    size = max(1, min(_STEPS, _CELLS // emission.width**2))
+    for begin in range(1, steps, size):
+        end = min(begin + size, steps)
         _filter_piece(hmm, lattice, end)
         for t in range(len(lattice.supports), end):
-            hmm.filter_step(lattice, hmm.observe(batch.tokens[:, t], missing=False))
+            add_step(LOG, hmm.transition, lattice, emission.score(batch.tokens[:, t], missing=False), first)
     return lattice
 
 
-def _filter_piece(hmm: BlockedHMM, lattice: Lattice, end: int) -> None:
+def _filter_piece(hmm: Composition, lattice: Lattice, end: int) -> None:
     """Add steps to a lattice that has at least one, until `end` or a sum that underflow may have changed."""
-    support, scores = hmm.observe(lattice.batch.tokens[0, len(lattice.supports) - 1 : end], missing=False)
-    pairs, pair = (support.blocks[:-1] * hmm.blocks + support.blocks[1:]).unique(return_inverse=True)
-    peak, tiles = _prepare(hmm, pairs)
+    transition, emission = hmm.transition, hmm.emission
+    assert isinstance(transition, TiledTransition) and isinstance(emission, Blocked)
+    tokens = lattice.batch.tokens[0, len(lattice.supports) - 1 : end]
+    blocks, scores = emission.block_of_word[tokens], emission.log_probs[tokens]
+    pairs, pair = (blocks[:-1] * emission.num_blocks + blocks[1:]).unique(return_inverse=True)
+    peak, tiles = _prepare(transition, emission, pairs)
     added = (peak[pair] + scores[1:])[:, None]  # [steps, 1, k]
     filtered, relative, joint = (torch.empty_like(added) for _ in range(3))
-    before, on_gpu = lattice.log_filtered[-1], hmm.device.type == "cuda"
+    before, on_gpu = lattice.filtered[-1], hmm.device.type == "cuda"
     for sums, more, total, after, tile in zip(relative, added, joint, filtered, pair.tolist(), strict=True):
         weights = before.exp()
         if not on_gpu:  # denormal numbers would slow the product down
@@ -60,25 +73,27 @@ def _filter_piece(hmm: BlockedHMM, lattice: Lattice, end: int) -> None:
         torch.add(sums.log(), more, out=total)
         before = torch.log_softmax(total, 1, out=after)
     log_scales = torch.logsumexp(joint, 2)
-    sure = (relative >= least_sum(hmm.states_per_block, hmm.dtype)).flatten(1).all(1) & (log_scales[:, 0] > NEG_INF)
+    sure = (relative >= least_sum(emission.width, hmm.dtype)).flatten(1).all(1) & (log_scales[:, 0] > NEG_INF)
     sound = len(sure) if bool(sure.all()) else int(sure.int().argmin())
+    support = BlockSupport(blocks, emission.width)
     lattice.supports.extend(support.rows(slice(t, t + 1)) for t in range(1, sound + 1))
     lattice.scores.extend(scores[1 : sound + 1, None])
-    lattice.log_filtered.extend(filtered[:sound])
-    lattice.log_scales.extend(log_scales[:sound])
+    lattice.filtered.extend(filtered[:sound])
+    lattice.scales.extend(log_scales[:sound])
 
 
-def _prepare(hmm: BlockedHMM, pairs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+def _prepare(transition: TiledTransition, emission: Blocked, pairs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
     """Return the largest entries of the columns of log A [P, k], and exp(log A) [k, k] relative to them, of pairs [P].
 
     A pair of blocks is source · M + target.
     """
-    sources, targets = pairs // hmm.blocks, pairs % hmm.blocks
-    if hmm.forward_tiles is None and hmm.device.type == "cpu":
-        peaks, scaled = zip(*(hmm.store.tile(key) for key in pairs.tolist()), strict=True)
+    sources, targets = pairs // emission.num_blocks, pairs % emission.num_blocks
+    table = transition.table(emission.width)
+    if table is not None:
+        return table.peak[sources, targets], list(table.scaled[sources, targets])
+    if transition.device.type == "cpu":
+        store = transition.store(emission.width)
+        peaks, scaled = zip(*(store.tile(key) for key in pairs.tolist()), strict=True)
         return torch.stack(peaks), scaled
-    tiles = hmm.forward_tiles
-    if tiles is not None:
-        return tiles.peak[sources, targets], list(tiles.scaled[sources, targets])
-    tiles = LogTiles(hmm.tiles(sources, targets))
+    tiles = LogTiles(transition.tiles(sources, targets, emission.width))
     return tiles.peak, list(tiles.scaled)

@@ -1,7 +1,6 @@
 """Checks of user input; every message names what is wrong, where, and what to do."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from numbers import Integral, Real
 from typing import Any
@@ -12,14 +11,11 @@ from torch import Tensor
 
 from hmmlm.arguments import check_type, describe
 from hmmlm.errors import InputError
-from hmmlm.ops.blocked_scan import Factors
-from hmmlm.ops.common import Carry, capturing
+from hmmlm.numerics.distributions import check_distributions
+from hmmlm.ops.common import Carry
 
-_PIECE = 2**17  # elements of a distribution that are summed at once
 ArrayLike = Tensor | np.ndarray | Sequence[Any]
-_VALIDATED_CELLS = 2**28  # products for the rows of a transition matrix that `check_factors` computes
 _LARGEST = 1e18  # of a number that torch multiplies by: it takes integers of 64 bits
-_NORMALIZER_TOLERANCE = 0.01  # of normalizers from TF32 products of large factors
 
 
 def as_tensor(values: ArrayLike, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -47,25 +43,6 @@ def as_log_probs(values: ArrayLike, name: str) -> tuple[Tensor, torch.dtype]:
     if bool((probs < 0).any()) or not bool(probs.isfinite().all()):
         raise InputError(f"{name} contains negative, infinite or NaN entries: give probabilities")
     return probs.log(), dtype
-
-
-def check_parameters(named: dict[str, Tensor], hint: str = "") -> None:
-    """Raise an InputError unless all values are float32 tensors, or all float64 ones, on one device, and none is NaN.
-
-    What is being trained is not searched for NaN: the training loop does that, without waiting for a GPU.
-    """
-    for name, value in named.items():
-        if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.float64):
-            what = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
-            raise InputError(f"{name} must be a float32 or float64 tensor, not {what}{hint}")
-        check_type(name, value, Tensor)
-    if len({(value.dtype, value.device) for value in named.values()}) > 1:
-        *names, last = named
-        raise InputError(f"{', '.join(names)} and {last} must share one dtype and device")
-    if not any(value.requires_grad or capturing(value) for value in named.values()):
-        for name, value in named.items():
-            if value.numel() and bool(value.amax().isnan()):
-                raise InputError(f"{name} contains NaN: the model is broken")
 
 
 def padded(sequences: Sequence[ArrayLike]) -> tuple[Tensor, Tensor]:
@@ -166,41 +143,6 @@ def check_carry(carry: Carry | None, tokens: Tensor, states: int) -> None:
         check_distributions(possible, "carry.log_probs")
 
 
-def check_distributions(log_probs: Tensor, name: str) -> None:
-    """Raise an InputError unless every row (last dimension) sums to one, to the precision of its dtype."""
-    rows = log_probs.detach().reshape(-1, log_probs.shape[-1])
-    # Denormal numbers are slow, and pieces that fit a cache are read once.
-    totals = torch.cat([part.clamp(min=-80).exp_().sum(1) for part in rows.split(max(1, _PIECE // rows.shape[1]))])
-    # log_softmax on a CPU adds one by one, in at least 8 lanes: many equal small probabilities, such as those of words
-    # that never occurred, are all rounded in the same direction.
-    rounding = log_probs.shape[-1] * torch.finfo(log_probs.dtype).eps / 8
-    tolerance = max(rounding, 1e-4 if log_probs.dtype == torch.float32 else 1e-6)
-    check_totals(totals, tolerance, lambda row: f"{name}{row_name(log_probs, row)}")
-
-
-def check_totals(totals: Tensor, tolerance: float, name: Callable[[int], str]) -> None:
-    """Raise an InputError unless the sums [n] of distributions are one; `name` returns the name of each."""
-    wrong = ~((totals - 1).abs() <= tolerance)
-    if bool(wrong.any()):
-        row, count = int(wrong.nonzero()[0]), int(wrong.sum())
-        total = totals[row].item()
-        if math.isnan(total):
-            raise InputError(f"{name(row)} contains NaN or negative probabilities")
-        raise InputError(
-            f"{name(row)} sums to {total if total > 1e-30 else 0:.6g}, not to one"
-            + (f" ({count} such rows)" if count > 1 else "")
-            + ": normalize it first"
-        )
-
-
-def check_finite(values: Tensor, name: str) -> None:
-    """Raise an InputError if a tensor contains NaN or infinite values."""
-    if values.numel():
-        extremes = torch.stack(values.detach().aminmax())  # NaN if there is one; 20 times as fast as isfinite
-        if not bool(extremes.isfinite().all()):
-            raise InputError(f"{name} contains NaN or infinite values")
-
-
 def check_count(name: str, value: int, least: int, most: int = 2**63 - 1) -> None:
     """Raise an InputError unless `value` is an integer between `least` and `most`."""
     if not isinstance(value, Integral) or isinstance(value, bool):
@@ -243,58 +185,9 @@ def check_log_state(log_state: Tensor, states: int, device: torch.device) -> Non
         raise InputError(f"log_state must have shape [..., {states}], not {list(log_state.shape)}")
 
 
-def move(values: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
-    """Return tensors on another device or in another dtype, like `Tensor.to`; the arguments are checked."""
-    try:
-        torch.empty(0).to(*args, **kwargs)
-    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        given = ", ".join(map(describe, (*args, *kwargs.values())))
-        reason = str(error).strip().partition("\n")[0]
-        raise InputError(f"cannot move a model to {given}: give a device or a dtype ({reason:.80})") from None
-    return [value.to(*args, **kwargs) for value in values]
-
-
 def check_words(tokens: Tensor, vocab_size: int) -> None:
     """Raise an InputError unless `tokens` is a tensor [n] of words of the vocabulary."""
     if not isinstance(tokens, Tensor) or tokens.dim() != 1 or tokens.dtype not in (torch.int32, torch.int64):
         raise InputError("tokens must be a tensor of integers [n]")
     if bool(((tokens < 0) | (tokens >= vocab_size)).any()):
         raise InputError(f"tokens must be between 0 and {vocab_size - 1}")
-
-
-def row_name(values: Tensor, row: int) -> str:
-    return f" row {row}" if values.dim() == 2 else ""
-
-
-def check_factors(factors: Factors) -> None:
-    """Raise an InputError that names the first tensor of a blocked HMM with a distribution that does not sum to one.
-
-    Of a transition matrix so large that this would take longer than reading the model, rows spread over all states;
-    the normalizers of the others must be within bounds, which any wrong number leaves that is wrong by far.
-    """
-    states, k = len(factors.log_start), factors.log_emission.shape[1]
-    for name in ("u", "w", "log_normalizer"):
-        check_finite(getattr(factors, name), name)
-    check_distributions(factors.log_start, "log_start")
-    tolerance = 1e-4 if factors.u.dtype == torch.float32 else 1e-6
-    totals = factors.log_emission.new_zeros(states // k, k)
-    totals.index_add_(0, factors.block_of_word, factors.log_emission.clamp(min=-80).exp_())
-    check_totals(totals.flatten(), tolerance, lambda state: f"log_emission of state {state}")
-    # Jensen's inequality from below, Cauchy and Schwarz's from above.
-    least, most = factors.u @ factors.w.mean(0), factors.u.norm(dim=1) * factors.w.norm(dim=1).max()
-    slack = _NORMALIZER_TOLERANCE + 1e-4 * most
-    least, most = least + math.log(states) - slack, most + math.log(states) + slack
-    outside = (~((least <= factors.log_normalizer) & (factors.log_normalizer <= most))).nonzero().flatten().tolist()
-    if outside:
-        found, low, high = (float(values[outside[0]]) for values in (factors.log_normalizer, least, most))
-        raise InputError(
-            f"log_normalizer of state {outside[0]} is {found:.4g}, but u and w allow {low:.4g} to {high:.4g}: "
-            "normalize it first"
-        )
-    stride = max(1, states * factors.w.numel() // _VALIDATED_CELLS)
-    scores = factors.u[::stride] @ factors.w.t() - factors.log_normalizer[::stride, None]
-    check_totals(
-        scores.exp_().sum(1),
-        _NORMALIZER_TOLERANCE,
-        lambda row: f"the transition from state {row * stride} by u, w and log_normalizer",
-    )

@@ -27,8 +27,9 @@ from hmmlm.hmm.automaton import Automaton, check_words
 from hmmlm.hmm.checks import check_count
 from hmmlm.hmm.guided_cpu import CpuPlan, CpuSteps, make_cpu_plan
 from hmmlm.hmm.guided_step import Plan, make_plan
-from hmmlm.hmm.queries import HiddenMarkovModel
+from hmmlm.hmm.hmm import HMM
 from hmmlm.numerics.logmatrix import log_ratio
+from hmmlm.numerics.support import restrict
 from hmmlm.ops.common import NEG_INF, logsumexp
 
 LARGEST_GB = 16.0  # memory of the recursion
@@ -88,7 +89,7 @@ class Guide:
 
     @torch.no_grad()
     @check_arguments
-    def __init__(self, hmm: HiddenMarkovModel, automaton: Automaton, length: int) -> None:
+    def __init__(self, hmm: HMM, automaton: Automaton, length: int) -> None:
         if automaton.vocab_size != hmm.vocab_size:
             raise InputError(
                 f"the automaton has {automaton.vocab_size} words and the model has {hmm.vocab_size}: use the same "
@@ -224,7 +225,7 @@ class Guide:
 
         None if that is its own: there is one row, and every token has its own column.
         """
-        moves, columns = self.moves(state), self.hmm.column_of_word
+        moves, columns = self.moves(state), self.hmm.emission.column_of_word
         if columns is None and len(moves.many) == 1:
             return None
         if state not in self._known_cells:
@@ -286,7 +287,7 @@ class Guide:
 
     def _make_plan(self, node: Node, ahead: Ahead) -> Plan | CpuPlan:
         moves, reached = self.moves(node.automaton), self.reached(node.automaton, node.remaining)
-        if isinstance(self.hmm.guided_steps(), CpuSteps):
+        if isinstance(self.hmm.guided_steps, CpuSteps):
             return make_cpu_plan(ahead.log_probs, reached, moves.few_tokens, self.cells(node.automaton))
         alone = list(zip(reached.tokens.tolist(), reached.rows, strict=True))
         return make_plan(ahead.log_probs, moves.group_of, reached.places, alone)
@@ -359,7 +360,7 @@ def _check_any(positions: Sequence[Position]) -> None:
         raise InputError("there are no positions: give at least one")
 
 
-def advance_states(hmm: HiddenMarkovModel, log_states: Tensor, tokens: Sequence[int]) -> Tensor:
+def advance_states(hmm: HMM, log_states: Tensor, tokens: Sequence[int]) -> Tensor:
     """Compute log p(z of the next token | tokens so far) [B, Z] after one more token each, from log_states [B, Z]."""
     check_words(tokens, hmm.vocab_size)
     log_states = hmm.advance(log_states, torch.tensor(tokens))
@@ -394,7 +395,11 @@ def score_positions(guided: Sequence[tuple[Guide, Position]], relative: bool = F
     joint, first = weights, 0
     if kept:
         # At most 0: the terms of a ratio are rounded differently.
-        joint = hmm.emit_ratio(weights, log_states, rows).clamp_(max=0) if relative else hmm.emit_columns(weights)
+        joint = (
+            hmm.emission.column_ratio(weights, log_states, rows).clamp_(max=0)
+            if relative
+            else hmm.emission.column_log_probs(weights)
+        )
     for row, ((guide, position), (places, _, _)) in enumerate(zip(guided, reached, strict=True)):
         count = len(places) - places.count(-1)
         own, first = joint[first : first + count], first + count
@@ -415,10 +420,10 @@ def score_positions(guided: Sequence[tuple[Guide, Position]], relative: bool = F
     for start in range(0, len(row_of), size):
         piece = slice(start, start + size)
         rows, here = row_of[piece], tokens[piece]
-        support, scores = hmm.observe(here, missing=False)
-        alone = logsumexp(hmm.restrict(_weigh(log_states, tables, rows, at[piece]), support) + scores, 1)
+        support, scores = hmm.emission.score(here, missing=False)
+        alone = logsumexp(restrict(_weigh(log_states, tables, rows, at[piece]), support) + scores, 1)
         if relative:
-            plain = logsumexp(hmm.restrict(log_states[rows], support) + scores, 1)
+            plain = logsumexp(restrict(log_states[rows], support) + scores, 1)
             alone = log_ratio(alone, plain).clamp_(max=0)
         result[rows, here] = alone
     return result

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hmmlm.emissions import Categorical
 from hmmlm.hmm.guided_step import StepResult, StepRows
 from hmmlm.numerics.logmatrix import least_sum
 from hmmlm.ops.common import FLOOR, NEG_INF
+from hmmlm.transitions import Dense
 
 if TYPE_CHECKING:
     from hmmlm.hmm.constraints import Reached
-    from hmmlm.hmm.dense import HMM
 
 _MOST_CELLS = 2**22  # of the tokens of a row that are scored alone
 _LEAST = FLOOR[torch.float32]  # smaller weights count as zero, because denormal numbers are slow
@@ -51,20 +52,20 @@ def make_cpu_plan(table: Tensor, reached: Reached, few: Tensor, cells: Tensor | 
 class CpuSteps:
     """Steps of one HMM in float32."""
 
-    def __init__(self, hmm: HMM) -> None:
-        self.hmm = hmm
-        self._least = least_sum(hmm.states, torch.float32)
+    def __init__(self, transition: Dense, emission: Categorical) -> None:
+        self.transition, self.emission = transition, emission
+        self._least = least_sum(transition.num_states, torch.float32)
 
     def _emitted(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return log p(token | z) [n, Z] of tokens [n]."""
-        return self.hmm.log_emission.numpy()[:, tokens].T
+        return self.emission.log_probs.numpy()[:, tokens].T
 
     def run(self, rows: StepRows[CpuPlan], scores: Tensor, weight: float) -> StepResult | None:
         """Return steered scores for scores [B, V]; see `GuidedSteps.run`."""
         constrained = [row for row, plan in enumerate(rows.plans) if plan is not None]
         plans = [plan for plan in rows.plans if plan is not None]
         alone = max(len(plan.tokens) for plan in plans)
-        if scores.dtype != torch.float32 or alone * self.hmm.states > _MOST_CELLS:
+        if scores.dtype != torch.float32 or alone * self.transition.num_states > _MOST_CELLS:
             return None
         states = rows.log_states.numpy()[[rows.of_row[row] for row in constrained]]
         if rows.tokens is not None:
@@ -103,7 +104,7 @@ class CpuSteps:
         probs = np.exp(joint - peak)
         probs /= probs.sum(1, keepdims=True)
         probs[probs < _LEAST] = 0.0
-        matrix = self.hmm.forward_product
+        matrix = self.transition.matrix()
         moved = matrix.multiply(torch.from_numpy(probs)).numpy()
         return np.log(moved) + matrix.peak.numpy() if moved.min() >= self._least else None
 
@@ -113,7 +114,7 @@ class CpuSteps:
         if columns is None:
             return None
         own = all(plan.cells is None and plan.live for plan in plans)  # a row each, in which each token has a column
-        chances = columns if own else torch.full((len(plans), self.hmm.vocab_size), NEG_INF)
+        chances = columns if own else torch.full((len(plans), self.emission.vocab_size), NEG_INF)
         cells, first = chances.numpy(), 0
         for row, plan in enumerate(plans):
             count = len(plan.live)
@@ -136,7 +137,7 @@ class CpuSteps:
         """Compute the chances of the columns of emissions [m, U] for each live place of each row."""
         n, rows = len(states), [row for row, plan in enumerate(plans) for _ in plan.live]
         if not rows:
-            return torch.empty(0, len(self.hmm.emissions.matrix.peak))
+            return torch.empty(0, len(self.emission.matrix.matrix.peak))
         tables = [plan.table[[plan.places[number] for number in plan.live]] for plan in plans]
         weights = np.concatenate([states, states[rows] + np.concatenate(tables)])
         tops = weights.max(1, keepdims=True)
@@ -145,7 +146,7 @@ class CpuSteps:
         weights -= tops
         np.exp(weights, out=weights)
         weights[weights < _LEAST] = 0.0
-        sums = self.hmm.emissions.matrix.multiply(torch.from_numpy(weights))
+        sums = self.emission.matrix.matrix.multiply(torch.from_numpy(weights))
         if not float(sums.amin()) >= self._least:
             return None
         # The largest entries of the columns cancel, and one logarithm is enough.

@@ -9,16 +9,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
 from threading import Lock
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from hmmlm.emissions import Categorical
 from hmmlm.numerics.logmatrix import least_sum
 from hmmlm.ops.graph import record
-
-if TYPE_CHECKING:
-    from hmmlm.hmm.dense import HMM
+from hmmlm.transitions import Dense
 
 AnyPlan = TypeVar("AnyPlan")
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,16 +91,16 @@ class StepResult(NamedTuple):
 class GuidedSteps:
     """Steps of one HMM in float32. Those of one shape share a CUDA graph."""
 
-    def __init__(self, hmm: HMM) -> None:
-        self.hmm = hmm
+    def __init__(self, transition: Dense, emission: Categorical) -> None:
+        self.transition, self.emission = transition, emission
         self._graphs: OrderedDict[_Shape, _Step] = OrderedDict()
         self._lock = Lock()  # buffers are shared by all threads that steer with this model
 
-    def __getstate__(self) -> HMM:
-        return self.hmm  # a copy of the model records graphs of its own
+    def __getstate__(self) -> tuple[Dense, Categorical]:
+        return self.transition, self.emission  # a copy of the model records graphs of its own
 
-    def __setstate__(self, hmm: HMM) -> None:
-        self.__init__(hmm)  # type: ignore[misc]
+    def __setstate__(self, parts: tuple[Dense, Categorical]) -> None:
+        self.__init__(*parts)  # type: ignore[misc]
 
     def run(self, rows: StepRows[Plan], scores: Tensor, weight: float) -> StepResult | None:
         """Return steered scores for scores [B, V]; None if the kernels do not serve.
@@ -121,7 +120,7 @@ class GuidedSteps:
         with self._lock:
             step = self._graphs.pop(shape, None)
             if step is None:
-                step = _Step(self.hmm, shape)
+                step = _Step(self.transition, self.emission, shape)
             self._graphs[shape] = step
             if len(self._graphs) > _GRAPHS:
                 self._graphs.popitem(last=False)
@@ -147,12 +146,13 @@ class _Shape(NamedTuple):
 class _Step:
     """Buffers and graph of one shape."""
 
-    def __init__(self, hmm: HMM, shape: _Shape) -> None:
+    def __init__(self, transition: Dense, emission: Categorical, shape: _Shape) -> None:
         from hmmlm.ops import guided_kernels  # needs Triton
 
-        self.kernels, self.hmm, self.shape = guided_kernels, hmm, shape
+        self.kernels, self.shape = guided_kernels, shape
+        self.transition, self.emission = transition, emission
         self.kind = guided_kernels.kind_of(shape.dtype)
-        (rows, width), device, states = shape[:2], hmm.device, hmm.states
+        (rows, width), device, states = shape[:2], transition.device, transition.num_states
         self.written = torch.zeros(guided_kernels.HEADER + rows * guided_kernels.OF_ROW, dtype=torch.int64)
         self.found = torch.zeros(1 + rows, dtype=torch.int32)
         if device.type == "cuda":
@@ -164,7 +164,7 @@ class _Step:
         self.parts = max(1, min(_MOVE_PROGRAMS // blocks, blocks)) if _has_blocks(rows, states) else 1
         self.moved = torch.empty(self.parts, rows, states, device=device)
         self.weights = torch.empty(rows * (1 + shape.places), states, device=device)
-        self.matrix, self.column_of = hmm.emissions.matrix.scaled, hmm.emissions.column_of
+        self.matrix, self.column_of = emission.matrix.matrix.scaled, emission.column_of_word
         self.sums = torch.empty(len(self.weights), self.matrix.shape[1], device=device)
         self.tops = torch.empty(len(self.weights), device=device)
         self.steered = torch.empty(rows, width, device=device)
@@ -193,13 +193,14 @@ class _Step:
 
     def launch(self) -> None:
         """Launch the kernels."""
-        kernels, hmm, packet, found = self.kernels, self.hmm, self.packet, self.found
+        kernels, packet, found = self.kernels, self.packet, self.found
         count, width, _, places, programs, first, weight = self.shape
-        states, words, columns = hmm.states, hmm.vocab_size, self.matrix.shape[1]
-        least, forward = least_sum(states, torch.float32), hmm.forward_product
+        log_emission, forward = self.emission.log_probs, self.transition.matrix()
+        (states, words), columns = log_emission.shape, self.matrix.shape[1]
+        least = least_sum(states, torch.float32)
         block = min(4096, _power_of_2(states))
         kernels.read_kernel[(count,)](
-            self.written, packet, hmm.log_emission, self.probs, found, states, words, FIRST=first, BLOCK=block
+            self.written, packet, log_emission, self.probs, found, states, words, FIRST=first, BLOCK=block
         )
         if not first:
             self.multiply(self.probs, forward.scaled, self.moved, _MOVE)
@@ -240,7 +241,7 @@ class _Step:
         if programs:
             kernels.alone_kernel[(count, programs)](
                 packet,
-                hmm.log_emission,
+                log_emission,
                 self.steered,
                 self.summaries,
                 states,

@@ -1,14 +1,28 @@
 """What the recursions of all queries work on: a batch sorted by length, and the forward recursion over it."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from hmmlm.hmm.protocol import Support
+from hmmlm.numerics.semirings import Semiring
+from hmmlm.numerics.support import BlockSupport, Support, first_rows
 from hmmlm.ops.common import NEG_INF
+
+if TYPE_CHECKING:
+    from hmmlm.transitions import Transition
+
+
+Observed = tuple[Support, Tensor]
+"""The support of tokens [n], and their scores [n, K]."""
+Step = tuple[int, int, Tensor, Support]
+"""t, and n rows of values [n, K] over a support."""
+Stack = tuple[Tensor, Tensor, Tensor, Support]
+"""The row [n] in the batch, the step [n] and values [n, K] over a support, of several steps."""
 
 
 class SortedBatch(NamedTuple):
@@ -27,18 +41,21 @@ class SortedBatch(NamedTuple):
 
 
 class Lattice(NamedTuple):
-    """The forward recursion: one entry per step, over the active rows and their supports."""
+    """The forward recursion: one entry per step, over the active rows and their supports.
+
+    Values are those of a semiring: logarithms, unless it is that of probabilities.
+    """
 
     batch: SortedBatch
     supports: list[Support]
-    scores: list[Tensor]  # [n, K] log p(x_t | z)
-    log_filtered: list[Tensor]  # [n, K] log p(z_t | x_1..t)
-    log_scales: list[Tensor]  # [n] log p(x_t | x_1..t−1)
+    scores: list[Tensor]  # [n, K] p(x_t | z)
+    filtered: list[Tensor]  # [n, K] p(z_t | x_1..t); in max-plus of the best path to each state
+    scales: list[Tensor]  # [n] p(x_t | x_1..t−1)
     stacked: Any = None  # what a kind of HMM that computed all steps at once keeps of them
 
     def log_likelihood(self) -> Tensor:
         """Return log p(x) [B] in float64, rows in the order of the batch; zero gradient for impossible sequences."""
-        total = pad_sequence(self.log_scales, batch_first=True).sum(0, dtype=torch.float64)
+        total = pad_sequence(self.scales, batch_first=True).sum(0, dtype=torch.float64)
         return torch.where(total.detach() == NEG_INF, NEG_INF, total)
 
 
@@ -46,15 +63,6 @@ def add_first(values: Tensor, added: Tensor) -> Tensor:
     """Return values [n, K] with `added` [m, K], m ≤ n, added to the first rows."""
     rows = len(added)
     return values + added if rows == len(values) else torch.cat([values[:rows] + added, values[rows:]])
-
-
-def first_rows(support: Support, rows: int) -> Support:
-    """Return the support of the first rows."""
-    return some_rows(support, slice(0, rows))
-
-
-def some_rows(support: Support, rows: slice) -> Support:
-    return None if support is None else support.rows(rows)
 
 
 def endings(batch: SortedBatch) -> list[tuple[int, slice]]:
@@ -73,4 +81,44 @@ def continuing(lattice: Lattice, active: list[int]) -> Iterator[tuple[int, int, 
     `active` are the rows of each step of the lattice, and of the one after it if there is one.
     """
     for t, rows in enumerate(active[1 : len(lattice.supports) + 1], 1):
-        yield t, rows, lattice.log_filtered[t - 1][:rows], first_rows(lattice.supports[t - 1], rows)
+        yield t, rows, lattice.filtered[t - 1][:rows], first_rows(lattice.supports[t - 1], rows)
+
+
+def stack_together(*sides: list[Step]) -> tuple[list[Stack], ...]:
+    """Return `stack_steps` of lists with the same rows and steps: of all of them, or each step apart."""
+    whole = tuple(map(stack_steps, sides))
+    if len({len(side) for side in whole}) == 1:
+        return whole
+    return tuple([stack for step in side for stack in stack_steps([step])] for side in sides)
+
+
+def stack_steps(steps: list[Step]) -> list[Stack]:
+    """Return the rows of all steps together; apart, if their supports differ in kind."""
+    device = steps[0][2].device if steps else None
+    result = [(torch.arange(n, device=device), torch.full((n,), t, device=device), x, s) for t, n, x, s in steps]
+    blocks = [s for *_, s in steps if isinstance(s, BlockSupport) and not s.wide]
+    everywhere = all(s is None for *_, s in steps)
+    if len(steps) < 2 or not (everywhere or len(blocks) == len(steps)):
+        return result
+    support = None if everywhere else blocks[0]._replace(blocks=torch.cat([s.blocks for s in blocks]))
+    rows, times, values, _ = zip(*result, strict=True)
+    return [(torch.cat(rows), torch.cat(times), torch.cat(values), support)]
+
+
+def add_step(ring: Semiring, transition: Transition, lattice: Lattice, observed: Observed, first: Tensor) -> None:
+    """Add a step with the support of a token and its scores [n, K], as values of a semiring, to a lattice.
+
+    Args:
+        first: [n, K] p(z_1) over the support, which the first step uses.
+    """
+    support, scores = observed
+    predicted, rows = first, len(scores)
+    if lattice.supports:
+        source = first_rows(lattice.supports[-1], rows)
+        predicted = transition.forward_step(ring, lattice.filtered[-1][:rows], source, support)
+    joint = ring.times(predicted, scores)
+    scale = ring.total(joint)
+    lattice.supports.append(support)
+    lattice.scores.append(scores)
+    lattice.filtered.append(ring.divide(joint, scale))
+    lattice.scales.append(scale)

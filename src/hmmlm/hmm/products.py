@@ -5,15 +5,26 @@ cannot have changed any of them (the bound of `LogMatrix.product`), the logarith
 Otherwise the functions return None, and the recursion has to run in log space.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
+from hmmlm.emissions import Categorical
+from hmmlm.hmm.lattice import Lattice, SortedBatch
 from hmmlm.numerics.logmatrix import LogMatrix, least_sum
+from hmmlm.numerics.semirings import LOG
 from hmmlm.ops.common import FLOOR
+from hmmlm.ops.scan.scaled import distinct
+from hmmlm.transitions import Dense
 
+if TYPE_CHECKING:
+    from hmmlm.hmm.composition import Composition
+
+_BULK_CELLS = 2**25  # largest [T, B, Z] tensor
 _GROUPS = (4, 1)  # steps between two normalizations: first several, which is faster; then one, which is more accurate
 
 
@@ -27,6 +38,51 @@ class Observations(NamedTuple):
     def at(self, rows: Tensor) -> Tensor:
         """Return rows [U, …] as [T, B, …]."""
         return rows.index_select(0, self.row.flatten()).view(*self.row.shape, *rows.shape[1:])
+
+
+class BulkFilter(NamedTuple):
+    """The forward recursion of all steps at once."""
+
+    given: Observations
+    log_filtered: Tensor  # [T, B, Z]
+
+
+def filter_dense(
+    hmm: Composition, batch: SortedBatch, log_initial: Tensor | None, log_missing: Tensor | None
+) -> Lattice | None:
+    """Run the filter of an HMM of two matrices; None for others, for long texts, and where log space has to decide."""
+    steps, (transition, emission) = len(batch.active), (hmm.transition, hmm.emission)
+    if not (isinstance(transition, Dense) and isinstance(emission, Categorical)) or hmm.requires_grad:
+        return None
+    if steps * len(batch.tokens) * hmm.states > _BULK_CELLS:
+        return None
+    words, index = distinct(batch.tokens[:, :steps].t() + 1, hmm.vocab_size + 1)
+    words -= 1
+    given = Observations(emission.score(words, bool(words[0] < 0), log_missing)[1], index, batch.active)
+    first = hmm.log_start.expand(len(batch.tokens), -1)
+    if log_initial is not None:
+        first = transition.forward_step(LOG, log_initial)
+    result = filter_products(transition.matrix(), first, given)
+    if result is None:
+        return None
+    log_filtered, log_scales, scores = (_active_rows(v, batch) for v in (*result, given.at(given.scores)))
+    return Lattice(batch, [None] * len(scores), scores, log_filtered, log_scales, BulkFilter(given, result[0]))
+
+
+def messages_dense(hmm: Composition, lattice: Lattice) -> list[Tensor] | None:
+    """Return the messages to a lattice of `filter_dense`; None where log space has to decide."""
+    stacked, transition = lattice.stacked, hmm.transition
+    assert isinstance(stacked, BulkFilter) and isinstance(transition, Dense)
+    messages = message_products(transition.matrix(forward=False), stacked.given)
+    if messages is None:
+        return None
+    messages.sub_((stacked.log_filtered + messages).logsumexp(2, keepdim=True))
+    return _active_rows(messages, lattice.batch)
+
+
+def _active_rows(values: Tensor, batch: SortedBatch) -> list[Tensor]:
+    """Return the active rows of each step of values [T, B, …]."""
+    return [here[:rows] for here, rows in zip(values.unbind(), batch.active, strict=True)]
 
 
 def filter_products(matrix: LogMatrix, log_first: Tensor, given: Observations) -> tuple[Tensor, Tensor] | None:

@@ -1,19 +1,20 @@
-"""The queries of an HMM, written once for every kind, batched, in log space.
+"""The queries of an HMM, written once for every transition and emission, batched, in log space.
 
-A kind implements the operations (`hmmlm.hmm.protocol`): for each position the states that can emit its token (its
-support), products of distributions over supports with the transition matrix, and emission scores. The filter and the
-messages are those of `hmmlm.hmm.recursions`; the recursions below are the standard ones.
+For each position an emission returns the states that can emit its token (its support) and their scores; a transition
+moves distributions between supports. The filter and the messages are those of `hmmlm.hmm.recursions`; the recursions
+below are the standard ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import (
     ArrayLike,
@@ -23,17 +24,33 @@ from hmmlm.hmm.checks import (
     check_generator,
     check_log_state,
     check_tokens,
+    check_words,
 )
-from hmmlm.hmm.guided_cpu import CpuSteps
-from hmmlm.hmm.guided_step import GuidedSteps
-from hmmlm.hmm.lattice import Lattice, SortedBatch, add_first, continuing, endings, first_rows, some_rows
-from hmmlm.hmm.protocol import Carry, Counts, Filtered, Predictions, Scan, Support
-from hmmlm.hmm.recursions import Recursions
-from hmmlm.ops.common import NEG_INF, finite, log_normalize, logsumexp, without_autocast
+from hmmlm.hmm.composition import Composition
+from hmmlm.hmm.lattice import Lattice, SortedBatch, add_first, continuing, endings, stack_steps
+from hmmlm.hmm.likelihood import expected_counts, log_likelihood
+from hmmlm.hmm.recursions import (
+    find_best_paths,
+    gather,
+    last_filtered,
+    log_initial,
+    run_filter,
+    run_messages,
+    run_possible,
+    sort_batch,
+    windows,
+)
+from hmmlm.hmm.results import Counts, Filtered, Predictions
+from hmmlm.hmm.word_products import WordProducts
+from hmmlm.numerics.semirings import LOG
+from hmmlm.numerics.support import BlockSupport, Support, first_rows, restrict, some_rows, state_ids
+from hmmlm.ops.common import NEG_INF, Carry, Scan, finite, logsumexp, without_autocast
+from hmmlm.transitions import BlockDiagonal
+from hmmlm.transitions.tiled import TiledTransition
 
 _CELLS = 2**24  # largest table of probabilities of sampled tokens
+_PREDICTED = 2**25  # largest table of predictions
 _SAMPLED = 10**8  # most tokens of a sample: a few gigabytes
-_STEPS_PER_SHIFT = 16  # of Viterbi, between two subtractions of the largest score
 
 
 Query = TypeVar("Query", bound=Callable[..., Any])
@@ -55,55 +72,15 @@ def query(function: Query) -> Query:
     """Make a method of an HMM compute without gradients, and in the model's precision whatever autocast says."""
 
     @wraps(function)
-    def answer(self: HiddenMarkovModel, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad(), without_autocast(self.log_start_scores()):
+    def answer(self: Queries, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), without_autocast(self.log_start):
             return function(self, *args, **kwargs)
 
     return differentiable_query(cast(Query, answer))
 
 
-class HiddenMarkovModel(Recursions):
-    """An HMM and its exact queries. Results are detached unless stated otherwise."""
-
-    # --- representation ---
-
-    def _repr_html_(self) -> str:
-        """Return a table for notebooks."""
-        facts = {
-            "states": f"{self.states:,}",
-            "words": f"{self.vocab_size:,}",
-            "parameters": f"{sum(value.numel() for value in self.tensors().values() if value.is_floating_point()):,}",
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "device": str(self.device),
-        }
-        rows = "".join(f"<tr><th>{name}</th><td>{fact}</td></tr>" for name, fact in facts.items())
-        return f"<b>{type(self).__name__}</b><table>{rows}</table>"
-
-    def to_hmmlearn(self) -> Any:
-        """Return the model as a `CategoricalHMM` of hmmlearn, in float64, with rows that sum to one exactly."""
-        try:
-            from hmmlearn.hmm import CategoricalHMM
-        except ImportError:
-            raise InputError("hmmlearn is not installed: pip install hmmlearn") from None
-        start, transition, emission = (p.double().softmax(-1).cpu().numpy() for p in self.dense().detach().parameters)
-        model = CategoricalHMM(n_components=self.states, n_features=self.vocab_size)
-        model.startprob_, model.transmat_, model.emissionprob_ = start, transition, emission
-        return model
-
-    def to_dynamax(self) -> tuple[Any, Any, Any]:
-        """Return the model as a `CategoricalHMM` of dynamax with one emission: model, parameters and their properties.
-
-        Its methods take tokens as emissions [T, 1]. The dtype is that of JAX: float32 unless JAX has 64 bits enabled.
-        """
-        try:
-            import jax.numpy as jnp
-            from dynamax.hidden_markov_model import CategoricalHMM
-        except ImportError:
-            raise InputError("dynamax is not installed: pip install dynamax") from None
-        start, transition, emission = (p.double().softmax(-1).cpu().numpy() for p in self.dense().detach().parameters)
-        model = CategoricalHMM(self.states, emission_dim=1, num_classes=self.vocab_size)
-        given = {"initial_probs": start, "transition_matrix": transition, "emission_probs": emission[:, None]}
-        return model, *model.initialize(**{name: jnp.asarray(probs) for name, probs in given.items()})
+class Queries(Composition):
+    """The exact queries of an HMM. Results are detached unless stated otherwise."""
 
     # --- queries ---
 
@@ -113,7 +90,7 @@ class HiddenMarkovModel(Recursions):
 
         Under autocast, the products of a dense model have operands in its dtype; all other queries ignore it.
         """
-        return self._log_likelihood(*check_batch(tokens, lengths, self.vocab_size, self.device), None)
+        return log_likelihood(self, *check_batch(tokens, lengths, self.vocab_size, self.device))
 
     @differentiable_query
     def filter(self, tokens: ArrayLike, lengths: ArrayLike | None = None, carry: Carry | None = None) -> Filtered:
@@ -125,22 +102,14 @@ class HiddenMarkovModel(Recursions):
         checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
         check_carry(carry, checked, self.states)
         with torch.no_grad(), without_autocast(checked):
-            batch = self._batch(checked, sizes)
-            lattice = self.detach()._forward(batch, self._log_initial(carry, batch))
-            probs = self._gather(lattice, [value.exp() for value in lattice.log_filtered])
-            log_likelihood = batch.unsort(lattice.log_likelihood()).to(self.dtype)
-            last = [
-                self.spread(lattice.log_filtered[t][ending], some_rows(lattice.supports[t], ending), NEG_INF)
-                for t, ending in endings(batch)
-            ]
-            carry_out = Carry(log_normalize(batch.unsort(torch.cat(last[::-1])).double()))
+            batch = sort_batch(self, checked, sizes)
+            lattice = run_filter(self.detach(), batch, log_initial(self, carry, batch))
+            probs = gather(self, lattice, [value.exp() for value in lattice.filtered])
+            total = batch.unsort(lattice.log_likelihood()).to(self.dtype)
+            carry_out = Carry(batch.unsort(last_filtered(self, lattice)))
         if torch.is_grad_enabled() and self.requires_grad:
-            log_likelihood = self._log_likelihood(checked, sizes, carry)
-        return Filtered(log_likelihood, carry_out, probs)
-
-    def _log_initial(self, carry: Carry | None, batch: SortedBatch) -> Tensor | None:
-        """Return log p(z | x) [B, Z] of a carry, rows as in the batch."""
-        return None if carry is None else carry.over_all(self.states)[batch.order].to(self.dtype)
+            total = log_likelihood(self, checked, sizes, carry)
+        return Filtered(total, carry_out, probs)
 
     @query
     def token_log_probs(
@@ -155,10 +124,10 @@ class HiddenMarkovModel(Recursions):
         """
         checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
         check_carry(carry, checked, self.states)
-        model, batch = self.detach(), self._batch(checked, sizes)
+        model, batch = self.detach(), sort_batch(self, checked, sizes)
         result = torch.zeros(checked.shape, dtype=self.dtype, device=self.device)
-        for first, lattice in model._windows(batch, self._log_initial(carry, batch)):
-            for t, scale in enumerate(lattice.log_scales, first):
+        for first, lattice in windows(model, batch, log_initial(self, carry, batch)):
+            for t, scale in enumerate(lattice.scales, first):
                 result[batch.order[: len(scale)], t] = scale
         return result
 
@@ -166,54 +135,32 @@ class HiddenMarkovModel(Recursions):
     def expected_counts(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Counts:
         """Compute expected counts of starts [Z], transitions [Z, Z] and emissions [Z, V], summed over the batch.
 
-        They are the gradient of the log-likelihood with respect to the log-probabilities. Those of transitions and
-        emissions are sparse tensors if the model is blocked. An impossible sequence adds nothing to the counts; the
+        They are the gradient of the log-likelihood with respect to the log-probabilities. Those of a factored
+        transition are sparse if emissions are blocked, whose counts are [V, k]; those of other structured transitions
+        are a dictionary with the counts of each factor. An impossible sequence adds nothing to the counts; the
         log-likelihood is then −inf.
         """
-        return self._expected_counts(*check_batch(tokens, lengths, self.vocab_size, self.device), None)
+        return expected_counts(self, *check_batch(tokens, lengths, self.vocab_size, self.device))
+
+    def _possible(self, tokens: ArrayLike, lengths: ArrayLike | None, log_missing: Tensor | None = None) -> Lattice:
+        """Run the filter; raise an InputError that names the first impossible sequence and token."""
+        return run_possible(self.detach(), sort_batch(self, tokens, lengths), log_missing)
 
     @query
     def posterior(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
         """Compute p(z_t | x_1..T) [B, T, Z]; zero beyond a sequence's length."""
         lattice = self._possible(tokens, lengths)
-        messages = self._messages(lattice)
-        return self._gather(lattice, [(f + m).exp() for f, m in zip(lattice.log_filtered, messages, strict=True)])
+        messages = run_messages(self.detach(), lattice)
+        return gather(self, lattice, [(f + m).exp() for f, m in zip(lattice.filtered, messages, strict=True)])
 
     @query
     def viterbi(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Tensor, Tensor]:
         """Find the most likely states [B, T] (−1 beyond a length) and their joint log-probability with the tokens."""
-        batch = self._batch(tokens, lengths)
-        path, log_prob = self.detach()._best_paths(batch)
+        batch = sort_batch(self, tokens, lengths)
+        path, log_prob = find_best_paths(self.detach(), batch)
         if bool((log_prob == NEG_INF).any()):
             self._possible(tokens, lengths)  # names the impossible token
         return batch.unsort(path), batch.unsort(log_prob).to(self.dtype)
-
-    def _best_paths(self, batch: SortedBatch) -> tuple[Tensor, Tensor]:
-        """Return the result of `viterbi` in the order of the batch, log-probabilities [B] in float64."""
-        supports, kept = list[Support](), list[Tensor]()
-        log_prob = torch.zeros(len(batch.tokens), dtype=torch.float64, device=self.device)
-        for t, (support, scores) in enumerate(self._observations(batch)):
-            rows = len(scores)
-            if t:
-                best = self.pull_max(kept[-1][:rows], first_rows(supports[-1], rows), support) + scores
-            else:
-                best = self.restrict(self.log_start_scores().expand(rows, -1), support) + scores
-            if t % _STEPS_PER_SHIFT == 0:  # float32 then suffices for any length
-                peak = finite(best.amax(1))
-                log_prob[:rows] += peak
-                best = best - peak[:, None]
-            supports.append(support)
-            kept.append(best)
-        for t, ending in endings(batch):
-            log_prob[ending] += kept[t][ending].amax(1)
-        path, states = torch.full_like(batch.tokens, -1), torch.empty(0, dtype=torch.long, device=self.device)
-        for t in reversed(range(len(kept))):
-            best, support, rows = kept[t], supports[t], len(states)
-            if rows:
-                best = add_first(best, self.transitions_into(first_rows(support, rows), states))
-            states = self.state_ids(support, best.argmax(1))
-            path[: len(states), t] = states
-        return path, log_prob
 
     @query
     def sample(self, num: int, length: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -223,13 +170,13 @@ class HiddenMarkovModel(Recursions):
         check_count("num × length", num * length, 1, _SAMPLED)
         check_generator(generator)
         model = self.detach()
-        path = [draw(model.log_start_scores().expand(num, -1), generator)]
+        path = [draw(model.log_start.expand(num, -1), generator)]
         for _ in range(length - 1):
-            path.append(draw(model.transitions_from(path[-1]), generator))
+            path.append(draw(model.transition.log_rows(path[-1]), generator))
         states = torch.stack(path, 1)
         tokens = []
         for piece in states.flatten().split(max(1, _CELLS // self.vocab_size)):
-            words, log_probs = model.emissions_from(piece)
+            words, log_probs = model.emission.log_rows(piece)
             tokens.append(words.gather(1, draw(log_probs, generator)[:, None]))
         return torch.cat(tokens).view_as(states), states
 
@@ -251,12 +198,12 @@ class HiddenMarkovModel(Recursions):
         batch = lattice.batch
         paths = torch.full((num, *batch.tokens.shape), -1, device=self.device)
         for t in reversed(range(len(lattice.supports))):
-            scores, support = lattice.log_filtered[t].expand(num, -1, -1), lattice.supports[t]
-            rows = len(lattice.supports) > t + 1 and len(lattice.log_filtered[t + 1])
+            scores, support = lattice.filtered[t].expand(num, -1, -1), lattice.supports[t]
+            rows = len(lattice.supports) > t + 1 and len(lattice.filtered[t + 1])
             if rows:
-                into = model.transitions_into(first_rows(support, rows), paths[:, :rows, t + 1])
+                into = model.transition.log_columns(paths[:, :rows, t + 1], first_rows(support, rows))
                 scores = torch.cat([scores[:, :rows] + into, scores[:, rows:]], 1)
-            paths[:, : scores.shape[1], t] = model.state_ids(support, draw(scores, generator))
+            paths[:, : scores.shape[1], t] = state_ids(support, draw(scores, generator))
         return batch.unsort(paths, 1)
 
     @query
@@ -266,7 +213,7 @@ class HiddenMarkovModel(Recursions):
         result = torch.empty(len(lattice.batch.tokens), self.vocab_size, dtype=self.dtype, device=self.device)
         for t, ending in endings(lattice.batch):
             source = some_rows(lattice.supports[t], ending)
-            result[ending] = model.predict(lattice.log_filtered[t][ending], source)
+            result[ending] = model.predict(lattice.filtered[t][ending], source)
         return lattice.batch.unsort(result)
 
     @torch.no_grad()
@@ -274,15 +221,18 @@ class HiddenMarkovModel(Recursions):
         self, tokens: ArrayLike, lengths: ArrayLike | None = None, words: Tensor | None = None
     ) -> Iterator[Predictions]:
         """Yield p(x_t = v | x_1..t−1) of every position, in pieces in no particular order; v of `words` [W], or all."""
-        model, batch = self.detach(), self._batch(tokens, lengths)
+        model, batch = self.detach(), sort_batch(self, tokens, lengths)
         yield model._first_predictions(batch, words)
-        for first, lattice in model._windows(batch, None):
-            for t, rows, log_filtered, support in continuing(lattice, batch.active[first:]):
-                log_probs = model.predict(log_filtered, support)
-                observed = log_probs.gather(1, batch.tokens[:rows, first + t, None].clamp(min=0))[:, 0]
-                step, possible = torch.full_like(batch.order[:rows], first + t), log_filtered.amax(1) > NEG_INF
-                probs = (log_probs if words is None else log_probs[:, words]).exp()
-                yield Predictions(batch.order[:rows], step, possible, observed, probs)
+        for first, lattice in windows(model, batch, None):
+            for row, t, log_filtered, support in stack_steps(list(continuing(lattice, batch.active[first:]))):
+                order = support.blocks.argsort() if isinstance(support, BlockSupport) else torch.arange(len(row))
+                for piece in order.to(row.device).split(max(1, _PREDICTED // self.vocab_size)):
+                    log_probs = model.predict(log_filtered[piece], some_rows(support, piece))
+                    sequence, step = row[piece], t[piece] + first
+                    observed = log_probs.gather(1, batch.tokens[sequence, step, None].clamp(min=0))[:, 0]
+                    possible = log_filtered[piece].amax(1) > NEG_INF
+                    probs = (log_probs if words is None else log_probs[:, words]).exp()
+                    yield Predictions(batch.order[sequence], step, possible, observed, probs)
 
     def _first_predictions(self, batch: SortedBatch, words: Tensor | None) -> Predictions:
         """Return what `predictions` yields of the first tokens."""
@@ -298,16 +248,16 @@ class HiddenMarkovModel(Recursions):
         By the chain rule backward in time: H(z_T | x) + Σ_t H(z_t−1 | z_t, x_1..t−1).
         """
         lattice, model = self._possible(tokens, lengths), self.detach()
-        messages = self._messages(lattice)
+        messages = run_messages(self.detach(), lattice)
         total = torch.zeros(len(lattice.batch.tokens), dtype=torch.float64, device=self.device)
         for t, ending in endings(lattice.batch):
-            last = lattice.log_filtered[t][ending].exp()
+            last = lattice.filtered[t][ending].exp()
             total[ending] -= torch.xlogy(last, last).sum(1)
         for t in range(1, len(messages)):
             rows = len(messages[t])
             source = first_rows(lattice.supports[t - 1], rows)
-            conditional = model.origin_entropy(lattice.log_filtered[t - 1][:rows], source, lattice.supports[t])
-            total[:rows] += (conditional * (lattice.log_filtered[t] + messages[t]).exp()).sum(1)
+            conditional = model.transition.origin_entropy(lattice.filtered[t - 1][:rows], source, lattice.supports[t])
+            total[:rows] += (conditional * (lattice.filtered[t] + messages[t]).exp()).sum(1)
         return lattice.batch.unsort(total).to(self.dtype)
 
     @query
@@ -316,7 +266,7 @@ class HiddenMarkovModel(Recursions):
         lattice = self._possible(tokens, lengths)
         shape = (*lattice.batch.tokens.shape, self.vocab_size)
         result = torch.full(shape, NEG_INF, dtype=self.dtype, device=self.device)
-        messages = self._messages(lattice)
+        messages = run_messages(self.detach(), lattice)
         for t, rows in enumerate(lattice.batch.active):
             result[:rows, t] = self.emit(self._surroundings(lattice, messages, t))
         return lattice.batch.unsort(result)
@@ -332,7 +282,7 @@ class HiddenMarkovModel(Recursions):
         if rows != 1:
             raise InputError(f"infill_at takes one sequence, not {rows}: call it once per sequence")
         check_count("position", position, 0, steps - 1)
-        return self.emit(self._surroundings(lattice, self._messages(lattice), position))[0]
+        return self.emit(self._surroundings(lattice, run_messages(self.detach(), lattice), position))[0]
 
     @query
     def infill_blanks(self, tokens: ArrayLike, excluded: int) -> Tensor:
@@ -346,12 +296,12 @@ class HiddenMarkovModel(Recursions):
         if len(given) != 1:
             raise InputError(f"infill_blanks takes one sequence, not {len(given)}: call it once per sequence")
         words = torch.arange(self.vocab_size, device=self.device)
-        log_missing = self.detach().group_emission((words == excluded).long(), 2)[0]
+        log_missing = self.detach().emission.group_log_probs((words == excluded).long(), 2)[0]
         try:
             lattice = self._possible(given, None, log_missing)
         except InputError:
             raise InputError("the text has probability zero under the model, whatever its blanks are") from None
-        messages = self._messages(lattice)
+        messages = run_messages(self.detach(), lattice)
         blanks = (given[0] < 0).nonzero().flatten().tolist()
         result = torch.full((len(blanks), self.vocab_size), NEG_INF, dtype=self.dtype, device=self.device)
         for row, t in enumerate(blanks):
@@ -362,12 +312,14 @@ class HiddenMarkovModel(Recursions):
     def _surroundings(self, lattice: Lattice, messages: list[Tensor], t: int) -> Tensor:
         """Compute log p(z_t | all tokens but x_t) [n, Z]: from the tokens before and after, never from x_t itself."""
         model, rows = self.detach(), len(lattice.scores[t])
-        around = model.log_start_scores().expand(rows, -1)
+        around = model.log_start.expand(rows, -1)
         if t:
             source = first_rows(lattice.supports[t - 1], rows)
-            around = model.pull(lattice.log_filtered[t - 1][:rows], source, None)
+            around = model.transition.forward_step(LOG, lattice.filtered[t - 1][:rows], source)
         if t + 1 < len(messages):
-            ahead = model.push(lattice.scores[t + 1] + messages[t + 1], None, lattice.supports[t + 1])
+            ahead = model.transition.backward_step(
+                LOG, lattice.scores[t + 1] + messages[t + 1], None, lattice.supports[t + 1]
+            )
             around = add_first(around, ahead)
         return around.log_softmax(1)
 
@@ -388,26 +340,63 @@ class HiddenMarkovModel(Recursions):
         first = torch.zeros_like(known) if restart is None else restart.clone()
         first[:, 0] |= carry is None
         origin = torch.cat([to[:, :1] if carry is None else carry.most_likely()[:, None], to[:, :-1]], 1)
-        scores = self.joint_scores(origin.flatten(), to.flatten(), tokens.clamp(min=0).flatten())
-        started, moved, emitted = (score.view_as(states) for score in scores)
+        started = self.log_start.index_select(0, to.flatten()).view_as(states)
+        moved = self.transition.log_entries(origin.flatten(), to.flatten()).view_as(states)
+        emitted = self.emission.log_entries(to.flatten(), tokens.clamp(min=0).flatten()).view_as(states)
         entered = torch.where(first, started, moved)
         log_likelihood = (entered + emitted.masked_fill(tokens < 0, 0.0)).masked_fill(~known, 0.0).sum(1)
         last = torch.full_like(to[:, :1], to.shape[1] - 1) if lengths is None else lengths[:, None] - 1
-        return Scan(log_likelihood, self.carry_at(to.gather(1, last)[:, 0]))
+        return Scan(log_likelihood, self._carry_at(to.gather(1, last)[:, 0]))
 
-    def predict(self, log_probs: Tensor, source: Support) -> Tensor:
+    def _carry_at(self, states: Tensor) -> Carry:
+        """Return the carry of chains that are known to be in `states` [n]."""
+        every = torch.arange(self.states, device=self.device)
+        if isinstance(self.emission, Blocked):
+            every = every.view(self.emission.num_blocks, -1)[states // self.emission.width]
+            return Carry((every == states[:, None]).double().log(), every)
+        return Carry((every == states[:, None]).double().log())
+
+    @torch.no_grad()
+    def predict(self, log_probs: Tensor, source: Support = None) -> Tensor:
         """Compute log p(next token = v) [n, V] for distributions log_probs [n, K] over the present states."""
-        return self.emit(self.pull(log_probs, source, None))
+        model = self.detach()
+        if isinstance(model.transition, BlockDiagonal):
+            parts = zip(model.components, model.transition.split(log_probs, source), strict=True)
+            found = [(logsumexp(own, 1)[:, None], part, own, inner) for part, (own, inner) in parts]
+            return torch.stack(
+                [part.predict(own - finite(mass), inner) + mass for mass, part, own, inner in found]
+            ).logsumexp(0)
+        if not model.predicts_by_block or not isinstance(source, BlockSupport) or source.wide:
+            return model.emission.word_log_probs(model.transition.forward_step(LOG, log_probs, source))
+        blocks, group = source.blocks.unique(return_inverse=True)
+        result = torch.empty(len(log_probs), self.vocab_size, dtype=self.dtype, device=self.device)
+        for i, block in enumerate(blocks.tolist()):
+            rows = group == i
+            result[rows] = model._word_products.product(log_probs[rows], block)
+        return result
+
+    @property
+    def predicts_by_block(self) -> bool:
+        """Whether the states of a block share a matrix of their next words, which is kept for later calls."""
+        return isinstance(self.transition, TiledTransition) and isinstance(self.emission, Blocked)
+
+    @cached_property
+    def _word_products(self) -> WordProducts:
+        return WordProducts(self)
+
+    @query
+    def emit(self, log_states: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Compute log Σ_z p(z) p(word | z) for log-distributions [..., Z]: [..., V], or [..., n] for `tokens` [n]."""
+        check_log_state(log_states, self.states, self.device)
+        if tokens is not None:
+            check_words(tokens, self.vocab_size)
+        return self.detach().emission.word_log_probs(log_states, tokens)
 
     # --- one token at a time: log-distributions over the state of the next token ---
 
     def begin(self) -> Tensor:
         """Return log p(z_1) [Z]."""
-        return self.log_start_scores().detach()
-
-    def guided_steps(self) -> GuidedSteps | CpuSteps | None:
-        """Return the fast steps of a token under constraints; None if there are none for this model."""
-        return None
+        return self.log_start.detach()
 
     @query
     def advance(self, log_state: Tensor, token: int | Tensor) -> Tensor:
@@ -421,9 +410,10 @@ class HiddenMarkovModel(Recursions):
         words = check_tokens(tokens, self.vocab_size, self.device)[0]
         if log_state.numel() != len(words) * self.states:
             raise InputError(f"log_state of shape {list(log_state.shape)} is not a row for each of {len(words)} tokens")
-        support, scores = model.observe(words, bool((words < 0).any()))
-        joint = model.restrict(log_state.view(len(words), -1), support) + scores
-        return model.pull(joint - finite(logsumexp(joint, 1))[:, None], support, None).view_as(log_state)
+        support, scores = model.emission.score(words, bool((words < 0).any()))
+        joint = restrict(log_state.view(len(words), -1), support) + scores
+        joint = joint - finite(logsumexp(joint, 1))[:, None]
+        return model.transition.forward_step(LOG, joint, support).view_as(log_state)
 
 
 def draw(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:

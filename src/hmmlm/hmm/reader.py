@@ -8,32 +8,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.protocol import Support
-from hmmlm.hmm.queries import HiddenMarkovModel
+from hmmlm.hmm.hmm import HMM
+from hmmlm.numerics.semirings import LOG
+from hmmlm.numerics.support import Support, restrict, state_ids
 from hmmlm.ops.common import NEG_INF, logsumexp
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Sequences after at least one token each; `HiddenMarkovModel.advance` takes states of the next token instead.
+    """Sequences after at least one token each; `HMM.advance` takes states of the next token instead.
 
     The states that can emit the last token are few in a blocked HMM, the states of the next token are all.
     """
 
-    hmm: HiddenMarkovModel
+    hmm: HMM
     tokens: Tensor  # [n] the last tokens
     log_filtered: Tensor  # [n, K] log p(z | tokens so far), over the states that can emit the last token
 
     @staticmethod
-    def start(hmm: HiddenMarkovModel, tokens: Tensor) -> tuple[Tensor, Reader]:
+    def start(hmm: HMM, tokens: Tensor) -> tuple[Tensor, Reader]:
         """Return log p(x_1) [n] of first tokens [n], and the sequences."""
-        support, scores = hmm.observe(tokens, False)
-        return _read(hmm, tokens, hmm.restrict(hmm.log_start_scores().expand(len(tokens), -1), support) + scores)
+        support, scores = hmm.emission.score(tokens, False)
+        return _read(hmm, tokens, restrict(hmm.log_start.expand(len(tokens), -1), support) + scores)
 
     def read(self, tokens: Tensor) -> tuple[Tensor, Reader]:
         """Return log p(x_t | x_1..t−1) [n] of the next tokens [n], and the sequences with them."""
-        target, scores = self.hmm.observe(tokens, False)
-        return _read(self.hmm, tokens, self.hmm.pull(self.log_filtered, self.support, target) + scores)
+        target, scores = self.hmm.emission.score(tokens, False)
+        return _read(
+            self.hmm, tokens, self.hmm.transition.forward_step(LOG, self.log_filtered, self.support, target) + scores
+        )
 
     def next_tokens(self) -> Tensor:
         """Compute log p(next token = v) [n, V]."""
@@ -41,7 +44,7 @@ class Reader:
 
     def states(self, index: Tensor) -> Tensor:
         """Return the states at positions `index` [n] of `log_filtered`."""
-        return self.hmm.state_ids(self.support, index)
+        return state_ids(self.support, index)
 
     def rows(self, rows: Tensor) -> Reader:
         """Return some of the sequences: a mask, or indices, which may repeat."""
@@ -50,11 +53,11 @@ class Reader:
     @property
     def support(self) -> Support:
         """The states that can emit the last tokens."""
-        return self.hmm.observe(self.tokens, False)[0]
+        return self.hmm.emission.score(self.tokens, False)[0]
 
 
 @torch.no_grad()
-def read_context(hmm: HiddenMarkovModel, context: Sequence[int]) -> Reader | None:
+def read_context(hmm: HMM, context: Sequence[int]) -> Reader | None:
     """Return one sequence after the tokens of `context`; None if there are none."""
     reader: Reader | None = None
     for token in torch.tensor(list(context), dtype=torch.long, device=hmm.device)[:, None]:
@@ -62,6 +65,6 @@ def read_context(hmm: HiddenMarkovModel, context: Sequence[int]) -> Reader | Non
     return reader
 
 
-def _read(hmm: HiddenMarkovModel, tokens: Tensor, joint: Tensor) -> tuple[Tensor, Reader]:
+def _read(hmm: HMM, tokens: Tensor, joint: Tensor) -> tuple[Tensor, Reader]:
     log_prob = logsumexp(joint, 1)
     return log_prob, Reader(hmm, tokens, joint - torch.where(log_prob == NEG_INF, 0.0, log_prob)[:, None])

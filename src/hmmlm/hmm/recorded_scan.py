@@ -12,8 +12,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.protocol import Carry, Scan
-from hmmlm.ops.common import Impl, product_dtype
+from hmmlm.ops.common import Carry, Impl, Scan, product_dtype
 from hmmlm.ops.graph import record
 from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.scan.fixed import FixedModel, filter_fixed, prepare, serves

@@ -1,132 +1,198 @@
-"""The recursions that queries share, in log space: the filter, and messages from later tokens.
+"""The recursions that queries share, in log space: the filter, messages from later tokens, and best paths.
 
-They are written once for every kind of HMM, over the operations that it implements (`hmmlm.hmm.protocol`). Batches are
-sorted by length, so that step t processes the first rows only.
+They are written once, over the steps of a transition and the scores of an emission. Batches are sorted by length, so
+that step t processes the first rows only.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
+from hmmlm.hmm.blocked_stream import filter_stream, is_stream
 from hmmlm.hmm.checks import ArrayLike, check_batch
-from hmmlm.hmm.lattice import Lattice, SortedBatch, first_rows
-from hmmlm.hmm.protocol import Primitives, Support
-from hmmlm.ops.common import NEG_INF, finite, logsumexp
+from hmmlm.hmm.lattice import Lattice, Observed, SortedBatch, add_first, add_step, endings
+from hmmlm.hmm.products import filter_dense, messages_dense
+from hmmlm.numerics.semirings import LOG, MAX_PLUS, Semiring
+from hmmlm.numerics.support import BlockSupport, first_rows, restrict, some_rows, spread, state_ids
+from hmmlm.ops.common import NEG_INF, Carry, log_normalize, logsumexp
+from hmmlm.ops.scan import path_loops_pay
+
+if TYPE_CHECKING:
+    from hmmlm.hmm.composition import Composition
 
 _WINDOW_CELLS = 2**25  # tokens × states of a window of queries that need no more than one at a time
 _WINDOW_STEPS = 2**13
 
 
-class Recursions(Primitives):
-    """An HMM with its recursions over batches."""
+def sort_batch(hmm: Composition, tokens: ArrayLike, lengths: ArrayLike | None) -> SortedBatch:
+    """Check and sort a batch."""
+    checked, sizes = check_batch(tokens, lengths, hmm.vocab_size, hmm.device)
+    steps = checked.shape[1]
+    if sizes is None:
+        order, active = torch.arange(len(checked), device=hmm.device), [len(checked)] * steps
+        inside = checked.new_ones((), dtype=torch.bool)
+    else:
+        order = sizes.argsort(descending=True, stable=True)
+        checked = checked[order]
+        inside = torch.arange(steps, device=hmm.device) < sizes[order, None]
+        active = [rows for rows in inside.sum(0).tolist() if rows]
+        checked = checked.masked_fill(~inside, -1)
+    missing = ((checked < 0) & inside).any(0).tolist()
+    return SortedBatch(checked, active, missing, order)
 
-    def _batch(self, tokens: ArrayLike, lengths: ArrayLike | None) -> SortedBatch:
-        """Check and sort a batch."""
-        checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
-        steps = checked.shape[1]
-        if sizes is None:
-            order, active = torch.arange(len(checked), device=self.device), [len(checked)] * steps
-            inside = checked.new_ones((), dtype=torch.bool)
+
+def log_initial(hmm: Composition, carry: Carry | None, batch: SortedBatch) -> Tensor | None:
+    """Return log p(z | x) [B, Z] of a carry, rows as in the batch."""
+    return None if carry is None else carry.over_all(hmm.states)[batch.order].to(hmm.dtype)
+
+
+def observations(hmm: Composition, batch: SortedBatch, log_missing: Tensor | None = None) -> Iterator[Observed]:
+    """Yield the support and the emission scores [n, K] of each step; see `Emission.score`."""
+    for t, rows in enumerate(batch.active):
+        yield hmm.emission.score(batch.tokens[:rows, t], batch.missing[t], log_missing)
+
+
+def run_filter(
+    hmm: Composition, batch: SortedBatch, log_initial: Tensor | None = None, log_missing: Tensor | None = None
+) -> Lattice:
+    """Run the filter over a batch, as `forward` does; in products of probabilities or tiles where these serve."""
+    found = filter_dense(hmm, batch, log_initial, log_missing)
+    if found is None and is_stream(hmm, batch):
+        return filter_stream(hmm, batch, log_initial)
+    return forward(hmm, batch, log_initial, log_missing) if found is None else found
+
+
+def run_messages(hmm: Composition, lattice: Lattice) -> list[Tensor]:
+    """Return log p(x_t+1.. | z_t) / p(x_t+1.. | x_1..t) [n, K] for each step, for possible sequences."""
+    found = None if lattice.stacked is None else messages_dense(hmm, lattice)
+    return messages_back(hmm, lattice) if found is None else found
+
+
+def find_best_paths(hmm: Composition, batch: SortedBatch) -> tuple[Tensor, Tensor]:
+    """Find the most likely states [B, T] (−1 beyond a length) and their log-probability with the tokens [B], float64.
+
+    In compiled loops where these are faster.
+    """
+    parameters = hmm.matrices()
+    pays = parameters is not None and path_loops_pay(hmm.states, len(batch.tokens), hmm.device)
+    if parameters is None or not pays or hmm.impl not in ("auto", "compiled"):
+        return best_paths(hmm, batch)
+    from hmmlm.ops.scan import compiled  # needs numba
+
+    return compiled.best_paths(parameters, batch.tokens, batch.active)
+
+
+def forward(
+    hmm: Composition,
+    batch: SortedBatch,
+    log_initial: Tensor | None = None,
+    log_missing: Tensor | None = None,
+    ring: Semiring = LOG,
+) -> Lattice:
+    """Run the forward recursion in logarithms over a batch.
+
+    `log_initial` [B, Z] is the logarithm of the filtered distribution before it, rows as in the batch.
+    """
+    lattice, first = Lattice(batch, [], [], [], []), hmm.log_start
+    for observed in observations(hmm, batch, log_missing):
+        if not lattice.supports:
+            first = predict_first(hmm, observed, log_initial)
+        add_step(ring, hmm.transition, lattice, observed, first)
+    return lattice
+
+
+def predict_first(hmm: Composition, observed: Observed, log_initial: Tensor | None) -> Tensor:
+    """Return log p(z_1) [n, K] over the support of the first tokens; see `forward`."""
+    support, scores = observed
+    if log_initial is None:
+        return restrict(hmm.log_start.expand(len(scores), -1), support)
+    return hmm.transition.forward_step(LOG, log_initial, None, support)
+
+
+def last_filtered(hmm: Composition, lattice: Lattice) -> Tensor:
+    """Return log p(z | x) [B, Z] at the last tokens in float64, rows as in the batch."""
+    pieces = [
+        spread(lattice.filtered[t][ended], some_rows(lattice.supports[t], ended), hmm.states, NEG_INF)
+        for t, ended in endings(lattice.batch)
+    ]
+    return log_normalize(torch.cat(pieces[::-1]).double())
+
+
+def windows(hmm: Composition, batch: SortedBatch, log_initial: Tensor | None) -> Iterator[tuple[int, Lattice]]:
+    """Run the filter over a batch in windows of bounded size; yield the first step of each, and its lattice.
+
+    What a window passes on is in log space: a state that a later window needs may have any probability.
+    """
+    size = max(1, min(_WINDOW_STEPS, _WINDOW_CELLS // (len(batch.tokens) * hmm.states)))
+    for first in range(0, len(batch.active), size):
+        here = slice(first, first + size)
+        active = batch.active[here]
+        rows = active[0]
+        part = SortedBatch(batch.tokens[:rows, here], active, batch.missing[here], batch.order[:rows])
+        lattice = run_filter(hmm, part, None if log_initial is None else log_initial[:rows])
+        yield first, lattice
+        log_initial = spread(lattice.filtered[-1], lattice.supports[-1], hmm.states, NEG_INF)
+
+
+def messages_back(hmm: Composition, lattice: Lattice) -> list[Tensor]:
+    """Compute `run_messages` in log space, a step at a time."""
+    messages: list[Tensor] = []
+    for t in reversed(range(len(lattice.supports))):
+        message = torch.zeros_like(lattice.filtered[t])
+        if messages:
+            ahead = lattice.scores[t + 1] + messages[-1]
+            rows = len(ahead)
+            source = first_rows(lattice.supports[t], rows)
+            moved = hmm.transition.backward_step(LOG, ahead, source, lattice.supports[t + 1])
+            # Normalized at every step, so that rounding errors do not add up over a long sequence.
+            moved = moved - logsumexp(lattice.filtered[t][:rows] + moved, 1)[:, None]
+            message = torch.cat([moved, message[rows:]])
+        messages.append(message)
+    return messages[::-1]
+
+
+def best_paths(hmm: Composition, batch: SortedBatch) -> tuple[Tensor, Tensor]:
+    """Compute `find_best_paths`: the forward recursion in max-plus, then a step back at a time."""
+    lattice = forward(hmm, batch, ring=MAX_PLUS)
+    path, states = torch.full_like(batch.tokens, -1), torch.empty(0, dtype=torch.long, device=hmm.device)
+    for t in reversed(range(len(lattice.supports))):
+        best, support, rows = lattice.filtered[t], lattice.supports[t], len(states)
+        if rows:
+            best = add_first(best, hmm.transition.log_columns(states, first_rows(support, rows)))
+        states = state_ids(support, best.argmax(1))
+        path[: len(states), t] = states
+    return path, lattice.log_likelihood()
+
+
+def run_possible(hmm: Composition, batch: SortedBatch, log_missing: Tensor | None = None) -> Lattice:
+    """Run the filter.
+
+    Raise an InputError that names the first impossible sequence and its first impossible token.
+    """
+    lattice = run_filter(hmm, batch, log_missing=log_missing)
+    impossible = (lattice.log_likelihood() == NEG_INF).nonzero().flatten()
+    if len(impossible):
+        row = int(impossible[batch.order[impossible].argmin()])
+        position = next(t for t, scale in enumerate(lattice.scales) if float(scale[row]) == NEG_INF)
+        raise InputError(
+            f"sequence {int(batch.order[row])} is impossible under this model: token "
+            f"{int(batch.tokens[row, position])} at position {position} has probability zero given the tokens before it"
+        )
+    return lattice
+
+
+def gather(hmm: Composition, lattice: Lattice, values: list[Tensor], fill: float = 0.0) -> Tensor:
+    """Return values over supports as [B, T, Z], original order, `fill` outside supports and beyond lengths."""
+    result = torch.full((*lattice.batch.tokens.shape, hmm.states), fill, dtype=hmm.dtype, device=hmm.device)
+    for t, (value, support) in enumerate(zip(values, lattice.supports, strict=True)):
+        rows = lattice.batch.order[: len(value)]
+        if isinstance(support, BlockSupport) and not support.wide:  # written without spreading them first
+            result.unflatten(2, (-1, support.width))[rows, t, support.blocks] = value
         else:
-            order = sizes.argsort(descending=True, stable=True)
-            checked = checked[order]
-            inside = torch.arange(steps, device=self.device) < sizes[order, None]
-            active = [rows for rows in inside.sum(0).tolist() if rows]
-            checked = checked.masked_fill(~inside, -1)
-        missing = ((checked < 0) & inside).any(0).tolist()
-        return SortedBatch(checked, active, missing, order)
-
-    def _observations(self, batch: SortedBatch, log_missing: Tensor | None = None) -> Iterator[tuple[Support, Tensor]]:
-        """Yield the support and the emission scores [n, K] of each step; see `observe`."""
-        for t, rows in enumerate(batch.active):
-            yield self.observe(batch.tokens[:rows, t], batch.missing[t], log_missing)
-
-    def _forward(
-        self, batch: SortedBatch, log_initial: Tensor | None = None, log_missing: Tensor | None = None
-    ) -> Lattice:
-        """Run the filter over a batch.
-
-        `log_initial` [B, Z] is the logarithm of the filtered distribution before it, rows as in the batch.
-        """
-        lattice = Lattice(batch, [], [], [], [])
-        for observed in self._observations(batch, log_missing):
-            self.filter_step(lattice, observed, log_initial)
-        return lattice
-
-    def filter_step(
-        self, lattice: Lattice, observed: tuple[Support, Tensor], log_initial: Tensor | None = None
-    ) -> None:
-        """Add a step with the support and scores of `observe` to a lattice; `log_initial` is used in the first."""
-        support, scores = observed
-        t, rows = len(lattice.supports), len(scores)
-        if t:
-            predicted = self.pull(lattice.log_filtered[-1][:rows], first_rows(lattice.supports[-1], rows), support)
-        elif log_initial is not None:
-            predicted = self.pull(log_initial, None, support)
-        else:
-            predicted = self.restrict(self.log_start_scores().expand(rows, -1), support)
-        joint = predicted + scores
-        scale = logsumexp(joint, 1)
-        lattice.supports.append(support)
-        lattice.scores.append(scores)
-        lattice.log_filtered.append(joint - finite(scale)[:, None])
-        lattice.log_scales.append(scale)
-
-    def _windows(self, batch: SortedBatch, log_initial: Tensor | None) -> Iterator[tuple[int, Lattice]]:
-        """Run the filter over a batch in windows of bounded size; yield the first step of each, and its lattice.
-
-        What a window passes on is in log space: a state that a later window needs may have any probability.
-        """
-        size = max(1, min(_WINDOW_STEPS, _WINDOW_CELLS // (len(batch.tokens) * self.states)))
-        for first in range(0, len(batch.active), size):
-            here = slice(first, first + size)
-            active = batch.active[here]
-            rows = active[0]
-            part = SortedBatch(batch.tokens[:rows, here], active, batch.missing[here], batch.order[:rows])
-            lattice = self._forward(part, None if log_initial is None else log_initial[:rows])
-            yield first, lattice
-            log_initial = self.spread(lattice.log_filtered[-1], lattice.supports[-1], NEG_INF)
-
-    def _messages(self, lattice: Lattice) -> list[Tensor]:
-        """Return log p(x_t+1.. | z_t) / p(x_t+1.. | x_1..t) [n, K] for each step, for possible sequences."""
-        messages: list[Tensor] = []
-        for t in reversed(range(len(lattice.supports))):
-            message = torch.zeros_like(lattice.log_filtered[t])
-            if messages:
-                ahead = lattice.scores[t + 1] + messages[-1]
-                rows = len(ahead)
-                moved = self.push(ahead, first_rows(lattice.supports[t], rows), lattice.supports[t + 1])
-                # Normalized at every step, so that rounding errors do not add up over a long sequence.
-                moved = moved - logsumexp(lattice.log_filtered[t][:rows] + moved, 1)[:, None]
-                message = torch.cat([moved, message[rows:]])
-            messages.append(message)
-        return messages[::-1]
-
-    def _possible(self, tokens: ArrayLike, lengths: ArrayLike | None, log_missing: Tensor | None = None) -> Lattice:
-        """Run the filter.
-
-        Raise an InputError that names the first impossible sequence and its first impossible token.
-        """
-        model = self.detach()
-        lattice = model._forward(model._batch(tokens, lengths), log_missing=log_missing)
-        batch = lattice.batch
-        impossible = (lattice.log_likelihood() == NEG_INF).nonzero().flatten()
-        if len(impossible):
-            row = int(impossible[batch.order[impossible].argmin()])
-            position = next(t for t, scale in enumerate(lattice.log_scales) if float(scale[row]) == NEG_INF)
-            raise InputError(
-                f"sequence {int(batch.order[row])} is impossible under this model: token "
-                f"{int(batch.tokens[row, position])} at position {position} has probability zero given the tokens "
-                "before it"
-            )
-        return lattice
-
-    def _gather(self, lattice: Lattice, values: list[Tensor], fill: float = 0.0) -> Tensor:
-        """Return values over supports as [B, T, Z], original order, `fill` outside supports and beyond lengths."""
-        shape = (*lattice.batch.tokens.shape, self.states)
-        result = torch.full(shape, fill, dtype=self.dtype, device=self.device)
-        for t, value in enumerate(values):
-            result[lattice.batch.order[: len(value)], t] = self.spread(value, lattice.supports[t], fill)
-        return result
+            result[rows, t] = spread(value, support, hmm.states, fill)
+    return result

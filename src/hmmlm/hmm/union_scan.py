@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.protocol import Carry, Scan
-from hmmlm.ops.common import NEG_INF, finite, log_normalize, logsumexp
+from hmmlm.ops.common import NEG_INF, Carry, Scan, finite, log_normalize, logsumexp
 
 
 class Segments(NamedTuple):
@@ -42,16 +41,12 @@ class Segments(NamedTuple):
         return cls(cut.masked_fill(inside >= sizes[:, None], -1), sizes, row, again, last.nonzero().squeeze(1))
 
 
-class Scanner(Protocol):
-    """An HMM, or a module that makes one: what a union can be scanned over."""
-
-    def scan(
-        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
-    ) -> Scan: ...
+Scanner = Callable[[Tensor, Tensor | None, Carry | None, Tensor | None], Scan]
+"""The scan of an HMM, or of a module that makes one: of tokens, lengths, a carry and restarts."""
 
 
 def scan_components(
-    components: Sequence[Scanner],
+    scans: Sequence[Scanner],
     sizes: Sequence[int],
     log_weights: Tensor,
     tokens: Tensor,
@@ -59,19 +54,19 @@ def scan_components(
     carry: Carry | None,
     restart: Tensor | None,
 ) -> Scan:
-    """Scan a union of components with `sizes` [K] states and log_weights [K]; see `Primitives.scan`.
+    """Scan a union of components with `sizes` [K] states and log_weights [K]; see `HMM.scan`.
 
     A restart chooses a component again, so that each stretch between two restarts is a sequence of its own.
     """
     cut = Segments.of(tokens, lengths, restart)
     given = None if carry is None else split_carry(carry, cut.row, sizes)
     results = []
-    for k, component in enumerate(components):
+    for k, scan in enumerate(scans):
         log_weight, own = log_weights[k], None
         if given is not None:
             log_mass, own = given[k][0].to(log_weights.dtype), given[k][1]
             log_weight = log_mass if cut.restart is None else torch.where(cut.restart[:, 0], log_weight, log_mass)
-        result = component.scan(cut.tokens, cut.lengths, own, cut.restart)
+        result = scan(cut.tokens, cut.lengths, own, cut.restart)
         results.append((result, log_weight + result.log_likelihood))
     log_joint = torch.stack([joint for _, joint in results])
     total = log_joint.new_zeros(len(tokens)).index_add(0, cut.row, logsumexp(log_joint, 0))

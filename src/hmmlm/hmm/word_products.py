@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hmmlm.emissions import Blocked
 from hmmlm.numerics.logmatrix import LogMatrix
 
 if TYPE_CHECKING:
-    from hmmlm.hmm.blocked import BlockedHMM
+    from hmmlm.hmm.composition import Composition
 
 _KEPT_CELLS = 2**25  # of all matrices kept, each in two forms: 256 MB in float32
 
@@ -22,11 +23,12 @@ class WordProducts:
     The matrix of a block takes the product of its states with all others, a hundred times the cost of using it.
     """
 
-    def __init__(self, hmm: BlockedHMM) -> None:
-        self._hmm = hmm
-        words = [block[block >= 0] for block in hmm.words_of_block]
+    def __init__(self, hmm: Composition) -> None:
+        assert isinstance(hmm.emission, Blocked)
+        self._transition, self._width = hmm.transition, hmm.emission.width
+        words = [block[block >= 0] for block in hmm.emission.words_of_block]
         self._column = torch.cat(words).argsort()  # [V] of each word among those of all blocks, side by side
-        self._emissions = [LogMatrix(hmm.factors.log_emission[own].t()) if len(own) else None for own in words]
+        self._emissions = [LogMatrix(hmm.emission.log_probs[own].t()) if len(own) else None for own in words]
         self._kept: OrderedDict[int, LogMatrix] = OrderedDict()
 
     def product(self, log_probs: Tensor, block: int) -> Tensor:
@@ -41,10 +43,7 @@ class WordProducts:
 
     def _next_words(self, block: int) -> Tensor:
         """Compute log p(next word | state) [k, V] for the states of a block."""
-        factors, k = self._hmm.factors, self._hmm.states_per_block
-        rows = slice(block * k, (block + 1) * k)
-        u, normalizer = factors.u[rows], factors.log_normalizer[rows][:, None]
-        targets = zip(factors.w.split(k), self._emissions, strict=True)
-        moved = [(u @ w.t() - normalizer, emission) for w, emission in targets if emission is not None]
-        by_block = torch.cat([emission.product(log_states) for log_states, emission in moved], 1)
-        return by_block[:, self._column]
+        rows = slice(block * self._width, (block + 1) * self._width)
+        moved = self._transition.log_block(rows, slice(None)).split(self._width, 1)
+        found = [emission.product(each) for each, emission in zip(moved, self._emissions, strict=True) if emission]
+        return torch.cat(found, 1)[:, self._column]

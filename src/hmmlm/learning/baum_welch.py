@@ -16,29 +16,29 @@ import torch
 from torch import Tensor
 
 from hmmlm.ops.maximize_rows import maximize_rows
-from hmmlm.ops.scan import Parameters
 from hmmlm.ranks import world
 from hmmlm.runs.checkpoint import load_tensors
 
 
+@torch.no_grad()
 def maximize(
     counts: Mapping[str, Tensor],
-    current: Parameters,
+    current: Mapping[str, Tensor],
     pseudocount: float = 0.0,
     step: float = 1.0,
-    out: Parameters | None = None,
-) -> Parameters:
-    """Take the M step from expected counts, `step` of the way: α θ_new + (1 − α) θ, as probabilities.
+    out: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Take the M step of each table from its expected counts, `step` of the way: α θ_new + (1 − α) θ, as probabilities.
 
     A row without any count (a state never visited) keeps its current distribution.
 
     Args:
-        counts: start [Z], transition [Z, Z] and emission [Z, V].
         out: where to write the result.
     """
-    targets = (None, None, None) if out is None else out
-    each = zip((counts[name] for name in RunningCounts.NAMES), current, targets, strict=True)
-    return Parameters(*(maximize_rows(count, old, pseudocount, step, target) for count, old, target in each))
+    return {
+        name: maximize_rows(counts[name], log_probs, pseudocount, step, None if out is None else out[name].data)
+        for name, log_probs in current.items()
+    }
 
 
 class RunningCounts:
@@ -47,19 +47,17 @@ class RunningCounts:
     Of several processes, each adds the counts of its rows of a batch; they are summed for an update.
     """
 
-    NAMES = ("start", "transition", "emission")
-
-    def __init__(self, states: int, vocab_size: int, momentum: float, device: torch.device) -> None:
-        shapes = dict(zip(self.NAMES, ((states,), (states, states), (states, vocab_size)), strict=True))
+    def __init__(self, tables: Mapping[str, Tensor], momentum: float) -> None:
+        """Create counts of the shapes of `tables`, on their device."""
         self.momentum = momentum
-        self.sum = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
-        self.mean = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()} if momentum else {}
+        self.sum = {name: torch.zeros_like(table.data) for name, table in tables.items()}
+        self.mean = {name: torch.zeros_like(table.data) for name, table in tables.items()} if momentum else {}
         self.updates = 0
 
-    def add(self, start: Tensor, transition: Tensor, emission: Tensor) -> None:
-        """Add a batch's counts."""
-        for total, counts in zip(self.sum.values(), (start, transition, emission), strict=True):
-            total += counts
+    def add(self, *counts: Tensor) -> None:
+        """Add a batch's counts, in the order of the tables."""
+        for total, own in zip(self.sum.values(), counts, strict=True):
+            total += own
 
     @contextmanager
     def take(self) -> Iterator[dict[str, Tensor]]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hmmlm.data.batches import Batch
-from hmmlm.hmm import Carry, HiddenMarkovModel
+from hmmlm.hmm import HMM, Carry
 from hmmlm.ranks import world
 from hmmlm.text.scoring import perplexity
 
@@ -32,9 +32,7 @@ def carried(batch: Batch, carry: Carry | None) -> Carry | None:
 
 
 @torch.no_grad()
-def evaluate(
-    hmm: HiddenMarkovModel, batches: Iterable[Batch], on_batch: Callable[[int], None] | None = None
-) -> Evaluation:
+def evaluate(hmm: HMM, batches: Iterable[Batch], on_batch: Callable[[int], None] | None = None) -> Evaluation:
     """Score every batch in order; `on_batch` receives the tokens of each (progress), and may raise to stop.
 
     Of several processes, each scores its rows of the batches; the result is that of all.

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from hmmlm.config.sections import AdamWConfig, BaumWelchConfig
 from hmmlm.data.batches import Batch
 from hmmlm.data.tokenizers import Tokenizer
-from hmmlm.hmm import HMM, Carry, HiddenMarkovModel, Scan
+from hmmlm.hmm import HMM, Carry, Scan
 from hmmlm.learning.adamw import AdamW
 from hmmlm.learning.baum_welch import RunningCounts, maximize
 from hmmlm.learning.evaluate import Evaluation, carried, evaluate
 from hmmlm.learning.graph import GraphedStep
-from hmmlm.models.base import FactoredBlockedModel, Model
+from hmmlm.models.base import FactoredBlockedModel, Model, TableModel
 from hmmlm.models.scalar import Scalar
 from hmmlm.ops.common import capturing
-from hmmlm.ops.scan import Parameters, PendingGradient
+from hmmlm.ops.scan import PendingGradient
 from hmmlm.ranks import world
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.scoring import perplexity
@@ -40,7 +40,7 @@ class StepResult(NamedTuple):
 
     log_likelihood: Tensor  # [] float64, of P(O), or of P(O, S) for a batch with labels
     carry: Any
-    log_probs: Parameters | None = None  # of the E step of Baum-Welch
+    log_probs: Mapping[str, Tensor] | None = None  # of the E step of Baum-Welch
 
 
 class Optimizer(Protocol):
@@ -163,11 +163,11 @@ class HmmLearner(ABC):
         return self.learn(batch.to(self.device), carry) if result is None else result
 
     @torch.no_grad()
-    def hmm(self) -> HiddenMarkovModel:
+    def hmm(self) -> HMM:
         """Return the HMM of the present parameters, detached, without anything that is for training only."""
         self.model.eval()
         with self.fabric.autocast():
-            hmm: HiddenMarkovModel = self.model()
+            hmm: HMM = self.model()
         self.model.train()
         return hmm
 
@@ -248,16 +248,16 @@ class BaumWelchLearner(HmmLearner):
         self, fabric: Fabric, model: Model, tokenizer: Tokenizer, config: dict[str, Any], optimizer: BaumWelchConfig
     ) -> None:
         super().__init__(fabric, model, tokenizer, config, optimizer.step)
-        assert isinstance(self.model, Scalar)  # the configuration was validated
-        self.model: Scalar
+        assert isinstance(self.model, TableModel)  # the configuration was validated
+        self.model: TableModel
         self.settings = optimizer
-        self.optimizer: RunningCounts = RunningCounts(model.states, model.vocab_size, optimizer.momentum, self.device)
+        self.optimizer: RunningCounts = RunningCounts(self.model.logits, optimizer.momentum)
 
     def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult:
         result = self.run(batch, carry)
         if batch.last or not self.settings.full_batch:
             assert result.log_probs is not None
-            with torch.no_grad(), self.optimizer.take() as counts:
+            with self.optimizer.take() as counts:
                 maximize(counts, result.log_probs, self.settings.pseudocount, rate, out=self.model.logits)
         return result
 
@@ -265,17 +265,17 @@ class BaumWelchLearner(HmmLearner):
         """Add the expected counts of a batch: the gradient with respect to its log-probabilities."""
         with torch.no_grad():
             leaves = self.model.log_probs()
-        for log_probs in leaves:
+        for log_probs in leaves.values():
             log_probs.requires_grad_()
         with self.fabric.autocast():
-            hmm = HMM(*leaves)
+            hmm = self.model.make_hmm(leaves)
             if batch.labels is None:
                 scan = self.model.drop_underflowed(
                     hmm.scan(batch.tokens, batch.lengths, carry, batch.restart, exact_carry=False)
                 )
             else:
                 scan = hmm.joint_scan(batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
-        counts = torch.autograd.grad(counted(scan.log_likelihood, batch).sum(), leaves)
+        counts = torch.autograd.grad(counted(scan.log_likelihood, batch).sum(), list(leaves.values()))
         with torch.no_grad():
             self.optimizer.add(*counts)
         return StepResult(total(scan.log_likelihood, batch), scan.carry, leaves)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -11,16 +12,17 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, Carry, HiddenMarkovModel, Scan
-from hmmlm.hmm.blocked import BlockedHMM, last_tokens
+from hmmlm.hmm import HMM, Carry, Scan
 from hmmlm.ops.blocked_emission import make_tiles
 from hmmlm.ops.blocked_scan import Features, softmax_scan
-from hmmlm.ops.common import factor_logits, logsumexp, product_dtype
+from hmmlm.ops.common import factor_logits, last_tokens, logsumexp, product_dtype
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
 from hmmlm.section import Fraction, ModelSize, Passes, Section, States
 from hmmlm.structure.blocks import Blocks
 from hmmlm.structure.dropout import global_states, sample_states, states_kept
+from hmmlm.transitions import Factored
 
 BlockCount = Annotated[int, Field(ge=0, le=2**16)]
 
@@ -41,7 +43,12 @@ class ModelConfig(Section, ABC):
 
     @property
     def assignable(self) -> bool:
-        """Whether the model is a `Scalar`, which can be set to given probabilities, as Baum-Welch needs."""
+        """Whether the model is a `Scalar`, which can be set to the probabilities of two matrices."""
+        return False
+
+    @property
+    def counts_suffice(self) -> bool:
+        """Whether the model is a `TableModel`, which Baum-Welch can train."""
         return False
 
     @property
@@ -147,7 +154,7 @@ class Model(nn.Module, ABC):
         return self.skipped.device
 
     @abstractmethod
-    def forward(self) -> HiddenMarkovModel:
+    def forward(self) -> HMM:
         """Return the HMM, differentiable in the parameters of the module."""
 
     def scan(
@@ -174,6 +181,34 @@ class Model(nn.Module, ABC):
         raise InputError(f"a {type(self).__name__} model cannot be set to given probabilities: use the scalar family")
 
 
+class TableModel(Model):
+    """One logit per probability, drawn from N(0, scale²); the parameters are tables, with a softmax over each row."""
+
+    def __init__(
+        self, vocab_size: int, shapes: Mapping[str, Sequence[int]], scale: float, generator: torch.Generator | None
+    ) -> None:
+        """Create the tables of `shapes`, whose order is that of the tensors of the HMM: the first is the start [Z]."""
+        super().__init__(next(iter(shapes.values()))[0], vocab_size)
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(*shape, generator=generator) * scale))
+
+    @property
+    def logits(self) -> dict[str, nn.Parameter]:
+        """The logits, of which log-probabilities are a special case."""
+        return dict(self.named_parameters())
+
+    def log_probs(self) -> dict[str, Tensor]:
+        """Return the log-probabilities of each table."""
+        return {name: logits.log_softmax(-1) for name, logits in self.logits.items()}
+
+    @abstractmethod
+    def make_hmm(self, log_probs: Mapping[str, Tensor]) -> HMM:
+        """Return the HMM of the log-probabilities of each table."""
+
+    def forward(self) -> HMM:
+        return self.make_hmm(self.log_probs())
+
+
 class BlockedModel(Model):
     """States in blocks that emit the words of one cluster each, with state dropout."""
 
@@ -188,6 +223,10 @@ class BlockedModel(Model):
         result = super()._apply(fn, recurse)
         self.blocks, self.tiles = self.blocks.to(self.skipped.device), self.tiles.to(self.skipped.device)
         return result
+
+    def blocked(self, log_emission: Tensor) -> Blocked:
+        """Return the emission of log p(word | state i of its block) [V, k]."""
+        return Blocked(log_emission, self.blocks.block_of_word, self.blocks.num_blocks)
 
     def finish(
         self, result: Scan, tokens: Tensor, lengths: Tensor | None, states: Tensor, block_of_word: Tensor
@@ -208,7 +247,7 @@ class FactoredBlockedModel(BlockedModel):
         With `carried` [n], states that are left but not entered, also their rows of u [n, h].
         """
 
-    def forward(self) -> BlockedHMM:
+    def forward(self) -> HMM:
         """Return the HMM over all states, without dropout.
 
         Under autocast the factors are rounded to the dtype of the products, so that they fit the normalizer in whatever
@@ -221,7 +260,8 @@ class FactoredBlockedModel(BlockedModel):
             u, w = features.u.to(exact), features.w.to(exact)
             u, w = (factor.to(rounded).to(exact) for factor in (u, w - w.mean(0)))
             features = features._replace(u=u, w=w)
-        return BlockedHMM(*features.factors())
+        _, u, w, log_normalizer, log_start, log_emission = features.factors()
+        return HMM(log_start, Factored(u, w, log_normalizer), self.blocked(log_emission))
 
     def scan(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -9,13 +10,14 @@ from torch import Tensor, nn
 
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, Carry, Scan
-from hmmlm.models.base import BlockedConfig, BlockedModel, Model, enter, restart_lost
+from hmmlm.hmm import HMM, Carry, Scan
+from hmmlm.models.base import BlockedConfig, BlockedModel, Model, TableModel, enter, restart_lost
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.scan import Evidence, Parameters, PendingGradient, softmax_scan
 from hmmlm.section import ModelSize, Scale
 from hmmlm.structure.blocks import Blocks
 from hmmlm.structure.dropout import global_states, sample_states
+from hmmlm.transitions import Dense
 
 
 class ScalarConfig(BlockedConfig):
@@ -33,6 +35,10 @@ class ScalarConfig(BlockedConfig):
     def assignable(self) -> bool:
         return not self.blocks
 
+    @property
+    def counts_suffice(self) -> bool:
+        return not self.blocks
+
     def size(self, words: int) -> ModelSize:
         words_of_state = words // max(1, self.blocks)
         return ModelSize(self.states * (self.states + words_of_state), super().size(words).probabilities)
@@ -45,46 +51,36 @@ class ScalarConfig(BlockedConfig):
         return BlockedScalar(blocks, self.dropout, self.scale, generator)
 
 
-def _logits(scale: float, generator: torch.Generator | None, *shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(*shape, generator=generator) * scale)
+class Scalar(TableModel):
+    """Logits start [Z], transition [Z, Z] and emission [Z, V]."""
 
-
-class Scalar(Model):
-    """Logits start [Z], transition [Z, Z] and emission [Z, V], drawn from N(0, scale²); a softmax over each row."""
+    start: nn.Parameter
+    transition: nn.Parameter
+    emission: nn.Parameter
 
     def __init__(
         self, states: int, vocab_size: int, scale: float = 1.0, generator: torch.Generator | None = None
     ) -> None:
-        super().__init__(states, vocab_size)
-        self.start = _logits(scale, generator, states)
-        self.transition = _logits(scale, generator, states, states)
-        self.emission = _logits(scale, generator, states, vocab_size)
+        shapes = {"start": (states,), "transition": (states, states), "emission": (states, vocab_size)}
+        super().__init__(vocab_size, shapes, scale, generator)
 
-    @property
-    def logits(self) -> Parameters:
-        """The logits, of which log-probabilities are a special case."""
-        return Parameters(self.start, self.transition, self.emission)
-
-    def log_probs(self) -> Parameters:
-        """Return the log-probabilities."""
-        return Parameters(*(logits.log_softmax(-1) for logits in self.logits))
-
-    def forward(self) -> HMM:
-        return HMM(*self.log_probs())
+    def make_hmm(self, log_probs: Mapping[str, Tensor]) -> HMM:
+        return HMM(log_probs["start"], log_probs["transition"], log_probs["emission"])
 
     def scan_logits(
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> tuple[Scan, dict[str, PendingGradient]] | None:
-        """As `scan`, but without the emission matrix and its gradient as tensors; None where only `scan` works.
+        """Compute `scan`, but without the emission matrix and its gradient as tensors; None where only `scan` works.
 
         The gradient of the emission logits is returned by its name, for `AdamW.update`.
         """
-        if not all(logits.requires_grad for logits in self.logits):
+        logits = Parameters(self.start, self.transition, self.emission)
+        if not all(table.requires_grad for table in logits):
             return None
         evidence = Evidence(
             tokens, lengths, None if carry is None else carry.log_probs, restart_lost(restart, carry, tokens)
         )
-        found = softmax_scan(self.logits, evidence)
+        found = softmax_scan(logits, evidence)
         if found is None:
             return None
         scan, gradient = found
@@ -99,7 +95,7 @@ class Scalar(Model):
                 f"an HMM of {hmm.states} states and {hmm.vocab_size} words cannot be assigned to a model of "
                 f"{self.states} states and {self.vocab_size} words"
             )
-        for logits, log_probs in zip(self.logits, hmm.parameters, strict=True):
+        for logits, log_probs in zip(self.logits.values(), hmm.parameters().values(), strict=True):
             logits.copy_(log_probs)
 
 
@@ -113,24 +109,22 @@ class BlockedScalar(BlockedModel):
         self, blocks: Blocks, dropout: float = 0.5, scale: float = 1.0, generator: torch.Generator | None = None
     ) -> None:
         super().__init__(blocks, dropout)
-        self.start = _logits(scale, generator, blocks.states)
-        self.transition = _logits(scale, generator, blocks.states, blocks.states)
-        self.emission = _logits(scale, generator, blocks.vocab_size, blocks.states_per_block)
+
+        def logits(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=generator) * scale)
+
+        self.start = logits(blocks.states)
+        self.transition = logits(blocks.states, blocks.states)
+        self.emission = logits(blocks.vocab_size, blocks.states_per_block)
 
     def log_emission(self) -> Tensor:
         """Return log p(word | state i of its block) [V, k]; dropout does not change emissions."""
         return log_softmax_in_blocks(self.emission, self.blocks)
 
-    def forward(self) -> BlockedHMM:
-        """Return the HMM over all states. The transition is not factored: u is log A [Z, Z] and w the identity."""
-        return BlockedHMM(
-            self.blocks.block_of_word,
-            self.transition.log_softmax(1),
-            torch.eye(self.states, device=self.start.device),
-            torch.zeros_like(self.start),
-            self.start.log_softmax(0),
-            self.log_emission(),
-        )
+    def forward(self) -> HMM:
+        """Return the HMM over all states."""
+        transition = Dense(self.transition.log_softmax(1))
+        return HMM(self.start.log_softmax(0), transition, self.blocked(self.log_emission()))
 
     def scan(
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None

@@ -11,11 +11,10 @@ from torch.autograd.function import once_differentiable
 
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.hmm import HMM, Carry, Scan
-from hmmlm.hmm.blocked import last_tokens
 from hmmlm.models.base import Model, enter, one_block, restart_lost
 from hmmlm.models.neural import Form, NetworkConfig, Neural
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
-from hmmlm.ops.common import accumulate, factor_logits, matmul, product_dtype
+from hmmlm.ops.common import accumulate, factor_logits, last_tokens, matmul, product_dtype
 from hmmlm.ops.linear_logsumexp import linear_logsumexp, split_linear_logsumexp
 from hmmlm.section import Fraction, ModelSize, States
 from hmmlm.structure.blocks import UniformSubsets

@@ -11,14 +11,16 @@ from torch import Tensor, nn
 from hmmlm.data.hmmfolder import load_hmm
 from hmmlm.data.modelfolder import MODEL, find_model
 from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, BlockedHMM, Carry, HiddenMarkovModel, Scan, UnionHMM
+from hmmlm.hmm import HMM, Carry, Scan
 from hmmlm.hmm.union_scan import scan_components
 from hmmlm.models.base import FactoredBlockedModel, Model, ModelConfig, restart_lost
 from hmmlm.models.scalar import Scalar, log_softmax_in_blocks
 from hmmlm.ops.blocked_scan import Features
 from hmmlm.section import Fraction, ModelSize, States
 from hmmlm.structure.blocks import Blocks
+from hmmlm.transitions import Factored
 
 _LEAST = -40.0  # log-probabilities below this, zero among them, start here: they can be learned again
 
@@ -50,7 +52,7 @@ class UnionConfig(ModelConfig):
         (folder, _, _, tokenizer), hmm = load_hmm(self.joined)
         if tokenizer.fingerprint() != vocabulary.fingerprint():
             raise InputError(f"model.joined: {folder} has another vocabulary than the text: train on its token files")
-        return Union(hmm if isinstance(hmm, UnionHMM) else UnionHMM.join([hmm]), self.dropout)
+        return Union(hmm, self.dropout)
 
 
 class Union(Model):
@@ -58,7 +60,7 @@ class Union(Model):
 
     graphable = False  # batches are cut at restarts, into as many sequences as there are
 
-    def __init__(self, hmm: UnionHMM, dropout: float = 0.0) -> None:
+    def __init__(self, hmm: HMM, dropout: float = 0.0) -> None:
         super().__init__(hmm.states, hmm.vocab_size)
         self.components = nn.ModuleList(_module(component.to(torch.float32), dropout) for component in hmm.components)
         self.weights = nn.Parameter(hmm.log_weights.float().clamp(min=_LEAST))
@@ -66,8 +68,10 @@ class Union(Model):
     def _models(self) -> list[Model]:
         return [component for component in self.components if isinstance(component, Model)]
 
-    def forward(self) -> UnionHMM:
-        return UnionHMM([component() for component in self._models()], self.weights.log_softmax(0))
+    def forward(self) -> HMM:
+        parts, log_weights = [component() for component in self._models()], self.weights.log_softmax(0)
+        starts = [weight + part.log_start for weight, part in zip(log_weights, parts, strict=True)]
+        return HMM.side_by_side(torch.cat(starts), parts)
 
     def scan(
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
@@ -75,18 +79,20 @@ class Union(Model):
         models, log_weights = self._models(), self.weights.log_softmax(0)
         sizes = [model.states for model in models]
         restart = restart_lost(restart, carry, tokens)
-        return scan_components(models, sizes, log_weights, tokens, lengths, carry, restart)
+        scans = [model.scan for model in models]
+        return scan_components(scans, sizes, log_weights, tokens, lengths, carry, restart)
 
 
 class FreeFactors(FactoredBlockedModel):
     """The factors u and w [Z, h] of a blocked HMM and its start [Z] and emission [V, k] as parameters."""
 
-    def __init__(self, hmm: BlockedHMM, dropout: float) -> None:
-        factors = hmm.factors
-        super().__init__(Blocks(factors.block_of_word, hmm.blocks, hmm.states_per_block), dropout)
-        self.u, self.w = nn.Parameter(factors.u.clone()), nn.Parameter(factors.w.clone())
-        self.start = nn.Parameter(factors.log_start.clamp(min=_LEAST))
-        self.emission = nn.Parameter(factors.log_emission.clamp(min=_LEAST))
+    def __init__(self, hmm: HMM, dropout: float) -> None:
+        transition, emission = hmm.transition, hmm.emission
+        assert isinstance(transition, Factored) and isinstance(emission, Blocked)
+        super().__init__(Blocks(emission.block_of_word, emission.num_blocks, emission.width), dropout)
+        self.u, self.w = nn.Parameter(transition.u.clone()), nn.Parameter(transition.w.clone())
+        self.start = nn.Parameter(hmm.log_start.clamp(min=_LEAST))
+        self.emission = nn.Parameter(emission.log_probs.clamp(min=_LEAST))
 
     def features_of(self, states: Tensor | None, carried: Tensor | None = None) -> tuple[Features, Tensor | None]:
         log_emission = log_softmax_in_blocks(self.emission, self.blocks)
@@ -99,12 +105,14 @@ class FreeFactors(FactoredBlockedModel):
         return Features(self.blocks.block_of_word, u, w, start.log_softmax(0), log_emission), left
 
 
-def _module(hmm: HiddenMarkovModel, dropout: float) -> Model:
+def _module(hmm: HMM, dropout: float) -> Model:
     """Return the module whose HMM is a component."""
-    if isinstance(hmm, BlockedHMM):
+    if isinstance(hmm.transition, Factored) and isinstance(hmm.emission, Blocked):
         return FreeFactors(hmm, dropout)
-    assert isinstance(hmm, HMM)
+    if hmm.matrices() is None:
+        raise InputError(
+            f"a {hmm.kind} model cannot be trained on: only dense × categorical and factored × blocked ones"
+        )
     model = Scalar(hmm.states, hmm.vocab_size, scale=0.0)
-    start, transition, emission = (values.clamp(min=_LEAST) for values in hmm.parameters)
-    model.assign(HMM(start, transition, emission))
+    model.assign(hmm.map(lambda values: values.clamp(min=_LEAST)))
     return model

@@ -5,7 +5,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hmmlm.ops.common import FLOOR, NEG_INF, exp
+from hmmlm.ops.common import FLOOR, NEG_INF, exp, flush
 
 _TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}  # relative mass that a sum may lose to underflow
 _WIDE = 4  # columns per row of a wide matrix
@@ -31,21 +31,28 @@ def _top(log_weights: Tensor) -> Tensor:
 
 
 class LogMatrix:
-    """A matrix of log-probabilities [n, m], prepared for products log Σ_i exp(w_i + M[i, j]).
+    """Log-probabilities [n, m] prepared for products log Σ_i exp(w_i + M[i, j]), or several matrices [g, n, m].
 
     A wide one is stored by columns: on a CPU, products of a few rows with it then take half the time.
     """
 
     def __init__(self, log_values: Tensor) -> None:
-        peak = log_values.amax(0)
         self.log_values = log_values
-        self.peak = torch.where(peak == NEG_INF, 0.0, peak)  # [m]
-        rows, columns = log_values.shape
-        self._wide = not log_values.is_cuda and rows > _FEW_STATES and columns > _WIDE * rows
-        # Entries of at most 1.
-        self.scaled = (
-            exp(log_values.t().contiguous() - self.peak[:, None]).t() if self._wide else exp(log_values - self.peak)
-        )
+        rows, columns = log_values.shape[-2:]
+        self._wide = log_values.device.type == "cpu" and rows > _FEW_STATES and columns > _WIDE * rows
+
+    @cached_property
+    def peak(self) -> Tensor:
+        """The largest entry of each column [m], or zero if there is none above −inf; of several matrices [g, 1, m]."""
+        peak = self.log_values.amax(-2, keepdim=self.log_values.dim() > 2)
+        return torch.where(peak == NEG_INF, 0.0, peak)
+
+    @cached_property
+    def scaled(self) -> Tensor:
+        """The entries relative to the largest of their column [n, m]."""
+        if self._wide:
+            return exp(self.log_values.mT.contiguous() - self.peak.unsqueeze(-1)).mT
+        return exp(self.log_values - self.peak)
 
     @property
     def by_columns(self) -> Tensor:
@@ -58,8 +65,19 @@ class LogMatrix:
         return self.scaled.t().contiguous()
 
     @cached_property
-    def _possible(self) -> Tensor:
+    def possible(self) -> Tensor:
+        """1 where an entry is above zero, else 0 [n, m]."""
         return (self.log_values > NEG_INF).to(self.log_values.dtype)
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """The entries themselves [n, m]."""
+        return flush(self.log_values.exp())
+
+    @cached_property
+    def log_columns(self) -> Tensor:
+        """`log_values`, transposed [m, n] and contiguous."""
+        return self.log_values.mT.contiguous()
 
     @cached_property
     def _double(self) -> "LogMatrix":
@@ -94,7 +112,7 @@ class LogMatrix:
 
     @property
     def _least(self) -> float:
-        return least_sum(len(self.log_values), self.log_values.dtype)
+        return least_sum(self.log_values.shape[-2], self.log_values.dtype)
 
     def _sums(self, log_weights: Tensor, top: Tensor | None) -> Tensor:
         """Compute Σ_i exp(log_weights[..., i] − top) · scaled[i, j] [..., m]."""
@@ -113,38 +131,48 @@ class LogMatrix:
     def _logs(self, sums: Tensor, log_weights: Tensor, top: Tensor | None) -> Tensor:
         """Return the logarithms [..., m] that belong to `_sums`, recomputed where underflow may have changed a sum."""
         result = sums.log().add_(self.peak if top is None else self.peak + top)
-        if not bool(sums.amin() >= self._least):
-            m = result.shape[-1]
-            rows = (result.view(-1, m), log_weights.reshape(-1, len(self.log_values)), sums.view(-1, m))
-            self._recompute(*rows, self._least)
+        if sums.numel() and not bool(sums.amin() >= self._least):
+            if self.log_values.dim() > 2:
+                self._recompute(result, log_weights, sums)
+            else:
+                m = result.shape[-1]
+                self._recompute(result.view(-1, m), log_weights.reshape(-1, len(self.log_values)), sums.view(-1, m))
         return result
 
-    def _recompute(self, result: Tensor, log_weights: Tensor, relative: Tensor, least: float) -> None:
-        """Replace cells of result [b, m] by sums in log space where `relative` is below `least`.
+    def _recompute(self, result: Tensor, log_weights: Tensor, relative: Tensor) -> None:
+        """Replace cells of result [b, m] by sums in log space where underflow may have changed `relative`.
 
         Cells of probability zero are −inf already. Many cells are recomputed by a product in float64.
         """
-        faint = relative < least
-        rows = faint.any(1).nonzero().squeeze(1)
-        possible = (log_weights[rows] > NEG_INF).to(result.dtype) @ self._possible > 0
-        cells, columns = (faint[rows] & possible).nonzero(as_tuple=True)
-        many = len(columns) * len(self.log_values) > _CELLS and self.log_values.numel() <= _DOUBLE_CELLS
+        possible = (log_weights > NEG_INF).to(result.dtype) @ self.possible > 0
+        *rows, columns = ((relative < self._least) & possible).nonzero(as_tuple=True)
+        terms, cells = log_weights.shape[-1], (*rows, columns)
+        many = len(columns) * terms > _CELLS and self.log_values.numel() <= _DOUBLE_CELLS
         if many and result.dtype == torch.float32:
-            result[rows[cells], columns] = self._double.product(log_weights[rows].double())[cells, columns].to(result)
+            result[cells] = self._double.product(log_weights.double())[cells].to(result)
             return
-        for piece in torch.arange(len(columns), device=columns.device).split(max(1, _CELLS // len(self.log_values))):
-            row, column = rows[cells[piece]], columns[piece]
-            result[row, column] = torch.logsumexp(log_weights[row] + self.log_values.t()[column], 1)
+        by_column = self.log_values.mT
+        for piece in torch.arange(len(columns), device=columns.device).split(max(1, _CELLS // terms)):
+            own, column = tuple(index[piece] for index in rows), columns[piece]
+            result[(*own, column)] = torch.logsumexp(log_weights[own] + by_column[(*own[:-1], column)], 1)
 
 
 class LogTiles:
     """Matrices of log-probabilities [..., n, m], prepared for products of rows with one of them each."""
 
     def __init__(self, log_values: Tensor) -> None:
-        peak = log_values.amax(-2)
         self.log_values = log_values
-        self.peak = torch.where(peak == NEG_INF, 0.0, peak)  # [..., m]
-        self.scaled = exp(log_values - self.peak[..., None, :])  # entries of at most 1
+
+    @cached_property
+    def peak(self) -> Tensor:
+        """The largest entry of each column [..., m], or zero if there is none above −inf."""
+        peak = self.log_values.amax(-2)
+        return torch.where(peak == NEG_INF, 0.0, peak)
+
+    @cached_property
+    def scaled(self) -> Tensor:
+        """The entries relative to the largest of their column [..., n, m]."""
+        return exp(self.log_values - self.peak[..., None, :])
 
     def product(self, log_weights: Tensor, tiles: tuple[Tensor, ...]) -> Tensor:
         """Compute log Σ_i exp(log_weights[b, i] + log_values[tiles[b], i, j]) [b, m] for log_weights [b, n].

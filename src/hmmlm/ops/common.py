@@ -120,6 +120,11 @@ def choose_kernels(op: str, impl: str, reference: Tensor, portable: str, unsuppo
     return import_module(f"hmmlm.ops.{op}.{impl}")
 
 
+def last_tokens(tokens: Tensor, lengths: Tensor | None) -> Tensor:
+    """Return the last token [B] of each sequence."""
+    return tokens[:, -1] if lengths is None else tokens.gather(1, lengths[:, None] - 1).squeeze(1)
+
+
 def without_autocast(reference: Tensor) -> AbstractContextManager[Any]:
     """Return a context without autocast; entering one costs a small model time, so only if autocast is enabled."""
     device = reference.device.type
@@ -162,6 +167,11 @@ def finite(log_total: Tensor) -> Tensor:
 def log_normalize(log_weights: Tensor) -> Tensor:
     """Return log-distributions over the last dimension; all −inf where every weight is."""
     return log_weights - finite(torch.logsumexp(log_weights, -1, keepdim=True))
+
+
+def flush(values: Tensor) -> Tensor:
+    """Set values below FLOOR to zero: denormal numbers would be slow and inaccurate."""
+    return torch.nn.functional.threshold(values, FLOOR[values.dtype], 0.0)
 
 
 def exp(scores: Tensor) -> Tensor:

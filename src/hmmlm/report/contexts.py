@@ -128,7 +128,7 @@ def find_passages(lm: LanguageModel, text: TokenFile, state: int, count: int) ->
     tokens = max(READ_CELLS // lm.hmm.states, 128)
     margin = MARGIN if tokens > CANDIDATES * 2 * MARGIN else MARGIN // 3
     candidates = min(CANDIDATES, tokens // (2 * margin + 1))
-    words, log_probs = lm.hmm.detach().emissions_from(torch.tensor([state], device=lm.hmm.device))
+    words, log_probs = lm.hmm.detach().emission.log_rows(torch.tensor([state], device=lm.hmm.device))
     likely = log_probs[0].topk(min(LIKELY_WORDS, log_probs.shape[1]))
     chosen = words[0, likely.indices[likely.values > -torch.inf]].tolist()
     rng, places = np.random.default_rng(state), list[int]()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HiddenMarkovModel
+from hmmlm.hmm import HMM
 from hmmlm.hmm.checks import padded
 from hmmlm.text.embeddings import long_run
 from hmmlm.text.lm import LanguageModel
@@ -47,13 +47,13 @@ def explain_states(lm: LanguageModel, words: int = 10) -> StateSummary:
         InputError: if the model has too many states (`text.embeddings.MAX_STATES`).
     """
     hmm, transition, mass = long_run(lm.hmm, lm.tokenizer.eos_id if lm.restarts else None)
-    log_word = (mass @ hmm.log_emission.exp()).log()
+    log_word = (mass @ hmm.emission.dense().exp()).log()
     telling = telling_words(hmm, torch.arange(hmm.states), log_word, words)
     return StateSummary(transition, mass, telling, mass.argsort(descending=True))
 
 
 @torch.no_grad()
-def telling_words(hmm: HiddenMarkovModel, states: Tensor, log_word: Tensor, count: int) -> Tensor:
+def telling_words(hmm: HMM, states: Tensor, log_word: Tensor, count: int) -> Tensor:
     """Return the `count` most telling words of each of `states` [n]: token ids [n, K], padded with −1.
 
     Args:
@@ -61,7 +61,7 @@ def telling_words(hmm: HiddenMarkovModel, states: Tensor, log_word: Tensor, coun
     """
     found = []
     for piece in states.split(max(1, _CELLS // hmm.vocab_size)):
-        words, log_probs = hmm.detach().emissions_from(piece)
+        words, log_probs = hmm.detach().emission.log_rows(piece)
         probs, contrast = log_probs.exp(), log_probs - log_word[words.clamp(min=0)]
         contribution = torch.where(probs > 0, probs * contrast, 0.0)
         top = contribution.topk(min(count, words.shape[1]), dim=1)

@@ -15,7 +15,7 @@ from torch import Tensor
 from hmmlm.data.files import parse_json
 from hmmlm.data.tokenizers import SentencePieceTokenizer
 from hmmlm.errors import InputError, require
-from hmmlm.hmm.checks import check_finite
+from hmmlm.numerics.distributions import check_finite
 from hmmlm.teachers.checks import check_vocabulary, layer_index
 from hmmlm.teachers.tokenizers import FastTokenizer
 

@@ -13,14 +13,12 @@ from hmmlm.data.modelfolder import CONFIG, MODEL, as_folder, require_dtype, requ
 from hmmlm.data.tensorfiles import read_tensors
 from hmmlm.data.tokenizers import Tokenizer, load_tokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, HiddenMarkovModel
-from hmmlm.hmm.checks import check_distributions
+from hmmlm.hmm import HMM
+from hmmlm.numerics.distributions import check_distributions
 
 
 @check_arguments
-def save_control(
-    hmm: HiddenMarkovModel, path: str | Path, eos_token_id: int, tokenizer: Tokenizer | None = None
-) -> None:
+def save_control(hmm: HMM, path: str | Path, eos_token_id: int, tokenizer: Tokenizer | None = None) -> None:
     """Write `alpha_exp` [Z, Z] transition probabilities, `beta` [Z, V] log-emissions and `gamma` [Z] log-start.
 
     With the tokenizer's file, which those libraries ignore, `hmmlm.load` reads the folder.
@@ -32,8 +30,7 @@ def save_control(
         raise InputError(
             f"the tokenizer has {tokenizer.vocab_size} words and the model has {hmm.vocab_size}: give its own tokenizer"
         )
-    dense: HMM = hmm.dense()
-    tensors = {"alpha_exp": dense.log_transition.exp(), "beta": dense.log_emission, "gamma": dense.log_start}
+    tensors = {"alpha_exp": hmm.transition.dense().exp(), "beta": hmm.emission.dense(), "gamma": hmm.log_start}
     header = {"hidden_states": hmm.states, "vocab_size": hmm.vocab_size, "eos_token_id": eos_token_id}
     write_folder(as_folder(path), tensors, header, {"format": "pt"}, tokenizer)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, HiddenMarkovModel
+from hmmlm.hmm import HMM
 
 MAX_STATES = 8_192  # the transition and emission matrices are held dense, in float64
 
@@ -22,14 +22,14 @@ class LongRun(NamedTuple):
 
 
 @torch.no_grad()
-def long_run(hmm: HiddenMarkovModel, restart_after: int | None) -> LongRun:
+def long_run(hmm: HMM, restart_after: int | None) -> LongRun:
     """Compute the stationary distribution of a model; after the token `restart_after` it starts again."""
     if hmm.states > MAX_STATES:
         raise InputError(f"{hmm.states:,} states are too many to explain: the limit is {MAX_STATES:,}")
     dense = hmm.dense().to("cpu", torch.float64)
-    start, transition = dense.log_start.exp(), dense.log_transition.exp()
+    start, transition = dense.log_start.exp(), dense.transition.dense().exp()
     if restart_after is not None:  # the start distribution follows, whatever the transition matrix holds
-        ends = dense.log_emission[:, restart_after, None].exp()
+        ends = dense.emission.dense()[:, restart_after, None].exp()
         transition = ends * start + (1 - ends) * transition
     return LongRun(dense, transition, stationary(start, transition))
 
@@ -57,5 +57,5 @@ def stationary(start: Tensor, transition: Tensor) -> Tensor:
 
 def states_of_words(chain: LongRun) -> Tensor:
     """Compute p(state | word) [V, Z] of a word somewhere in a long text; zero for a word of probability zero."""
-    joint = chain.hmm.log_emission.exp().mul_(chain.mass[:, None]).t()
+    joint = chain.hmm.emission.dense().exp().mul_(chain.mass[:, None]).t()
     return joint / joint.sum(1, keepdim=True).clamp_min(torch.finfo(joint.dtype).tiny)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HiddenMarkovModel
+from hmmlm.hmm import HMM
 from hmmlm.hmm.checks import check_count, check_number, check_seed
 from hmmlm.hmm.constraints import Guide, Position, none_accepted
 from hmmlm.hmm.reader import Reader, read_context
@@ -105,7 +105,7 @@ def _find(sums: Tensor, target: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sample_continuations(
-    hmm: HiddenMarkovModel,
+    hmm: HMM,
     context: Sequence[int],
     end: int,
     options: SamplingOptions,
@@ -132,7 +132,7 @@ def sample_continuations(
 class _Sampler:
     """Draws a token for each row at every step, in one of three ways."""
 
-    def __init__(self, hmm: HiddenMarkovModel, rows: _Rows, excluded: int | None) -> None:
+    def __init__(self, hmm: HMM, rows: _Rows, excluded: int | None) -> None:
         options = rows.options
         self.hmm, self.rows, self.options, self.excluded = hmm, rows, options, excluded
         self.ancestral = options.plain(hmm.vocab_size) and excluded is None
@@ -164,14 +164,14 @@ class _Sampler:
         if states is None and reader is not None:
             states = reader.states(invert(reader.log_filtered, uniform[:, 0]))
         if states is None:
-            log_states = self.hmm.log_start_scores().expand(len(uniform), -1)
+            log_states = self.hmm.log_start.expand(len(uniform), -1)
         else:
-            log_states = self.hmm.transitions_from(states)
+            log_states = self.hmm.transition.log_rows(states)
         states = invert(log_states, uniform[:, 1])
         return self.draw_token(states, uniform[:, 2]), states
 
     def draw_token(self, states: Tensor, uniform: Tensor) -> Tensor:
-        words, log_probs = self.hmm.emissions_from(states)
+        words, log_probs = self.hmm.emission.log_rows(states)
         return words.gather(1, invert(log_probs, uniform)[:, None])[:, 0]
 
     def draw_first(self) -> tuple[Tensor, Reader]:
@@ -212,10 +212,10 @@ class _Sampler:
         """Propose a token for each row; return which are accepted [n], their tokens [m] and filters [m, K]."""
         # A new state of the filter: proposals from one state would be accepted more often than from another.
         states = reader.states(invert(reader.log_filtered, uniform[:, 0]))
-        tokens = self.draw_token(invert(self.hmm.transitions_from(states), uniform[:, 1]), uniform[:, 2])
+        tokens = self.draw_token(invert(self.hmm.transition.log_rows(states), uniform[:, 1]), uniform[:, 2])
         power, log_uniform = 1 / self.options.temperature - 1, uniform[:, 3].log()
         # p(token) is at most its largest probability in any state: most rejections follow from that.
-        largest = self.hmm.observe(tokens, False)[1].amax(1)
+        largest = self.hmm.emission.score(tokens, False)[1].amax(1)
         accepted = log_uniform <= power * largest
         if self.excluded is not None:
             accepted &= tokens != self.excluded
@@ -331,7 +331,7 @@ def _sample_states(guide: Guide, position: Position, rows: _Rows) -> None:
             raise none_accepted(remaining)
         uniform = rows.draw()
         states = invert(log_states, uniform[:, 1])
-        words, log_probs = hmm.emissions_from(states)
+        words, log_probs = hmm.emission.log_rows(states)
         index = invert(log_probs + guide.accepted_words(at, remaining, words, states), uniform[:, 2])
         tokens = words.gather(1, index[:, None])[:, 0]
         going = rows.add(tokens)
@@ -339,4 +339,4 @@ def _sample_states(guide: Guide, position: Position, rows: _Rows) -> None:
             break
         kept = zip(at, tokens.tolist(), going.tolist(), strict=True)
         at = [automaton.step(state, token) for state, token, on in kept if on]
-        log_states = hmm.transitions_from(states[going])
+        log_states = hmm.transition.log_rows(states[going])

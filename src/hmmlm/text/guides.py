@@ -8,7 +8,7 @@ from typing import Any
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.errors import InputError
-from hmmlm.hmm import HiddenMarkovModel
+from hmmlm.hmm import HMM
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.checks import check_count
 from hmmlm.hmm.constraints import Guide, Position
@@ -19,7 +19,7 @@ from hmmlm.text.phrases import Phrases
 class Guides:
     """The guides of an HMM over the tokens of a tokenizer; the last one is kept."""
 
-    def __init__(self, hmm: HiddenMarkovModel, tokenizer: Tokenizer) -> None:
+    def __init__(self, hmm: HMM, tokenizer: Tokenizer) -> None:
         self.hmm, self.tokenizer, self.phrases = hmm, tokenizer, Phrases(tokenizer)
         self._line: tuple[Constraint, Automaton] | None = None  # the kept automaton of whole lines
         self._guide: tuple[tuple[Any, ...], Guide] | None = None  # the kept guide and its arguments

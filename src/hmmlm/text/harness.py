@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from hmmlm.errors import InputError, require, warn
-from hmmlm.hmm import HiddenMarkovModel
+from hmmlm.hmm import HMM
 from hmmlm.hmm.checks import padded
 from hmmlm.hmm.reader import Reader
 from hmmlm.text.generation import SamplingOptions
@@ -216,7 +216,7 @@ class _Row:
         return not ends
 
 
-def _read_all(hmm: HiddenMarkovModel, contexts: Sequence[Sequence[int]]) -> Reader:
+def _read_all(hmm: HMM, contexts: Sequence[Sequence[int]]) -> Reader:
     """Return the sequences after contexts of at least one token each, in ascending order of length."""
     tokens, lengths = padded(list(map(list, contexts)))
     tokens = tokens.to(hmm.device)

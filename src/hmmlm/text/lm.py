@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import Any, Protocol, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.device import pick_device
 from hmmlm.errors import InputError
-from hmmlm.hmm import HiddenMarkovModel
+from hmmlm.hmm import HMM
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.checks import check_count
 from hmmlm.hmm.constraints import Guide, Position
@@ -41,8 +41,17 @@ from hmmlm.text.reading import check_training
 from hmmlm.text.sequences import SequenceModel
 from hmmlm.text.textmodel import check_text
 
-if TYPE_CHECKING:
-    from hmmlm.explorer.notebook import Display
+
+class Page(Protocol):
+    """The page of `LanguageModel.explore`."""
+
+    url: str
+
+    def export(self, path: str | Path) -> None:
+        """Write the parts of the page that need no server into one file."""
+
+    def close(self) -> None:
+        """Stop the server."""
 
 
 class LanguageModel(SequenceModel):
@@ -55,7 +64,7 @@ class LanguageModel(SequenceModel):
     """
 
     @check_arguments
-    def __init__(self, hmm: HiddenMarkovModel, tokenizer: Tokenizer, config: dict[str, Any] | None = None) -> None:
+    def __init__(self, hmm: HMM, tokenizer: Tokenizer, config: dict[str, Any] | None = None) -> None:
         if hmm.vocab_size != tokenizer.vocab_size:
             raise InputError(
                 f"the model has a vocabulary of {hmm.vocab_size}, the tokenizer one of {tokenizer.vocab_size}: "
@@ -265,7 +274,7 @@ class LanguageModel(SequenceModel):
         return [(readable_token(self.tokenizer, i, inside), p) for i, p in pairs if p > 0]
 
     @check_arguments
-    def explore(self, other: LanguageModel | None = None, height: int = 760) -> Display:
+    def explore(self, other: LanguageModel | None = None, height: int = 760) -> Page:
         """Show the panels of `hmmlm explore` in a notebook; elsewhere, `url` of the result is the page.
 
         Args:
@@ -273,10 +282,10 @@ class LanguageModel(SequenceModel):
             height: of the frame, in pixels.
         """
         check_count("height", height, 1, 100_000)
-        # On first use: the page needs reports and baselines, which are above.
-        from hmmlm.explorer.notebook import Display
+        import hmmlm  # which loads the explorer on first use: it is above
 
-        return Display(self, other, height)
+        page: Page = hmmlm.Display(self, other, height)
+        return page
 
     # --- files ---
 
@@ -284,7 +293,7 @@ class LanguageModel(SequenceModel):
         """Write the model into the folder `path`. A failure leaves an existing model unchanged."""
         folder = as_folder(path)
         header = {
-            "model": self.hmm.kind,
+            **self.hmm.kinds(),
             "states": self.hmm.states,
             "vocab_size": self.hmm.vocab_size,
             "eos_id": self._eos,

@@ -11,7 +11,7 @@ from torch import Tensor
 from hmmlm.arguments import check_arguments
 from hmmlm.data.words import split_at
 from hmmlm.errors import InputError
-from hmmlm.hmm import HiddenMarkovModel
+from hmmlm.hmm import HMM
 from hmmlm.hmm.checks import padded
 from hmmlm.text.textmodel import TextModel, check_texts
 
@@ -22,7 +22,7 @@ _BATCH_CELLS = 1 << 25  # tokens × states of queries that keep all of them
 class SequenceModel(TextModel):
     """An HMM that reads texts; its training configuration says where the chain restarts."""
 
-    hmm: HiddenMarkovModel
+    hmm: HMM
 
     @property
     def device(self) -> torch.device:

@@ -124,7 +124,7 @@ class Steering:
             raise InputError("the guides of a batch need the same HMM: make them with one LanguageModel")
         self._positions, self._words = [position for _, position in guided], self.guides[0].automaton.vocab_size
         self._changed: int | Tensor = 0
-        self._steps, self._device = self.guides[0].hmm.guided_steps(), self.guides[0].hmm.device
+        self._steps, self._device = self.guides[0].hmm.guided_steps, self.guides[0].hmm.device
         self._doubtful = 0  # calls for which they did not serve
         self._tokens = 0
         self.log_masses: Tensor | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from hmmlm.arguments import check_arguments
 from hmmlm.baselines.mixture import fit_weights
 from hmmlm.errors import InputError
-from hmmlm.hmm import UnionHMM
+from hmmlm.hmm import HMM
 from hmmlm.text.lm import LanguageModel
 
 
@@ -23,7 +23,7 @@ def join_models(models: Sequence[LanguageModel], weights: Sequence[float] | None
     """
     check_alike(models)
     first, *_ = models
-    return LanguageModel(UnionHMM.join([lm.hmm for lm in models], weights), first.tokenizer, first.config)
+    return LanguageModel(HMM.union([lm.hmm for lm in models], weights), first.tokenizer, first.config)
 
 
 def check_alike(models: Sequence[LanguageModel]) -> None:

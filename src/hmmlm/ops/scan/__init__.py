@@ -5,7 +5,7 @@ for up to hundreds of states), "triton" the same in GPU kernels; "auto" selects 
 Parameters are log-probabilities (start [Z], transition [Z, Z], emission [Z, V]).
 """
 
-from hmmlm.ops.scan.api import expected_counts, log_likelihood, path_loops_pay, scan
+from hmmlm.ops.scan.api import expected_counts, path_loops_pay, scan
 from hmmlm.ops.scan.naive import Evidence, Parameters
 from hmmlm.ops.scan.softmax import PendingGradient, softmax_scan
 
@@ -14,7 +14,6 @@ __all__ = [
     "Parameters",
     "PendingGradient",
     "expected_counts",
-    "log_likelihood",
     "path_loops_pay",
     "scan",
     "softmax_scan",

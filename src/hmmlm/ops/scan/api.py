@@ -39,21 +39,16 @@ LARGE = 2**20  # emissions whose gradient the C library would return to the syst
 KERNEL_CELLS = 2**30  # largest [T, B, Z] that the Triton kernels allocate
 
 
-def scan(parameters: Parameters, evidence: Evidence, impl: Impl = "auto", exact_carry: bool = False) -> Scan:
+def scan(parameters: Parameters, evidence: Evidence, impl: Impl = "auto", carry: CarryKind = "kept") -> Scan:
     """Compute log p(x) [B], differentiable in the parameters, and the carry over all Z states.
 
     Sequences whose scaled mass may have underflowed are recomputed in float64, or in log space if it may have there
-    too; with `exact_carry`, also those of which a possible state of the carry may have lost its share. Inside a CUDA
-    graph they are reported as `suspect` instead, with the start distribution as their carry.
+    too; with an "exact" carry, also those of which a possible state of the carry may have lost its share. Inside a CUDA
+    graph they are reported as `suspect` instead, with the start distribution as their carry. Where "none" is wanted,
+    the carry is empty.
     """
-    log_likelihood, carry, suspect = _solve(parameters, evidence, impl, "exact" if exact_carry else "kept")
-    assert carry is not None
-    return Scan(log_likelihood, Carry(carry), suspect)
-
-
-def log_likelihood(parameters: Parameters, evidence: Evidence, impl: Impl = "auto") -> Tensor:
-    """Compute log p(x) [B] as `scan` does, without a carry."""
-    return _solve(parameters, evidence, impl, "none")[0]
+    log_likelihood, found, suspect = _solve(parameters, evidence, impl, carry)
+    return Scan(log_likelihood, Carry(log_likelihood.new_empty(0) if found is None else found), suspect)
 
 
 @torch.no_grad()
@@ -94,13 +89,8 @@ def _solve(
     return run.log_likelihood, run.carry, run.suspect
 
 
-def loops_pay(states: int, device: torch.device) -> bool:
-    """Return whether compiled loops over the steps are faster than tensor operations, and numba works here."""
-    return states <= LOOP_STATES and _loops_work(device)
-
-
 def path_loops_pay(states: int, batch: int, device: torch.device) -> bool:
-    """Return the same for best paths, whose steps are no matrix products."""
+    """Return whether compiled loops find best paths faster than tensor operations, and numba works here."""
     return (states <= LOOP_PATH_STATES or batch >= LOOP_SEQUENCES) and _loops_work(device)
 
 
@@ -118,21 +108,39 @@ def _importable(package: str) -> bool:
     return True
 
 
+def refusal(parameters: Parameters, evidence: Evidence, products: torch.dtype, impl: str) -> str:
+    """Return why `impl` is not what "auto" selects for a problem, or cannot serve; empty if there is no reason."""
+    states, device = len(parameters.log_start), parameters.log_start.device
+    if impl == "compiled":
+        if device.type != "cpu":
+            return f"needs tensors on the CPU, not on {device}"
+        if products != parameters.log_start.dtype:
+            return f"does not support products in {products}"
+        if not installed("numba"):
+            return "needs numba, which the extra hmmlm[fast] installs (pip install 'hmmlm[fast]')"
+        if states > LOOP_STATES:
+            return f"is slower for more than {LOOP_STATES} states"
+        return "" if _importable("numba") else "cannot import numba"
+    if impl == "triton":
+        if device.type != "cuda":
+            return f"needs tensors on a GPU, not on {device}"
+        if not installed("triton"):
+            return "needs the package triton, which is not installed"
+        missing = unsupported(parameters, evidence)
+        return missing and f"does not support {missing}"
+    return "is the slow specification" if impl == "naive" else ""
+
+
 def choose_recursions(parameters: Parameters, evidence: Evidence, products: torch.dtype, impl: Impl) -> ModuleType:
     """Return the module that implements the recursions."""
-    like = parameters.log_start
-    if impl == "auto" and products == like.dtype and loops_pay(like.shape[0], like.device):
-        impl = "compiled"
+    if impl == "auto":
+        fastest: list[Impl] = ["compiled", "triton", "scaled"]
+        impl = next(each for each in fastest if not refusal(parameters, evidence, products, each))
     if impl != "compiled":
-        return choose_kernels("scan", impl, like, "scaled", unsupported(parameters, evidence))
-    reasons = {
-        f"needs tensors on the CPU, not on {like.device}": like.device.type != "cpu",
-        f"does not support products in {products}": products != like.dtype,
-        "needs numba, which the extra hmmlm[fast] installs (pip install 'hmmlm[fast]')": not installed("numba"),
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise InputError(f"scan: impl='compiled' {reason}: use impl='scaled'")
+        return choose_kernels("scan", impl, parameters.log_start, "scaled", unsupported(parameters, evidence))
+    reason = refusal(parameters, evidence, products, impl)
+    if reason and not reason.startswith("is slower"):
+        raise InputError(f"scan: impl='compiled' {reason}: use impl='scaled'")
     return import_module("hmmlm.ops.scan.compiled")
 
 

@@ -1,0 +1,190 @@
+"""An HMM as a start distribution, a transition and an emission: its parameters, without queries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from hmmlm import emissions, transitions
+from hmmlm.arguments import check_type
+from hmmlm.emissions import Categorical, Emission, UnionEmission
+from hmmlm.errors import InputError
+from hmmlm.hmm.recorded_scan import RecordedScans
+from hmmlm.numerics.distributions import check_distributions, check_parameters, move
+from hmmlm.numerics.tables import UnionTables
+from hmmlm.ops.common import Impl, finite, logsumexp
+from hmmlm.ops.scan import Parameters
+from hmmlm.transitions import BlockDiagonal, Dense, Transition
+
+Self = TypeVar("Self", bound="Composition")
+
+
+class Composition:
+    """log_start [Z], a transition and an emission of the same Z states."""
+
+    def __init__(
+        self, log_start: Tensor, transition: Transition | Tensor, emission: Emission | Tensor, impl: Impl = "auto"
+    ) -> None:
+        if isinstance(transition, Tensor):
+            transition = Dense(transition)
+        if isinstance(emission, Tensor):
+            emission = Categorical(emission)
+        check_type("transition", transition, Transition)
+        check_type("emission", emission, Emission)
+        check_type("impl", impl, Impl)
+        check_parameters({"log_start": log_start}, "; HMM.from_probs takes arrays")
+        if log_start.dim() != 1 or not len(log_start):
+            raise InputError(f"log_start must have shape [states], not {list(log_start.shape)}")
+        if not len(log_start) == transition.num_states == emission.num_states:
+            raise InputError(
+                f"log_start has {len(log_start)} states, the transition {transition.num_states} and the emission "
+                f"{emission.num_states}: give all three the same number"
+            )
+        sizes = [part.sizes if isinstance(part, UnionTables) else () for part in (transition, emission)]
+        if sizes[0] != sizes[1]:
+            raise InputError(
+                f"the transition is a union of {list(sizes[0])} states and the emission of {list(sizes[1])}: "
+                "HMM.union makes both"
+            )
+        if len({(part.dtype, part.device) for part in (log_start, transition, emission)}) > 1:
+            raise InputError("log_start, transition and emission must share one dtype and device")
+        self.log_start, self.transition, self.emission = log_start, transition, emission
+        self.impl: Impl = impl
+
+    def replace(self: Self, log_start: Tensor, transition: Transition, emission: Emission) -> Self:
+        """Return the same model with other parts."""
+        return type(self)(log_start, transition, emission, self.impl)
+
+    # --- sizes ---
+
+    @property
+    def states(self) -> int:
+        return len(self.log_start)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.emission.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.log_start.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.log_start.dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.log_start.requires_grad or self.transition.requires_grad or self.emission.requires_grad
+
+    # --- tensors ---
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name, as a model file stores them."""
+        parts = (self.transition, self.emission)
+        inner = {f"{part.role}.{name}": value for part in parts for name, value in part.tensors().items()}
+        return {"log_start": self.log_start, **inner}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the floating-point tensors by name."""
+        return {name: value for name, value in self.tensors().items() if value.is_floating_point()}
+
+    def with_tensors(self: Self, tensors: Mapping[str, Tensor]) -> Self:
+        """Return the same model with other tensors in place of some."""
+        transition, emission = (
+            part.replace({name: tensors.get(f"{part.role}.{name}", value) for name, value in part.tensors().items()})
+            for part in (self.transition, self.emission)
+        )
+        assert isinstance(transition, Transition) and isinstance(emission, Emission)
+        return self.replace(tensors.get("log_start", self.log_start), transition, emission)
+
+    def kinds(self) -> dict[str, str]:
+        """Return the kinds of the transition and the emission, by the names that a model file uses."""
+        parts = (self.transition, self.emission)
+        return {f"{part.role}.{name}": kind for part in parts for name, kind in part.kinds().items()}
+
+    @property
+    def kind(self) -> str:
+        """The kinds of transition and emission, for people."""
+        return f"{self.transition.kind} × {self.emission.kind}"
+
+    @classmethod
+    def from_tensors(cls: type[Self], tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> Self:
+        """Return the model from the tensors and kinds of a model file; see `layout`."""
+        log_start = tensors["log_start"]
+        transition = BlockDiagonal.read("transition.", transitions.KINDS, kinds, tensors)
+        sizes = transition.sizes if isinstance(transition, BlockDiagonal) else [transition.num_states]
+        return cls(log_start, transition, UnionEmission.read("emission.", emissions.KINDS, kinds, tensors, sizes))
+
+    def validate(self) -> None:
+        """Raise an InputError that names the first tensor with a distribution that does not sum to one."""
+        check_distributions(self.log_start, "log_start")
+        self.transition.validate()
+        self.emission.validate()
+
+    def map(self: Self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Return the model with a function applied to each floating-point tensor."""
+        return self.replace(function(self.log_start), self.transition.map(function), self.emission.map(function))
+
+    def to(self: Self, *args: Any, **kwargs: Any) -> Self:
+        """Return the model on another device or in another dtype, like `Tensor.to`."""
+        (log_start,) = move([self.log_start], *args, **kwargs)
+        return self.replace(log_start, self.transition.to(*args, **kwargs), self.emission.to(*args, **kwargs))
+
+    def detach(self: Self) -> Self:
+        """Return the model without gradients; the model itself, with its caches, if it requires none."""
+        if not self.requires_grad:
+            return self
+        return self.replace(self.log_start.detach(), self.transition.detach(), self.emission.detach())
+
+    def dense(self: Self) -> Self:
+        """Return the same model as two matrices; for small sizes."""
+        if self.matrices() is not None:
+            return self
+        return self.replace(self.log_start, Dense(self.transition.dense()), Categorical(self.emission.dense()))
+
+    def matrices(self) -> Parameters | None:
+        """Return the parameters of a model of two matrices; None for others."""
+        if isinstance(self.transition, Dense) and isinstance(self.emission, Categorical):
+            return Parameters(self.log_start, self.transition.log_probs, self.emission.log_probs)
+        return None
+
+    @cached_property
+    def recorded_scans(self) -> RecordedScans:
+        """CUDA graphs of likelihoods."""
+        return RecordedScans()
+
+    # --- unions ---
+
+    @cached_property
+    def components(self: Self) -> tuple[Self, ...]:
+        """The models of a union; the model itself if it is none."""
+        if not isinstance(self.transition, BlockDiagonal) or not isinstance(self.emission, UnionEmission):
+            return (self,)
+        starts = self.log_start.split(self.transition.sizes)
+        parts = zip(starts, self.transition.parts, self.emission.parts, strict=True)
+        return tuple(
+            self.replace(start - finite(logsumexp(start, 0)), transition, emission)
+            for start, transition, emission in parts
+        )
+
+    @property
+    def log_weights(self) -> Tensor:
+        """The logarithm of the weight of each model of a union [K]."""
+        sizes = self.transition.sizes if isinstance(self.transition, BlockDiagonal) else (self.states,)
+        return torch.stack([logsumexp(start, 0) for start in self.log_start.split(sizes)])
+
+
+def layout(kinds: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the tensors of a model file with their dimensions, and those that are integers, from its kinds."""
+    dims, indices = {"log_start": "Z"}, list[str]()
+    for prefix, registry in (("transition.", transitions.KINDS), ("emission.", emissions.KINDS)):
+        for inner, cls in UnionTables.leaves(prefix, registry, kinds):
+            of_part = inner != prefix
+            dims |= {inner + name: shape.replace("Z", "?") if of_part else shape for name, shape in cls.TENSORS.items()}
+            indices += [inner + name for name in cls.INDICES]
+    return dims, indices

@@ -1,0 +1,214 @@
+"""The implementations of the likelihood of an HMM, asked in order: the first that does not refuse computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hmmlm.emissions import Blocked
+from hmmlm.errors import InputError
+from hmmlm.hmm.composition import Composition
+from hmmlm.hmm.generic_scan import generic_scan
+from hmmlm.hmm.recursions import last_filtered, log_initial, run_filter, sort_batch
+from hmmlm.hmm.union_scan import Scanner, scan_components
+from hmmlm.numerics.semirings import LOG
+from hmmlm.numerics.support import BlockSupport
+from hmmlm.ops.blocked_scan import Factors, blocked_scan
+from hmmlm.ops.common import Carry, Impl, Scan, capturing, last_tokens, product_dtype
+from hmmlm.ops.scan import Evidence, scan
+from hmmlm.ops.scan.api import CarryKind, refusal
+from hmmlm.transitions import BlockDiagonal, Factored
+from hmmlm.transitions.tiled import TABLE_CELLS, TiledTransition
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A batch of an HMM whose likelihood is to be computed."""
+
+    hmm: Composition
+    tokens: Tensor  # [B, T]
+    lengths: Tensor | None  # [B]
+    carry: Carry | None
+    restart: Tensor | None  # [B, T] bool
+    wanted: CarryKind  # which carry to compute: none, or one of which no state may be lost
+
+    @cached_property
+    def evidence(self) -> Evidence:
+        """The batch for a model of two matrices."""
+        carry = None if self.carry is None else self.carry.over_all(self.hmm.states)
+        return Evidence(self.tokens, self.lengths, carry, self.restart)
+
+
+class Implementation(NamedTuple):
+    """A way to compute the likelihood of a batch, the gradient and the carry."""
+
+    name: str
+    refuses: Callable[[Problem], str]
+    """Returns why it does not serve; empty if it does."""
+    run: Callable[[Problem], Scan]
+
+
+class Choice(NamedTuple):
+    """The implementation that computes the likelihood of a batch."""
+
+    name: str
+    refused: dict[str, str]
+    """Why each one before it did not serve."""
+
+
+def choose(problem: Problem) -> tuple[Implementation, dict[str, str]]:
+    """Return the first implementation that serves, and why those before it do not."""
+    refused = dict[str, str]()
+    for each in IMPLEMENTATIONS:
+        reason = each.refuses(problem)
+        if not reason:
+            return each, refused
+        refused[each.name] = reason
+    raise InputError(f"impl={problem.hmm.impl!r} is for a model of two matrices, and {_kinds(problem.hmm)}: use 'auto'")
+
+
+def run(problem: Problem) -> Scan:
+    """Compute the likelihood of a batch, differentiable, and the carry."""
+    return choose(problem)[0].run(problem)
+
+
+def _kinds(hmm: Composition) -> str:
+    return f"the model is {hmm.kind}"
+
+
+# --- unions ---
+
+
+def _refuses_union(problem: Problem) -> str:
+    return "" if isinstance(problem.hmm.transition, BlockDiagonal) else "the model is no union"
+
+
+def _scan_union(problem: Problem) -> Scan:
+    parts = problem.hmm.components
+
+    def scan_of(part: Composition) -> Scanner:
+        return lambda tokens, lengths, carry, restart: run(Problem(part, tokens, lengths, carry, restart, "exact"))
+
+    batch = (problem.tokens, problem.lengths, problem.carry, problem.restart)
+    return scan_components(
+        [scan_of(part) for part in parts], [part.states for part in parts], problem.hmm.log_weights, *batch
+    )
+
+
+# --- two matrices ---
+
+
+def _dense(impl: Impl) -> Implementation:
+    def refuses(problem: Problem) -> str:
+        parameters = problem.hmm.matrices()
+        if parameters is None:
+            return _kinds(problem.hmm)
+        if problem.hmm.impl != "auto":  # which raises an error if it does not serve
+            return "" if problem.hmm.impl == impl else f"impl is {problem.hmm.impl!r}"
+        return refusal(parameters, problem.evidence, product_dtype(parameters.log_start), impl)
+
+    def run(problem: Problem) -> Scan:
+        parameters = problem.hmm.matrices()
+        assert parameters is not None
+        if problem.tokens.is_cuda:
+            replayed = problem.hmm.recorded_scans.run(parameters, problem.evidence, impl, problem.wanted == "exact")
+            if replayed is not None:
+                return replayed
+        return scan(parameters, problem.evidence, impl, problem.wanted)
+
+    return Implementation(impl, refuses, run)
+
+
+# --- tiles of a small model, kept for queries ---
+
+
+def _refuses_tiles(problem: Problem) -> str:
+    hmm = problem.hmm
+    if not isinstance(hmm.transition, TiledTransition) or not isinstance(hmm.emission, Blocked):
+        return _kinds(hmm)
+    if hmm.impl != "auto":
+        return f"impl is {hmm.impl!r}"
+    if problem.tokens.is_cuda:
+        return f"needs tensors on the CPU, not on {hmm.device}"
+    if torch.is_grad_enabled() and hmm.requires_grad:
+        return "it has no gradient"
+    if problem.restart is not None:
+        return "it does not restart"
+    return f"the matrix has more than {TABLE_CELLS:,} entries" if hmm.states**2 > TABLE_CELLS else ""
+
+
+def _scan_tiles(problem: Problem) -> Scan:
+    model = problem.hmm.detach()
+    batch = sort_batch(model, problem.tokens, problem.lengths)
+    lattice = run_filter(model, batch, log_initial(model, problem.carry, batch))
+    last = last_filtered(model, lattice) if problem.wanted != "none" else lattice.filtered[0]
+    return Scan(batch.unsort(lattice.log_likelihood()).to(model.dtype), Carry(batch.unsort(last)))
+
+
+# --- factored transitions between blocks ---
+
+
+def _refuses_blocked(problem: Problem) -> str:
+    hmm = problem.hmm
+    if not isinstance(hmm.transition, Factored) or not isinstance(hmm.emission, Blocked):
+        return _kinds(hmm)
+    if hmm.impl not in ("auto", "scaled"):
+        return f"impl is {hmm.impl!r}"
+    if not capturing(problem.tokens):
+        missing = problem.tokens < 0
+        if problem.lengths is not None:
+            steps = torch.arange(missing.shape[1], device=missing.device)
+            missing &= steps < problem.lengths[:, None]
+        if bool(missing.any()):
+            return "some tokens are missing"
+    return ""
+
+
+def _scan_blocked(problem: Problem) -> Scan:
+    hmm, tokens, lengths, carry, entry = problem.hmm, problem.tokens, problem.lengths, problem.carry, None
+    transition, emission = hmm.transition, hmm.emission
+    assert isinstance(transition, Factored) and isinstance(emission, Blocked)
+    if carry is not None:
+        width, log_probs, source = emission.width, carry.over_all(hmm.states), None
+        if carry.states is not None and carry.states.shape[1] == width:  # those of one block
+            log_probs, source = carry.log_probs, BlockSupport(carry.states[:, 0] // width, width)
+        target = BlockSupport(emission.block_of_word[tokens[:, 0].clamp(min=0)], width)
+        entry = transition.forward_step(LOG, log_probs.to(hmm.dtype), source, target)[:, None]
+    factors = Factors(
+        emission.block_of_word,
+        transition.u,
+        transition.w,
+        transition.log_normalizer,
+        hmm.log_start,
+        emission.log_probs,
+    )
+    exact = problem.wanted == "exact"
+    result = blocked_scan(factors, tokens, entry=entry, lengths=lengths, restart=problem.restart, exact_carry=exact)
+    last = emission.block_of_word[last_tokens(tokens, lengths).clamp(min=0)]
+    states = torch.arange(hmm.states, device=hmm.device).view(emission.num_blocks, -1)[last]
+    return result._replace(carry=Carry(result.carry.log_probs, states))
+
+
+def _refuses_generic(problem: Problem) -> str:
+    return "" if problem.hmm.impl in ("auto", "naive", "scaled") else f"impl is {problem.hmm.impl!r}"
+
+
+def _scan_generic(problem: Problem) -> Scan:
+    batch = (problem.tokens, problem.lengths, problem.carry, problem.restart)
+    return generic_scan(problem.hmm, *batch, problem.wanted == "exact")
+
+
+DENSE: tuple[Impl, ...] = ("compiled", "triton", "scaled", "naive")
+IMPLEMENTATIONS = (
+    Implementation("components", _refuses_union, _scan_union),
+    *(_dense(impl) for impl in DENSE),
+    Implementation("tiles", _refuses_tiles, _scan_tiles),
+    Implementation("blocked", _refuses_blocked, _scan_blocked),
+    Implementation("generic", _refuses_generic, _scan_generic),
+)
+"""In the order in which they are asked."""

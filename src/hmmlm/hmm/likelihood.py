@@ -1,0 +1,127 @@
+"""The likelihood of checked tokens, and the expected counts, by whatever computes them fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hmmlm.emissions import Categorical
+from hmmlm.hmm.blocked_counts import count_expected
+from hmmlm.hmm.composition import Composition
+from hmmlm.hmm.implementations import Problem, run
+from hmmlm.hmm.recursions import run_filter, run_messages, sort_batch
+from hmmlm.hmm.results import Counts
+from hmmlm.hmm.union_scan import split_carry
+from hmmlm.ops.common import Carry, logsumexp
+from hmmlm.ops.scan import Evidence
+from hmmlm.ops.scan import expected_counts as count_dense
+from hmmlm.transitions import BlockDiagonal, Dense, Factored
+
+
+def log_likelihood(hmm: Composition, tokens: Tensor, lengths: Tensor | None, carry: Carry | None = None) -> Tensor:
+    """Compute log p(x) [B], differentiable."""
+    if isinstance(hmm.transition, BlockDiagonal):
+        return logsumexp(_log_joint(hmm, tokens, lengths, carry), 0).to(hmm.dtype)
+    return run(Problem(hmm, _inside(tokens, lengths), lengths, carry, None, "none")).log_likelihood
+
+
+def _inside(tokens: Tensor, lengths: Tensor | None) -> Tensor:
+    """Return tokens that are missing beyond a sequence's end, where they must not matter."""
+    if lengths is None:
+        return tokens
+    return tokens.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None], -1)
+
+
+@torch.no_grad()
+def expected_counts(hmm: Composition, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None = None) -> Counts:
+    """Compute the expected counts; a sequence counts `weights` [B] times (None: once)."""
+    model = hmm.detach()
+    if isinstance(model.transition, BlockDiagonal):
+        return _count_union(model, tokens, lengths, weights)
+    if isinstance(model.transition, Factored) and isinstance(model.emission, Categorical):
+        model = model.replace(model.log_start, Dense(model.transition.dense()), model.emission)
+    if isinstance(model.transition, Factored):
+        lattice = run_filter(model, sort_batch(model, tokens, lengths))
+        return count_expected(model, lattice, run_messages(model, lattice), weights)
+    parameters, tokens = model.matrices(), _inside(tokens, lengths)
+    start: Any
+    if parameters is not None:
+        total, (start, transition, emission) = count_dense(parameters, Evidence(tokens, lengths), weights, model.impl)
+    else:
+        total, gradients = _differentiate(model, tokens, lengths, weights)
+        start, transition, emission = (_of(gradients, prefix) for prefix in ("log_start", "transition.", "emission."))
+    counted = total if weights is None else torch.where(weights > 0, weights * total, 0.0)
+    return Counts(start, transition, emission, counted.sum())
+
+
+def _differentiate(
+    hmm: Composition, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return log p(x) [B] and the gradients of their weighted sum, which are counts of log-probabilities."""
+    with torch.enable_grad():
+        leaves = {name: value.detach().requires_grad_() for name, value in hmm.parameters().items()}
+        total = run(Problem(hmm.with_tensors(leaves), tokens, lengths, None, None, "kept")).log_likelihood
+        seed = torch.ones_like(total) if weights is None else weights
+        found = torch.autograd.grad(total, list(leaves.values()), seed)
+    return total.detach(), dict(zip(leaves, found, strict=True))
+
+
+def _of(gradients: dict[str, Tensor], prefix: str) -> Any:
+    """Return the gradients of tensors with a prefix, by name; the gradient itself if there is one."""
+    own = {name.removeprefix(prefix): value for name, value in gradients.items() if name.startswith(prefix)}
+    return own if len(own) > 1 else next(iter(own.values()))
+
+
+# --- unions ---
+
+
+def _log_joint(hmm: Composition, tokens: Tensor, lengths: Tensor | None, carry: Carry | None) -> Tensor:
+    """Compute log p(model, x) [K, B] in float64: models may be unlikely."""
+    every = torch.arange(len(tokens), device=tokens.device)
+    given = None if carry is None else split_carry(carry, every, [part.states for part in hmm.components])
+    rows = []
+    for k, part in enumerate(hmm.components):
+        log_weight, own = (hmm.log_weights[k], None) if given is None else given[k]
+        rows.append(log_weight.double() + log_likelihood(part, tokens, lengths, own).double())
+    return torch.stack(rows)
+
+
+def _count_union(model: Composition, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Counts:
+    """Compute the expected counts of a union: those of each model, by its share of each sequence."""
+    log_joint = _log_joint(model, tokens, lengths, None)
+    share = log_joint.softmax(0).nan_to_num(0.0).to(model.dtype)
+    given = torch.ones_like(share[0]) if weights is None else weights
+    parts = zip(model.components, share, strict=True)
+    counts = [expected_counts(part, tokens, lengths, own * given) for part, own in parts]
+    total = logsumexp(log_joint, 0).to(model.dtype)
+    return Counts(
+        torch.cat([each.start for each in counts]),
+        _block_diagonal([each.transition for each in counts]),
+        _stack(model.components, [each.emission for each in counts]),
+        torch.where(given > 0, given * total, 0.0).sum(),
+    )
+
+
+def _stack(models: Sequence[Composition], counts: Sequence[Tensor]) -> Any:
+    """Return the emission counts of a union: one matrix [Z, V], or those of each model."""
+    matrices = all(isinstance(model.emission, Categorical) for model in models)
+    return torch.cat(list(counts)) if matrices else tuple(counts)
+
+
+def _block_diagonal(counts: Sequence[Any]) -> Any:
+    """Return the transition counts of a union: one matrix, sparse if one of the blocks is, or those of each model."""
+    if not all(isinstance(each, Tensor) for each in counts):
+        return tuple(counts)
+    if not any(each.is_sparse for each in counts):
+        return torch.block_diag(*counts)
+    indices, values, first = list[Tensor](), list[Tensor](), 0
+    for block in counts:
+        own = block.to_sparse().coalesce()
+        indices.append(own.indices() + first)
+        values.append(own.values())
+        first += block.shape[0]
+    with torch.sparse.check_sparse_tensor_invariants():
+        return torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), (first, first)).coalesce()

@@ -1,0 +1,212 @@
+"""What transitions and emissions have in common: a kind, and named tensors of one dtype on one device."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count, takewhile
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from hmmlm.errors import InputError
+from hmmlm.numerics.distributions import check_distributions, check_parameters, move
+from hmmlm.numerics.support import Support, UnionSupport, spans
+
+Self = TypeVar("Self", bound="Tables")
+AnyPart = TypeVar("AnyPart", bound="Tables")
+
+
+class Tables(ABC):
+    """Named tensors, which are the arguments of the constructor and what a model file stores."""
+
+    role: ClassVar[str]
+    """The attribute of an HMM, by which messages and files name the tensors."""
+    kind: ClassVar[str]
+    """The name of the kind in model files."""
+    TENSORS: ClassVar[dict[str, str]]
+    """The tensors and their dimensions: Z states, V words, ? any."""
+    INDICES: ClassVar[tuple[str, ...]] = ()
+    """Those of them that are integers; the others are floating-point."""
+
+    @property
+    @abstractmethod
+    def num_states(self) -> int: ...
+
+    @abstractmethod
+    def validate(self) -> None:
+        """Raise an InputError that names the first distribution that does not sum to one."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name, as a model file stores them."""
+        return {name: getattr(self, name) for name in self.TENSORS}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the floating-point tensors by name."""
+        return {name: value for name, value in self.tensors().items() if value.is_floating_point()}
+
+    def replace(self: Self, tensors: Mapping[str, Tensor]) -> Self:
+        """Return the same kind with other tensors in place of some."""
+        return type(self)(**self.tensors() | dict(tensors))
+
+    def kinds(self) -> dict[str, str]:
+        """Return the kind, and those of a union's parts, by the name that a model file uses."""
+        return {"kind": self.kind}
+
+    @classmethod
+    def from_tensors(cls: type[Self], tensors: Mapping[str, Tensor], states: int) -> Self:
+        """Return the part of an HMM with `states` states from its tensors in a model file."""
+        return cls(**tensors)
+
+    def map(self: Self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Return the same kind with a function applied to each floating-point tensor."""
+        return self.replace({name: function(value) for name, value in self.parameters().items()})
+
+    def to(self: Self, *args: Any, **kwargs: Any) -> Self:
+        """Return the same on another device or in another dtype, like `Tensor.to`."""
+        given = self.parameters()
+        moved = dict(zip(given, move(list(given.values()), *args, **kwargs), strict=True))
+        device = next(iter(moved.values())).device
+        return self.replace(
+            moved | {name: value.to(device) for name, value in self.tensors().items() if name not in given}
+        )
+
+    def detach(self: Self) -> Self:
+        """Return the same without gradients; itself, with its caches, if it requires none."""
+        return self.map(Tensor.detach) if self.requires_grad else self
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(value.requires_grad for value in self.parameters().values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.parameters().values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters().values())).device
+
+    # --- for kinds ---
+
+    def _name(self, tensor: str) -> str:
+        return f"{self.role}.{tensor}"
+
+    def _check(self, **shapes: str) -> None:
+        """Raise an InputError unless the tensors have as many dimensions as their names in `shapes`, and no NaN."""
+        given = {name: value for name, value in self.tensors().items() if name not in self.INDICES}
+        check_parameters({self._name(name): value for name, value in given.items()})
+        for name, layout in shapes.items():
+            value = given[name]
+            if value.dim() != len(layout.split(", ")) or not value.numel():
+                raise InputError(f"{self._name(name)} must have shape [{layout}], not {list(value.shape)}")
+
+    def _check_shape(self, name: str, *shape: int) -> None:
+        """Raise an InputError unless a tensor has a shape."""
+        value = self.tensors()[name]
+        if tuple(value.shape) != shape:
+            raise InputError(f"{self._name(name)} must have shape {list(shape)}, not {list(value.shape)}")
+
+    def _check_rows(self) -> None:
+        """Raise an InputError unless the rows of every tensor are log-distributions."""
+        for name, log_probs in self.parameters().items():
+            check_distributions(log_probs, self._name(name))
+
+
+class UnionTables(Tables, Generic[AnyPart]):
+    """The transitions, or the emissions, of several HMMs side by side: the states of one follow those of another."""
+
+    kind = "union"
+    TENSORS: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, parts: Sequence[AnyPart]) -> None:
+        self.parts, self.sizes = tuple(parts), tuple(part.num_states for part in parts)
+        if not self.parts:
+            raise InputError(f"the {self.role} of a union needs at least one component")
+        if len({(part.dtype, part.device) for part in self.parts}) > 1:
+            raise InputError(f"the {self.role}s of a union must share one dtype and device")
+
+    @staticmethod
+    def leaves(
+        prefix: str, registry: Mapping[str, type[AnyPart]], kinds: Mapping[str, str]
+    ) -> list[tuple[str, type[AnyPart]]]:
+        """Return the prefix of the tensors in a model file, and the class, of a kind or of the parts of a union."""
+        kind = kinds.get(f"{prefix}kind")
+        if kind == UnionTables.kind:
+            parts = [f"{prefix}{i}." for i in takewhile(lambda i: f"{prefix}{i}.kind" in kinds, count())]
+            if not parts or any(kinds[f"{part}kind"] == kind for part in parts):
+                raise InputError(f"{prefix}kind is {kind!r}: it needs the kinds of its components, {prefix}0.kind, …")
+            return [leaf for part in parts for leaf in UnionTables.leaves(part, registry, kinds)]
+        if kind is None or kind not in registry:
+            raise InputError(f"{prefix}kind is {kind!r:.40}; this hmmlm reads {', '.join(registry)}")
+        return [(prefix, registry[kind])]
+
+    @classmethod
+    def read(
+        cls,
+        prefix: str,
+        registry: Mapping[str, type[AnyPart]],
+        kinds: Mapping[str, str],
+        tensors: Mapping[str, Tensor],
+        sizes: Sequence[int] | None = None,
+    ) -> Any:
+        """Return a kind, or a union of several, from the tensors of a model file.
+
+        Args:
+            sizes: the states of each part, where they do not follow from its tensors.
+        """
+        leaves = cls.leaves(prefix, registry, kinds)
+        known = [0] * len(leaves) if sizes is None else sizes
+        if len(leaves) != len(known):
+            raise InputError(f"{len(leaves)} components with {prefix}kind, {len(known)} with the other kind")
+        found = [
+            leaf.from_tensors({name: tensors[inner + name] for name in leaf.TENSORS}, size)
+            for (inner, leaf), size in zip(leaves, known, strict=True)
+        ]
+        return cls(found) if kinds[f"{prefix}kind"] == cls.kind else found[0]
+
+    @property
+    def num_states(self) -> int:
+        return sum(self.sizes)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{i}.{name}": value for i, part in enumerate(self.parts) for name, value in part.tensors().items()}
+
+    def kinds(self) -> dict[str, str]:
+        inner = {f"{i}.{name}": kind for i, part in enumerate(self.parts) for name, kind in part.kinds().items()}
+        return {"kind": self.kind, **inner}
+
+    def replace(self: Self, tensors: Mapping[str, Tensor]) -> Self:
+        assert isinstance(self, UnionTables)
+        given = self.tensors() | dict(tensors)
+        own = [{name: given[f"{i}.{name}"] for name in part.tensors()} for i, part in enumerate(self.parts)]
+        return type(self)([part.replace(each) for part, each in zip(self.parts, own, strict=True)])
+
+    def detach(self: Self) -> Self:
+        assert isinstance(self, UnionTables)
+        return type(self)([part.detach() for part in self.parts]) if self.requires_grad else self
+
+    def validate(self) -> None:
+        for i, part in enumerate(self.parts):
+            try:
+                part.validate()
+            except InputError as error:
+                raise InputError(f"component {i}: {error}") from None
+
+    def split(self, values: Tensor, support: Support) -> Iterator[tuple[Tensor, Support]]:
+        """Yield the share of each part of values [n, K] over a support, and its support."""
+        return ((own, inner) for _, own, inner in self._split(values, support))
+
+    def _split(self, values: Tensor | None, support: Support) -> Iterator[tuple[AnyPart, Any, Support]]:
+        """Yield each part with its share of values [n, K] over a support, and its support."""
+        supports = support.parts if isinstance(support, UnionSupport) else (None,) * len(self.parts)
+        widths = support.widths if isinstance(support, UnionSupport) else self.sizes
+        shares = [None] * len(self.parts) if values is None else values.split(widths, 1)
+        yield from zip(self.parts, shares, supports, strict=True)
+
+    def _locate(self, states: Tensor) -> Iterator[tuple[AnyPart, Tensor, Tensor]]:
+        """Yield each part with a mask of the states that are its own, and their numbers in it (0 for others)."""
+        for part, span in zip(self.parts, spans(self.sizes), strict=True):
+            inside = (states >= span.start) & (states < span.stop)
+            yield part, inside, torch.where(inside, states - span.start, 0)

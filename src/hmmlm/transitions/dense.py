@@ -1,0 +1,68 @@
+"""A transition that is a matrix."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from hmmlm.numerics.support import Support
+from hmmlm.ops.maximize_rows import maximize_rows
+from hmmlm.transitions.origins import entropy_of_origins
+from hmmlm.transitions.tiled import TiledTransition
+
+
+class Dense(TiledTransition):
+    """log A [Z, Z], row = from-state."""
+
+    kind = "dense"
+    TENSORS: ClassVar[dict[str, str]] = {"log_probs": "ZZ"}
+    keeps_matrix = True
+
+    def __init__(self, log_probs: Tensor) -> None:
+        self.log_probs = log_probs
+        self._check(log_probs="states, states")
+        self._check_shape("log_probs", len(log_probs), len(log_probs))
+        self._prepare()
+
+    @property
+    def num_states(self) -> int:
+        return len(self.log_probs)
+
+    def validate(self) -> None:
+        self._check_rows()
+
+    def log_block(self, rows: slice, columns: slice) -> Tensor:
+        return self.log_probs[rows, columns]
+
+    def log_entries(self, i: Tensor, j: Tensor) -> Tensor:
+        cells = i * self.num_states + j
+        return self.log_probs.flatten().index_select(0, cells.flatten()).view(cells.shape)
+
+    def make_tiles(self, sources: Tensor, targets: Tensor, width: int) -> Tensor:
+        return self.log_probs.view(-1, width, self.num_states // width, width)[sources, :, targets]
+
+    def log_rows(self, states: Tensor) -> Tensor:
+        return self.log_probs[states]
+
+    def _into(self, states: Tensor) -> Tensor:
+        return self.matrix().log_columns[states]
+
+    def origin_entropy(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
+        if source is None and target is None:
+            return entropy_of_origins(log_probs, self.matrix(), self.matrix().log_columns)
+        return super().origin_entropy(log_probs, source, target)
+
+    def maximize(self, counts: dict[str, Tensor], pseudocount: float = 0.0) -> Dense:
+        return Dense(maximize_rows(counts["log_probs"], self.log_probs, pseudocount))
+
+    # --- products of probabilities, for constraints ---
+
+    @property
+    def row_peaks(self) -> Tensor:
+        """The largest probability of each row [Z]."""
+        return self.matrix(forward=False).peak.exp()
+
+    def push_probs(self, values: Tensor) -> Tensor:
+        """Compute Σ_j A(i, j) values_j [n, Z] for values [n, Z] of at most 1; products below FLOOR may be lost."""
+        return (values @ self.matrix(forward=False).scaled).mul_(self.row_peaks)

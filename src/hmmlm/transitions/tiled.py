@@ -1,0 +1,92 @@
+"""Transitions of which the matrix, or its tiles between blocks, are kept: dense and factored ones."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from torch import Tensor
+
+from hmmlm.device import total_memory
+from hmmlm.numerics.logmatrix import LogMatrix, LogTiles
+from hmmlm.numerics.semirings import LOG, Semiring
+from hmmlm.numerics.support import Support
+from hmmlm.transitions.base import Transition
+from hmmlm.transitions.tiles import narrow, span_of
+from hmmlm.transitions.tilestore import TileStore
+
+TABLE_CELLS = 2**22  # up to this size all tiles are computed once and kept
+_STORED_SHARE = 1 / 8  # of the memory of the machine, for tiles that queries on a CPU keep
+
+
+class TiledTransition(Transition):
+    """A transition whose steps are products with log A, or with tiles of it."""
+
+    _matrices: dict[bool, LogMatrix]
+    _tables: dict[tuple[int, bool], LogTiles]
+    _stores: dict[int, TileStore]
+
+    def _prepare(self) -> None:
+        """Create the empty caches."""
+        self._matrices, self._tables, self._stores = {}, {}, {}
+
+    @property
+    @abstractmethod
+    def keeps_matrix(self) -> bool:
+        """Whether log A is kept whole."""
+
+    def matrix(self, forward: bool = True) -> LogMatrix:
+        """Return log A [Z, Z], or its transpose, prepared for products."""
+        if forward not in self._matrices:
+            log_probs = self.dense()
+            self._matrices[forward] = LogMatrix(log_probs if forward else log_probs.t().contiguous())
+        return self._matrices[forward]
+
+    def forward_step(self, ring: Semiring, x: Tensor, source: Support = None, target: Support = None) -> Tensor:
+        if source is None and target is None and self.keeps_matrix:
+            return ring.product(x, self.matrix(), normalized=True)
+        if ring is LOG and narrow(source, target) and not self.requires_grad:
+            table, pair = self.table(source.width), (source.blocks, target.blocks)  # type: ignore[union-attr]
+            if table is not None:
+                return table.product(x, pair)
+            if self.device.type == "cpu":
+                return self.store(source.width).product(x, *pair)  # type: ignore[union-attr]
+        return super().forward_step(ring, x, source, target)
+
+    def backward_step(self, ring: Semiring, y: Tensor, source: Support = None, target: Support = None) -> Tensor:
+        if source is None and target is None and self.keeps_matrix:
+            return ring.product(y, self.matrix(forward=False))
+        if ring is LOG and narrow(source, target):
+            table = self.table(source.width, forward=False)  # type: ignore[union-attr]
+            if table is not None:
+                return table.product(y, (source.blocks, target.blocks))  # type: ignore[union-attr]
+        return super().backward_step(ring, y, source, target)
+
+    # --- tiles between blocks ---
+
+    def table(self, width: int, forward: bool = True) -> LogTiles | None:
+        """Return log A, or its transpose, as tiles [M, M, k, k]; None if it is large or requires a gradient."""
+        if self.num_states**2 > TABLE_CELLS or self.requires_grad:
+            return None
+        if (width, forward) not in self._tables:
+            tiles = self.dense().view(-1, width, self.num_states // width, width).transpose(1, 2)
+            self._tables[width, forward] = LogTiles((tiles if forward else tiles.mT).contiguous())
+        return self._tables[width, forward]
+
+    def tiles(self, sources: Tensor, targets: Tensor, width: int) -> Tensor:
+        table = self.table(width)
+        return self.make_tiles(sources, targets, width) if table is None else table.log_values[sources, targets]
+
+    @abstractmethod
+    def make_tiles(self, sources: Tensor, targets: Tensor, width: int) -> Tensor:
+        """Compute log A [n, k, k] between pairs of blocks [n]."""
+
+    def store(self, width: int) -> TileStore:
+        """Return the tiles between the first pairs of blocks that are asked for, as many as there is room for."""
+        if width not in self._stores:
+
+            def make(source: int, target: int) -> Tensor:
+                return self.log_block(*(span_of(block, width, self.num_states) for block in (source, target))).clone()
+
+            room = int(_STORED_SHARE * total_memory(self.device)) // (width**2 * self.dtype.itemsize)
+            self._stores[width] = TileStore(make, self.num_states // width, room)
+        return self._stores[width]
