@@ -67,6 +67,7 @@ def _print_estimate(config: RunConfig, arguments: TrainArguments) -> int:
     batches = config.batches
     print(
         f"{found.about}\n"
+        f"{found.likelihood}\n"
         f"memory: {found.memory / 1e9:.2f} GB\n"
         f"step: {time_text(found.step_seconds)} for {batches.batch_size} × {batches.length} tokens, "
         f"{found.tokens_per_second:,.0f} tokens per second\n"

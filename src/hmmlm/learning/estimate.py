@@ -45,6 +45,7 @@ class Estimate(NamedTuple):
     """What a run costs."""
 
     about: str  # device, parameters and text
+    likelihood: str  # what computes the likelihood, and why others do not
     memory: int  # bytes that the process used
     step_seconds: float
     steps_per_epoch: int
@@ -79,6 +80,7 @@ def estimate(config: RunConfig, progress: Progress) -> Estimate:
         step, tokens = _time_steps(learner, _with_next_words(config, data, training))
         return Estimate(
             describe(learner, data),
+            _explain_choice(learner, validation),
             peak_memory(learner.device),
             step,
             training.steps_per_epoch,
@@ -87,6 +89,14 @@ def estimate(config: RunConfig, progress: Progress) -> Estimate:
             total_tokens(config, training.tokens_per_epoch) / training.tokens_per_epoch,
             tokens / step,
         )
+
+
+def _explain_choice(learner: HmmLearner, batches: Batches) -> str:
+    """Return the implementation that scores a batch, and why the others refuse it."""
+    batch = next(iter(batches.epoch(0)))
+    chosen, refused = learner.hmm().implementation(batch.tokens.to(learner.device), batch.lengths)
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    return f"likelihood: {chosen}" + (f" ({reasons})" if reasons else "")
 
 
 def _with_next_words(config: RunConfig, data: Prepared, batches: Batches) -> Batches:
