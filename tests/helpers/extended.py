@@ -13,7 +13,7 @@ from torch import Tensor
 from hmmlm.emissions import Blocked, Categorical, Emission, UnionEmission
 from hmmlm.hmm import HMM
 from hmmlm.hmm.automaton import Automaton
-from hmmlm.transitions import BlockDiagonal, Dense, Factored, Transition
+from hmmlm.transitions import BlockDiagonal, Dense, Factored, LowRank, Transition
 
 Array = np.ndarray
 LONG = np.longdouble
@@ -72,6 +72,9 @@ def part_of(given: Transition | Emission) -> Part:
             # Computed logits are rounded relative to their terms, not to their sum.
             terms = float((abs(u) @ abs(w).T).max())
             return Part(u @ w.T - normalizer[:, None], _largest(normalizer) + terms)
+        case LowRank():
+            left, right = widen(given.log_left), widen(given.log_right)
+            return Part(log_sum(left[:, :, None] + right, 1), _largest(left) + _largest(right))
         case Blocked():
             scores, k = widen(given.log_probs), given.width
             emission = np.full((given.num_states, given.vocab_size), NEG_INF)

@@ -30,6 +30,7 @@ from hmmlm.transitions import (
     BlockDiagonal,
     Dense,
     Factored,
+    LowRank,
     Transition,
     base,
     factored,
@@ -127,6 +128,10 @@ class Fuzz:
             u, w = scale * rng.normal(size=(states, hidden)), scale * rng.normal(size=(states, hidden))
         u, w = (self._tensor(x) for x in (u, w))
         return Factored(u, w, self._tensor(log_sum(widen(u) @ widen(w).T, 1)))
+
+    def _low_rank(self, states: int) -> LowRank:
+        rank = int(self.rng.integers(1, 4))
+        return LowRank(self._tensor(self._log_rows((states, rank))), self._tensor(self._log_rows((rank, states))))
 
     def _categorical(self, words: int | None) -> Categorical:
         states, some = (int(self.rng.choice([1, 2, 3, 4])) for _ in range(2))
@@ -494,6 +499,7 @@ Make = tuple[Callable[[Fuzz, int], Transition], Callable[[Fuzz, int | None], Emi
 TRANSITIONS: dict[type[Transition], Callable[[Fuzz, int], Transition]] = {
     Dense: Fuzz._dense,
     Factored: Fuzz._factored,
+    LowRank: Fuzz._low_rank,
 }
 EMISSIONS: dict[type[Emission], Callable[[Fuzz, int | None], Emission]] = {
     Categorical: Fuzz._categorical,

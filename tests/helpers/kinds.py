@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.emissions import Blocked, Categorical, Emission
-from hmmlm.transitions import Dense, Factored, Transition
+from hmmlm.transitions import Dense, Factored, LowRank, Transition
 
 STATES, WORDS, WIDTH = 6, 7, 2
 BLOCK_OF_WORD = torch.tensor([0, 1, 2, 0, 1, 2, 0])
@@ -36,6 +36,11 @@ def _dense_factored(transition: Transition) -> Tensor:
     return transition.u @ transition.w.t() - transition.log_normalizer[:, None]
 
 
+def _dense_low_rank(transition: Transition) -> Tensor:
+    assert isinstance(transition, LowRank)
+    return (transition.log_left[:, :, None] + transition.log_right).logsumexp(1)
+
+
 def _blocked(rows: Rows) -> Blocked:
     log_probs = torch.cat([rows(WIDTH, int((block == BLOCK_OF_WORD).sum())).t() for block in range(STATES // WIDTH)])
     order = torch.cat([(block == BLOCK_OF_WORD).nonzero()[:, 0] for block in range(STATES // WIDTH)])
@@ -54,6 +59,7 @@ def _dense_blocked(emission: Emission) -> Tensor:
 TRANSITIONS = {
     "dense": TransitionKind(lambda rows: Dense(rows(STATES, STATES)), lambda own: own.tensors()["log_probs"]),
     "factored": TransitionKind(_factored, _dense_factored),
+    "low-rank": TransitionKind(lambda rows: LowRank(rows(STATES, 3), rows(3, STATES)), _dense_low_rank),
 }
 EMISSIONS = {
     "categorical": EmissionKind(lambda rows: Categorical(rows(STATES, WORDS)), lambda own: own.tensors()["log_probs"]),
