@@ -14,6 +14,7 @@ from hmmlm.config.training import TrainingConfig
 from hmmlm.distillation.pretrained import PretrainedConfig
 from hmmlm.models.base import ModelConfig
 from hmmlm.models.factored import LinearConfig, MlpConfig, TransformerConfig
+from hmmlm.models.low_rank import LowRankConfig
 from hmmlm.models.neural import NeuralConfig
 from hmmlm.models.scalar import ScalarConfig
 from hmmlm.models.uniform import UniformConfig
@@ -27,6 +28,7 @@ AnyModelConfig = Annotated[
     | NeuralConfig
     | UniformConfig
     | UnionConfig
+    | LowRankConfig
     | PretrainedConfig,
     Field(discriminator="kind"),
 ]
