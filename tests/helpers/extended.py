@@ -13,7 +13,7 @@ from torch import Tensor
 from hmmlm.emissions import Blocked, Categorical, Emission, UnionEmission
 from hmmlm.hmm import HMM
 from hmmlm.hmm.automaton import Automaton
-from hmmlm.transitions import BlockDiagonal, Dense, Factored, LowRank, Transition
+from hmmlm.transitions import BlockDiagonal, Dense, Factored, LowRank, Monarch, Transition
 
 Array = np.ndarray
 LONG = np.longdouble
@@ -75,6 +75,10 @@ def part_of(given: Transition | Emission) -> Part:
         case LowRank():
             left, right = widen(given.log_left), widen(given.log_right)
             return Part(log_sum(left[:, :, None] + right, 1), _largest(left) + _largest(right))
+        case Monarch():  # from (i, j) by k to (i', k)
+            left, right = widen(given.log_left), widen(given.log_right)
+            joint = left[:, :, None, :] + right.transpose(1, 2, 0)[:, None]
+            return Part(joint.reshape(given.num_states, -1), _largest(left) + _largest(right))
         case Blocked():
             scores, k = widen(given.log_probs), given.width
             emission = np.full((given.num_states, given.vocab_size), NEG_INF)

@@ -31,6 +31,7 @@ from hmmlm.transitions import (
     Dense,
     Factored,
     LowRank,
+    Monarch,
     Transition,
     base,
     factored,
@@ -132,6 +133,12 @@ class Fuzz:
     def _low_rank(self, states: int) -> LowRank:
         rank = int(self.rng.integers(1, 4))
         return LowRank(self._tensor(self._log_rows((states, rank))), self._tensor(self._log_rows((rank, states))))
+
+    def _monarch(self, states: int) -> Monarch:
+        groups = int(self.rng.choice([n for n in range(1, states + 1) if states % n == 0]))
+        width = states // groups
+        left, right = self._log_rows((groups, width, width)), self._log_rows((width, groups, groups))
+        return Monarch(self._tensor(left), self._tensor(right))
 
     def _categorical(self, words: int | None) -> Categorical:
         states, some = (int(self.rng.choice([1, 2, 3, 4])) for _ in range(2))
@@ -500,6 +507,7 @@ TRANSITIONS: dict[type[Transition], Callable[[Fuzz, int], Transition]] = {
     Dense: Fuzz._dense,
     Factored: Fuzz._factored,
     LowRank: Fuzz._low_rank,
+    Monarch: Fuzz._monarch,
 }
 EMISSIONS: dict[type[Emission], Callable[[Fuzz, int | None], Emission]] = {
     Categorical: Fuzz._categorical,

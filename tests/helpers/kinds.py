@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.emissions import Blocked, Categorical, Emission
-from hmmlm.transitions import Dense, Factored, LowRank, Transition
+from hmmlm.transitions import Dense, Factored, LowRank, Monarch, Transition
 
 STATES, WORDS, WIDTH = 6, 7, 2
 BLOCK_OF_WORD = torch.tensor([0, 1, 2, 0, 1, 2, 0])
@@ -41,6 +41,12 @@ def _dense_low_rank(transition: Transition) -> Tensor:
     return (transition.log_left[:, :, None] + transition.log_right).logsumexp(1)
 
 
+def _dense_monarch(transition: Transition) -> Tensor:
+    assert isinstance(transition, Monarch)
+    left, right = transition.log_left, transition.log_right
+    return (left[:, :, None, :] + right.permute(1, 2, 0)[:, None]).reshape(STATES, STATES)  # from (i, j) to (i', k)
+
+
 def _blocked(rows: Rows) -> Blocked:
     log_probs = torch.cat([rows(WIDTH, int((block == BLOCK_OF_WORD).sum())).t() for block in range(STATES // WIDTH)])
     order = torch.cat([(block == BLOCK_OF_WORD).nonzero()[:, 0] for block in range(STATES // WIDTH)])
@@ -60,6 +66,7 @@ TRANSITIONS = {
     "dense": TransitionKind(lambda rows: Dense(rows(STATES, STATES)), lambda own: own.tensors()["log_probs"]),
     "factored": TransitionKind(_factored, _dense_factored),
     "low-rank": TransitionKind(lambda rows: LowRank(rows(STATES, 3), rows(3, STATES)), _dense_low_rank),
+    "monarch": TransitionKind(lambda rows: Monarch(rows(3, 2, 2), rows(2, 3, 3)), _dense_monarch),
 }
 EMISSIONS = {
     "categorical": EmissionKind(lambda rows: Categorical(rows(STATES, WORDS)), lambda own: own.tensors()["log_probs"]),
