@@ -15,6 +15,7 @@ from hmmlm.distillation.pretrained import PretrainedConfig
 from hmmlm.models.base import ModelConfig
 from hmmlm.models.factored import LinearConfig, MlpConfig, TransformerConfig
 from hmmlm.models.low_rank import LowRankConfig
+from hmmlm.models.monarch import MonarchConfig
 from hmmlm.models.neural import NeuralConfig
 from hmmlm.models.scalar import ScalarConfig
 from hmmlm.models.uniform import UniformConfig
@@ -29,6 +30,7 @@ AnyModelConfig = Annotated[
     | UniformConfig
     | UnionConfig
     | LowRankConfig
+    | MonarchConfig
     | PretrainedConfig,
     Field(discriminator="kind"),
 ]
