@@ -105,11 +105,19 @@ def stack_steps(steps: list[Step]) -> list[Stack]:
     return [(torch.cat(rows), torch.cat(times), torch.cat(values), support)]
 
 
-def add_step(ring: Semiring, transition: Transition, lattice: Lattice, observed: Observed, first: Tensor) -> None:
+def add_step(
+    ring: Semiring,
+    transition: Transition,
+    lattice: Lattice,
+    observed: Observed,
+    first: Tensor,
+    normalize: bool = True,
+) -> None:
     """Add a step with the support of a token and its scores [n, K], as values of a semiring, to a lattice.
 
     Args:
         first: [n, K] p(z_1) over the support, which the first step uses.
+        normalize: whether the values are divided by their sum; otherwise the scale of the step is log 1.
     """
     support, scores = observed
     predicted, rows = first, len(scores)
@@ -117,8 +125,8 @@ def add_step(ring: Semiring, transition: Transition, lattice: Lattice, observed:
         source = first_rows(lattice.supports[-1], rows)
         predicted = transition.forward_step(ring, lattice.filtered[-1][:rows], source, support)
     joint = ring.times(predicted, scores)
-    scale = ring.total(joint)
+    scale = ring.total(joint) if normalize else joint.new_zeros(rows)
     lattice.supports.append(support)
     lattice.scores.append(scores)
-    lattice.filtered.append(ring.divide(joint, scale))
+    lattice.filtered.append(ring.divide(joint, scale) if normalize else joint)
     lattice.scales.append(scale)

@@ -49,7 +49,7 @@ from hmmlm.transitions import BlockDiagonal
 from hmmlm.transitions.tiled import TiledTransition
 
 _CELLS = 2**24  # largest table of probabilities of sampled tokens
-_PREDICTED = 2**25  # largest table of predictions
+_PREDICTED = 2**22  # largest table of predictions
 _SAMPLED = 10**8  # most tokens of a sample: a few gigabytes
 
 

@@ -17,7 +17,7 @@ from hmmlm.hmm.blocked_stream import filter_stream, is_stream
 from hmmlm.hmm.checks import ArrayLike, check_batch
 from hmmlm.hmm.lattice import Lattice, Observed, SortedBatch, add_first, add_step, endings
 from hmmlm.hmm.products import filter_dense, messages_dense
-from hmmlm.numerics.semirings import LOG, MAX_PLUS, Semiring
+from hmmlm.numerics.semirings import LOG, MAX_PLUS
 from hmmlm.numerics.support import BlockSupport, first_rows, restrict, some_rows, spread, state_ids
 from hmmlm.ops.common import NEG_INF, Carry, log_normalize, logsumexp
 from hmmlm.ops.scan import path_loops_pay
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _WINDOW_CELLS = 2**25  # tokens × states of a window of queries that need no more than one at a time
 _WINDOW_STEPS = 2**13
+_STEPS_PER_SHIFT = 16  # of best paths, between two subtractions of the largest score: float32 suffices for any length
 
 
 def sort_batch(hmm: Composition, tokens: ArrayLike, lengths: ArrayLike | None) -> SortedBatch:
@@ -92,9 +93,8 @@ def forward(
     batch: SortedBatch,
     log_initial: Tensor | None = None,
     log_missing: Tensor | None = None,
-    ring: Semiring = LOG,
 ) -> Lattice:
-    """Run the forward recursion in logarithms over a batch.
+    """Run the filter in log space over a batch.
 
     `log_initial` [B, Z] is the logarithm of the filtered distribution before it, rows as in the batch.
     """
@@ -102,7 +102,7 @@ def forward(
     for observed in observations(hmm, batch, log_missing):
         if not lattice.supports:
             first = predict_first(hmm, observed, log_initial)
-        add_step(ring, hmm.transition, lattice, observed, first)
+        add_step(LOG, hmm.transition, lattice, observed, first)
     return lattice
 
 
@@ -158,7 +158,13 @@ def messages_back(hmm: Composition, lattice: Lattice) -> list[Tensor]:
 
 def best_paths(hmm: Composition, batch: SortedBatch) -> tuple[Tensor, Tensor]:
     """Compute `find_best_paths`: the forward recursion in max-plus, then a step back at a time."""
-    lattice = forward(hmm, batch, ring=MAX_PLUS)
+    lattice, first = Lattice(batch, [], [], [], []), hmm.log_start
+    for t, observed in enumerate(observations(hmm, batch)):
+        first = first if t else predict_first(hmm, observed, None)
+        add_step(MAX_PLUS, hmm.transition, lattice, observed, first, normalize=t % _STEPS_PER_SHIFT == 0)
+    log_prob = lattice.log_likelihood()
+    for t, ending in endings(batch):
+        log_prob[ending] += lattice.filtered[t][ending].amax(1)
     path, states = torch.full_like(batch.tokens, -1), torch.empty(0, dtype=torch.long, device=hmm.device)
     for t in reversed(range(len(lattice.supports))):
         best, support, rows = lattice.filtered[t], lattice.supports[t], len(states)
@@ -166,7 +172,7 @@ def best_paths(hmm: Composition, batch: SortedBatch) -> tuple[Tensor, Tensor]:
             best = add_first(best, hmm.transition.log_columns(states, first_rows(support, rows)))
         states = state_ids(support, best.argmax(1))
         path[: len(states), t] = states
-    return path, lattice.log_likelihood()
+    return path, log_prob
 
 
 def run_possible(hmm: Composition, batch: SortedBatch, log_missing: Tensor | None = None) -> Lattice:

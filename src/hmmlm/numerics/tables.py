@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import count, takewhile
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -76,17 +77,21 @@ class Tables(ABC):
         """Return the same without gradients; itself, with its caches, if it requires none."""
         return self.map(Tensor.detach) if self.requires_grad else self
 
+    @cached_property
+    def _values(self) -> tuple[Tensor, ...]:
+        return tuple(self.parameters().values())
+
     @property
     def requires_grad(self) -> bool:
-        return any(value.requires_grad for value in self.parameters().values())
+        return any([value.requires_grad for value in self._values])  # a list: asked at every step of a recursion
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(iter(self.parameters().values())).dtype
+        return self._values[0].dtype
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.parameters().values())).device
+        return self._values[0].device
 
     # --- for kinds ---
 

@@ -44,11 +44,11 @@ class TiledTransition(Transition):
     def forward_step(self, ring: Semiring, x: Tensor, source: Support = None, target: Support = None) -> Tensor:
         if source is None and target is None and self.keeps_matrix:
             return ring.product(x, self.matrix(), normalized=True)
-        if ring is LOG and narrow(source, target) and not self.requires_grad:
+        if ring is LOG and narrow(source, target):
             table, pair = self.table(source.width), (source.blocks, target.blocks)  # type: ignore[union-attr]
             if table is not None:
                 return table.product(x, pair)
-            if self.device.type == "cpu":
+            if self.device.type == "cpu" and not self.requires_grad:
                 return self.store(source.width).product(x, *pair)  # type: ignore[union-attr]
         return super().forward_step(ring, x, source, target)
 
@@ -65,12 +65,13 @@ class TiledTransition(Transition):
 
     def table(self, width: int, forward: bool = True) -> LogTiles | None:
         """Return log A, or its transpose, as tiles [M, M, k, k]; None if it is large or requires a gradient."""
-        if self.num_states**2 > TABLE_CELLS or self.requires_grad:
+        if self.requires_grad or self.num_states**2 > TABLE_CELLS:
             return None
-        if (width, forward) not in self._tables:
+        found = self._tables.get((width, forward))
+        if found is None:
             tiles = self.dense().view(-1, width, self.num_states // width, width).transpose(1, 2)
-            self._tables[width, forward] = LogTiles((tiles if forward else tiles.mT).contiguous())
-        return self._tables[width, forward]
+            found = self._tables[width, forward] = LogTiles((tiles if forward else tiles.mT).contiguous())
+        return found
 
     def tiles(self, sources: Tensor, targets: Tensor, width: int) -> Tensor:
         table = self.table(width)
