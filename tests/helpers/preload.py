@@ -12,6 +12,8 @@ import hmmlm.learning.train  # noqa: F401
 from hmmlm.ops.common import installed
 from hmmlm.ops.scan import Evidence, Parameters
 
+torch.set_num_threads(1)  # threads of OpenMP do not survive a fork: a child that used them would wait forever
+
 if installed("numba"):
     from hmmlm.ops.scan import compiled
 

@@ -83,7 +83,7 @@ class Tables(ABC):
 
     @property
     def requires_grad(self) -> bool:
-        return any([value.requires_grad for value in self._values])  # a list: asked at every step of a recursion
+        return any(value.requires_grad for value in self._values)
 
     @property
     def dtype(self) -> torch.dtype:
