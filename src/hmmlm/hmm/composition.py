@@ -110,6 +110,8 @@ class Composition:
     @property
     def kind(self) -> str:
         """The kinds of transition and emission, for people."""
+        if isinstance(self.transition, BlockDiagonal):
+            return self.transition.kind
         return f"{self.transition.kind} × {self.emission.kind}"
 
     @classmethod

@@ -174,9 +174,10 @@ def _scan_blocked(problem: Problem) -> Scan:
     transition, emission = hmm.transition, hmm.emission
     assert isinstance(transition, Factored) and isinstance(emission, Blocked)
     if carry is not None:
-        width, log_probs, source = emission.width, carry.over_all(hmm.states), None
+        width, source = emission.width, None
         if carry.states is not None and carry.states.shape[1] == width:  # those of one block
-            log_probs, source = carry.log_probs, BlockSupport(carry.states[:, 0] // width, width)
+            source = BlockSupport(carry.states[:, 0] // width, width)
+        log_probs = carry.over_all(hmm.states) if source is None else carry.log_probs
         target = BlockSupport(emission.block_of_word[tokens[:, 0].clamp(min=0)], width)
         entry = transition.forward_step(LOG, log_probs.to(hmm.dtype), source, target)[:, None]
     factors = Factors(
@@ -200,7 +201,7 @@ def _refuses_generic(problem: Problem) -> str:
 
 def _scan_generic(problem: Problem) -> Scan:
     batch = (problem.tokens, problem.lengths, problem.carry, problem.restart)
-    return generic_scan(problem.hmm, *batch, problem.wanted == "exact")
+    return generic_scan(problem.hmm, *batch, problem.wanted == "exact" or problem.hmm.impl == "naive")
 
 
 DENSE: tuple[Impl, ...] = ("compiled", "triton", "scaled", "naive")

@@ -124,9 +124,18 @@ def add_step(
     if lattice.supports:
         source = first_rows(lattice.supports[-1], rows)
         predicted = transition.forward_step(ring, lattice.filtered[-1][:rows], source, support)
-    joint = ring.times(predicted, scores)
-    scale = ring.total(joint) if normalize else joint.new_zeros(rows)
+    if normalize:
+        filtered, scale = condition(ring, predicted, scores)
+    else:
+        filtered, scale = ring.times(predicted, scores), scores.new_zeros(rows)
     lattice.supports.append(support)
     lattice.scores.append(scores)
-    lattice.filtered.append(ring.divide(joint, scale) if normalize else joint)
+    lattice.filtered.append(filtered)
     lattice.scales.append(scale)
+
+
+def condition(ring: Semiring, predicted: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return p(z | past, x) [n, K] and p(x | past) [n], from predictions p(z | past) and the scores of a token."""
+    joint = ring.times(predicted, scores)
+    total = ring.total(joint)
+    return ring.divide(joint, total), total

@@ -27,7 +27,7 @@ from hmmlm.hmm.checks import (
     check_words,
 )
 from hmmlm.hmm.composition import Composition
-from hmmlm.hmm.lattice import Lattice, SortedBatch, add_first, continuing, endings, stack_steps
+from hmmlm.hmm.lattice import Lattice, SortedBatch, add_first, condition, continuing, endings, stack_steps
 from hmmlm.hmm.likelihood import expected_counts, log_likelihood
 from hmmlm.hmm.recursions import (
     find_best_paths,
@@ -411,9 +411,8 @@ class Queries(Composition):
         if log_state.numel() != len(words) * self.states:
             raise InputError(f"log_state of shape {list(log_state.shape)} is not a row for each of {len(words)} tokens")
         support, scores = model.emission.score(words, bool((words < 0).any()))
-        joint = restrict(log_state.view(len(words), -1), support) + scores
-        joint = joint - finite(logsumexp(joint, 1))[:, None]
-        return model.transition.forward_step(LOG, joint, support).view_as(log_state)
+        filtered, _ = condition(LOG, restrict(log_state.view(len(words), -1), support), scores)
+        return model.transition.forward_step(LOG, filtered, support).view_as(log_state)
 
 
 def draw(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hmmlm.hmm.hmm import HMM
+from hmmlm.hmm.lattice import condition
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import Support, restrict, state_ids
-from hmmlm.ops.common import NEG_INF, logsumexp
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,13 @@ class Reader:
     def start(hmm: HMM, tokens: Tensor) -> tuple[Tensor, Reader]:
         """Return log p(x_1) [n] of first tokens [n], and the sequences."""
         support, scores = hmm.emission.score(tokens, False)
-        return _read(hmm, tokens, restrict(hmm.log_start.expand(len(tokens), -1), support) + scores)
+        return _read(hmm, tokens, restrict(hmm.log_start.expand(len(tokens), -1), support), scores)
 
     def read(self, tokens: Tensor) -> tuple[Tensor, Reader]:
         """Return log p(x_t | x_1..t−1) [n] of the next tokens [n], and the sequences with them."""
         target, scores = self.hmm.emission.score(tokens, False)
-        return _read(
-            self.hmm, tokens, self.hmm.transition.forward_step(LOG, self.log_filtered, self.support, target) + scores
-        )
+        predicted = self.hmm.transition.forward_step(LOG, self.log_filtered, self.support, target)
+        return _read(self.hmm, tokens, predicted, scores)
 
     def next_tokens(self) -> Tensor:
         """Compute log p(next token = v) [n, V]."""
@@ -65,6 +64,6 @@ def read_context(hmm: HMM, context: Sequence[int]) -> Reader | None:
     return reader
 
 
-def _read(hmm: HMM, tokens: Tensor, joint: Tensor) -> tuple[Tensor, Reader]:
-    log_prob = logsumexp(joint, 1)
-    return log_prob, Reader(hmm, tokens, joint - torch.where(log_prob == NEG_INF, 0.0, log_prob)[:, None])
+def _read(hmm: HMM, tokens: Tensor, predicted: Tensor, scores: Tensor) -> tuple[Tensor, Reader]:
+    log_filtered, log_prob = condition(LOG, predicted, scores)
+    return log_prob, Reader(hmm, tokens, log_filtered)
