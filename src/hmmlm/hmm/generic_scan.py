@@ -20,7 +20,7 @@ from hmmlm.hmm.recursions import last_filtered, messages_back, observations, pre
 from hmmlm.hmm.union_scan import Segments
 from hmmlm.numerics.semirings import BOOLEAN, LOG, PROBABILITY, Semiring
 from hmmlm.numerics.support import first_rows, some_rows
-from hmmlm.ops.common import FLOOR, NEG_INF, Carry, Scan, finite
+from hmmlm.ops.common import FLOOR, NEG_INF, Carry, Scan, finite, without_autocast
 from hmmlm.ops.scan.scaled import TOLERANCE
 
 _CELLS = 2**22  # of tiles of the transition whose counts are computed together
@@ -104,13 +104,14 @@ class _GenericScan(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hmm, run = ctx.hmm, ctx.run
         seed = torch.where(run.lost | ctx.impossible, 0.0, grad.to(hmm.dtype))
-        entry, gradients = _count(hmm, run.lattice, PROBABILITY, seed, _smooth(hmm, run.lattice, seed))
-        if run.exact is not None:
-            order = run.rows[run.exact.batch.order]
-            own = grad[order].double() * (run.exact.log_likelihood() > NEG_INF)
-            more, found = _count(run.model, run.exact, LOG, own, _log_smooth(run.model, run.exact, own))
-            entry.index_add_(0, order, more.to(entry))
-            gradients = {name: value + found[name].to(value) for name, value in gradients.items()}
+        with without_autocast(grad):
+            entry, gradients = _count(hmm, run.lattice, PROBABILITY, seed, _smooth(hmm, run.lattice, seed))
+            if run.exact is not None:
+                order = run.rows[run.exact.batch.order]
+                own = grad[order].double() * (run.exact.log_likelihood() > NEG_INF)
+                more, found = _count(run.model, run.exact, LOG, own, _log_smooth(run.model, run.exact, own))
+                entry.index_add_(0, order, more.to(entry))
+                gradients = {name: value + found[name].to(value) for name, value in gradients.items()}
         return None, None, None, None, None, entry, *(gradients.get(name) for name in ctx.names)
 
 

@@ -19,7 +19,7 @@ from hmmlm.hmm.union_scan import Scanner, scan_components
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import BlockSupport
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
-from hmmlm.ops.common import Carry, Impl, Scan, capturing, last_tokens, product_dtype
+from hmmlm.ops.common import Carry, Impl, Scan, capturing, last_tokens, product_dtype, without_autocast
 from hmmlm.ops.scan import Evidence, scan
 from hmmlm.ops.scan.api import CarryKind, refusal
 from hmmlm.transitions import BlockDiagonal, Factored
@@ -145,7 +145,8 @@ def _refuses_tiles(problem: Problem) -> str:
 def _scan_tiles(problem: Problem) -> Scan:
     model = problem.hmm.detach()
     batch = sort_batch(model, problem.tokens, problem.lengths)
-    lattice = run_filter(model, batch, log_initial(model, problem.carry, batch))
+    with torch.no_grad(), without_autocast(model.log_start):
+        lattice = run_filter(model, batch, log_initial(model, problem.carry, batch))
     last = last_filtered(model, lattice) if problem.wanted != "none" else lattice.filtered[0]
     return Scan(batch.unsort(lattice.log_likelihood()).to(model.dtype), Carry(batch.unsort(last)))
 
@@ -201,7 +202,8 @@ def _refuses_generic(problem: Problem) -> str:
 
 def _scan_generic(problem: Problem) -> Scan:
     batch = (problem.tokens, problem.lengths, problem.carry, problem.restart)
-    return generic_scan(problem.hmm, *batch, problem.wanted == "exact" or problem.hmm.impl == "naive")
+    with without_autocast(problem.hmm.log_start):
+        return generic_scan(problem.hmm, *batch, problem.wanted == "exact" or problem.hmm.impl == "naive")
 
 
 DENSE: tuple[Impl, ...] = ("compiled", "triton", "scaled", "naive")

@@ -61,10 +61,11 @@ def _differentiate(
     hmm: Composition, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return log p(x) [B] and the gradients of their weighted sum, which are counts of log-probabilities."""
-    with torch.enable_grad():
-        leaves = {name: value.detach().requires_grad_() for name, value in hmm.parameters().items()}
+    with torch.inference_mode(False), torch.enable_grad():  # copies, because tensors of inference have no gradient
+        leaves = {name: value.detach().clone().requires_grad_() for name, value in hmm.parameters().items()}
+        tokens, lengths = tokens.clone(), None if lengths is None else lengths.clone()
         total = run(Problem(hmm.with_tensors(leaves), tokens, lengths, None, None, "kept")).log_likelihood
-        seed = torch.ones_like(total) if weights is None else weights
+        seed = torch.ones_like(total) if weights is None else weights.clone()
         found = torch.autograd.grad(total, list(leaves.values()), seed)
     return total.detach(), dict(zip(leaves, found, strict=True))
 
