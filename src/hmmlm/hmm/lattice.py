@@ -94,15 +94,21 @@ def stack_together(*sides: list[Step]) -> tuple[list[Stack], ...]:
 
 def stack_steps(steps: list[Step]) -> list[Stack]:
     """Return the rows of all steps together; apart, if their supports differ in kind."""
-    device = steps[0][2].device if steps else None
-    result = [(torch.arange(n, device=device), torch.full((n,), t, device=device), x, s) for t, n, x, s in steps]
     blocks = [s for *_, s in steps if isinstance(s, BlockSupport) and not s.wide]
     everywhere = all(s is None for *_, s in steps)
-    if len(steps) < 2 or not (everywhere or len(blocks) == len(steps)):
-        return result
-    support = None if everywhere else blocks[0]._replace(blocks=torch.cat([s.blocks for s in blocks]))
-    rows, times, values, _ = zip(*result, strict=True)
-    return [(torch.cat(rows), torch.cat(times), torch.cat(values), support)]
+    if len(steps) > 1 and not (everywhere or len(blocks) == len(steps)):
+        return [stack for step in steps for stack in stack_steps([step])]
+    if not steps:
+        return []
+    times, sizes, values, supports = zip(*steps, strict=True)
+    support = supports[0]
+    if len(blocks) > 1:
+        support = blocks[0]._replace(blocks=torch.cat([s.blocks for s in blocks]))
+    device = values[0].device
+    counts = torch.tensor(sizes, device=device)
+    begins = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    rows = torch.arange(len(begins), device=device) - begins
+    return [(rows, torch.tensor(times, device=device).repeat_interleave(counts), torch.cat(values), support)]
 
 
 def add_step(

@@ -7,6 +7,7 @@ Otherwise the functions return None, and the recursion has to run in log space.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from hmmlm.hmm.lattice import Lattice, SortedBatch
 from hmmlm.numerics.logmatrix import LogMatrix, least_sum
 from hmmlm.numerics.semirings import LOG
 from hmmlm.ops.common import FLOOR
+from hmmlm.ops.scan import Evidence, Parameters
+from hmmlm.ops.scan.api import refusal
 from hmmlm.ops.scan.scaled import distinct
 from hmmlm.transitions import Dense
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from hmmlm.hmm.composition import Composition
 
 _BULK_CELLS = 2**25  # largest [T, B, Z] tensor
+_LEAST_CARRIED = 1e-20  # probability of a state of a carry that compiled loops may start from
 _GROUPS = (4, 1)  # steps between two normalizations: first several, which is faster; then one, which is more accurate
 
 
@@ -45,6 +49,7 @@ class BulkFilter(NamedTuple):
 
     given: Observations
     log_filtered: Tensor  # [T, B, Z]
+    by_loops: bool  # whether compiled loops served
 
 
 def filter_dense(
@@ -59,21 +64,84 @@ def filter_dense(
     words, index = distinct(batch.tokens[:, :steps].t() + 1, hmm.vocab_size + 1)
     words -= 1
     given = Observations(emission.score(words, bool(words[0] < 0), log_missing)[1], index, batch.active)
-    first = hmm.log_start.expand(len(batch.tokens), -1)
-    if log_initial is not None:
-        first = transition.forward_step(LOG, log_initial)
-    result = filter_products(transition.matrix(), first, given)
+    result = None if log_missing is not None else _filter_loops(hmm, batch, log_initial)
+    by_loops = result is not None
+    if result is None:
+        first = hmm.log_start.expand(len(batch.tokens), -1)
+        if log_initial is not None:
+            first = transition.forward_step(LOG, log_initial)
+        result = filter_products(transition.matrix(), first, given)
     if result is None:
         return None
     log_filtered, log_scales, scores = (_active_rows(v, batch) for v in (*result, given.at(given.scores)))
-    return Lattice(batch, [None] * len(scores), scores, log_filtered, log_scales, BulkFilter(given, result[0]))
+    bulk = BulkFilter(given, result[0], by_loops)
+    return Lattice(batch, [None] * len(scores), scores, log_filtered, log_scales, bulk)
+
+
+def _filter_loops(hmm: Composition, batch: SortedBatch, log_initial: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Compute what `filter_products` does in compiled loops; None where these do not serve, or are not accurate."""
+    parameters, carry = hmm.matrices(), None if log_initial is None else log_initial.double()
+    evidence = Evidence(batch.tokens[:, : len(batch.active)], None, carry)
+    if parameters is None or hmm.impl not in ("auto", "compiled"):
+        return None
+    if refusal(parameters, evidence, hmm.dtype, "compiled"):
+        return None
+    if carry is not None and not bool(carry.amin() > math.log(_LEAST_CARRIED)):
+        return None
+    inside = _inside(batch)
+    found = _run_loops(parameters, evidence._replace(lengths=inside.sum(0)), inside)
+    return None if found is None else (found[0].log_(), found[1])
+
+
+def _message_loops(hmm: Composition, batch: SortedBatch) -> Tensor | None:
+    """Compute what `message_products` does in compiled loops: the filter of the reversed chain, and one step more."""
+    parameters, inside = hmm.matrices(), _inside(batch)
+    assert parameters is not None
+    lengths, steps = inside.sum(0), torch.arange(len(inside))
+    back = (lengths[:, None] - 1 - steps).clamp(min=0)  # [B, T]
+    transition = parameters.log_transition.t().contiguous()
+    chain = parameters._replace(log_start=torch.zeros_like(parameters.log_start), log_transition=transition)
+    found = _run_loops(chain, Evidence(batch.tokens.gather(1, back), lengths), inside)
+    if found is None:
+        return None
+    ahead = found[0][(lengths - 2 - steps[:, None]).clamp(min=0), torch.arange(len(lengths))]  # of the token after each
+    sums = ahead @ transition.exp()
+    if not bool(sums.amin() >= least_sum(hmm.states, hmm.dtype)):
+        return None
+    return sums.log_().masked_fill_((steps[:, None] == lengths - 1)[..., None], 0.0)
+
+
+def _inside(batch: SortedBatch) -> Tensor:
+    """Return a mask [T, B] that is True until a sequence ends."""
+    return torch.tensor(batch.active)[:, None] > torch.arange(len(batch.tokens))
+
+
+def _run_loops(parameters: Parameters, evidence: Evidence, inside: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Compute p(z_t | x_1..t) [T, B, Z] and log p(x_t | x_1..t−1) [T, B]; None if underflow may have changed a value.
+
+    A sum of predictions may lack Z·FLOOR, and is at least the filtered value times the mass of the step.
+    """
+    from hmmlm.ops.scan import compiled  # needs numba
+
+    states, dtype = len(parameters.log_start), parameters.log_start.dtype
+    chain = compiled.make_chain(parameters, evidence, dtype)
+    result = compiled.forward(chain)
+    filtered = torch.from_numpy(result.alpha).view(1 + len(inside), -1, result.alpha.shape[1])[1:, :, :states]
+    scale = torch.from_numpy(result.scale)
+    sums = torch.where(inside, filtered.amin(2) * scale, 1.0)
+    if not bool(sums.amin() >= least_sum(states, dtype)):  # or NaN
+        return None
+    peaks = torch.from_numpy(chain.log_peak)[torch.from_numpy(chain.words)]
+    return filtered.contiguous(), scale.log() + peaks
 
 
 def messages_dense(hmm: Composition, lattice: Lattice) -> list[Tensor] | None:
     """Return the messages to a lattice of `filter_dense`; None where log space has to decide."""
     stacked, transition = lattice.stacked, hmm.transition
     assert isinstance(stacked, BulkFilter) and isinstance(transition, Dense)
-    messages = message_products(transition.matrix(forward=False), stacked.given)
+    messages = _message_loops(hmm, lattice.batch) if stacked.by_loops else None
+    if messages is None:
+        messages = message_products(transition.matrix(forward=False), stacked.given)
     if messages is None:
         return None
     messages.sub_((stacked.log_filtered + messages).logsumexp(2, keepdim=True))

@@ -27,7 +27,16 @@ from hmmlm.hmm.checks import (
     check_words,
 )
 from hmmlm.hmm.composition import Composition
-from hmmlm.hmm.lattice import Lattice, SortedBatch, add_first, condition, continuing, endings, stack_steps
+from hmmlm.hmm.lattice import (
+    Lattice,
+    SortedBatch,
+    add_first,
+    condition,
+    continuing,
+    endings,
+    stack_steps,
+    stack_together,
+)
 from hmmlm.hmm.likelihood import expected_counts, log_likelihood
 from hmmlm.hmm.recursions import (
     find_best_paths,
@@ -49,6 +58,7 @@ from hmmlm.transitions import BlockDiagonal
 from hmmlm.transitions.tiled import TiledTransition
 
 _CELLS = 2**24  # largest table of probabilities of sampled tokens
+_ENTROPIES = 2**18  # steps × states whose entropies are computed together
 _PREDICTED = 2**22  # largest table of predictions
 _SAMPLED = 10**8  # most tokens of a sample: a few gigabytes
 
@@ -253,11 +263,14 @@ class Queries(Composition):
         for t, ending in endings(lattice.batch):
             last = lattice.filtered[t][ending].exp()
             total[ending] -= torch.xlogy(last, last).sum(1)
-        for t in range(1, len(messages)):
-            rows = len(messages[t])
-            source = first_rows(lattice.supports[t - 1], rows)
-            conditional = model.transition.origin_entropy(lattice.filtered[t - 1][:rows], source, lattice.supports[t])
-            total[:rows] += (conditional * (lattice.filtered[t] + messages[t]).exp()).sum(1)
+        sizes = list(enumerate(map(len, messages)))[1:]
+        before = [(t, n, lattice.filtered[t - 1][:n], first_rows(lattice.supports[t - 1], n)) for t, n in sizes]
+        after = [(t, n, (lattice.filtered[t] + messages[t]).exp(), lattice.supports[t]) for t, n in sizes]
+        for (row, _, x, source), (_, _, posterior, target) in zip(*stack_together(before, after), strict=True):
+            for piece in torch.arange(len(row), device=self.device).split(max(1, _ENTROPIES // self.states)):
+                own, other = some_rows(source, piece), some_rows(target, piece)
+                conditional = model.transition.origin_entropy(x[piece], own, other)
+                total.index_add_(0, row[piece], (conditional * posterior[piece]).sum(1).double())
         return lattice.batch.unsort(total).to(self.dtype)
 
     @query

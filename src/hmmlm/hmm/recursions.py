@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.errors import InputError
 from hmmlm.hmm.blocked_stream import filter_stream, is_stream
@@ -195,6 +196,9 @@ def run_possible(hmm: Composition, batch: SortedBatch, log_missing: Tensor | Non
 def gather(hmm: Composition, lattice: Lattice, values: list[Tensor], fill: float = 0.0) -> Tensor:
     """Return values over supports as [B, T, Z], original order, `fill` outside supports and beyond lengths."""
     result = torch.full((*lattice.batch.tokens.shape, hmm.states), fill, dtype=hmm.dtype, device=hmm.device)
+    if all(support is None for support in lattice.supports):  # at once
+        result[lattice.batch.order, : len(values)] = pad_sequence(values, True, fill).transpose(0, 1)
+        return result
     for t, (value, support) in enumerate(zip(values, lattice.supports, strict=True)):
         rows = lattice.batch.order[: len(value)]
         if isinstance(support, BlockSupport) and not support.wide:  # written without spreading them first
