@@ -149,6 +149,22 @@ def test_a_signal_saves_and_restores_the_handlers(
     assert_same_run(tmp_path, expected)
 
 
+@pytest.mark.slow
+def test_stopped_in_any_check_and_resumed(straight: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    """Among them are checks at the end of an epoch and of the run, after which no step follows."""
+    config, expected = straight
+    stopped = 0
+    for after in range(1, 100):
+        out = tmp_path / str(after)
+        if train(config, out, progress=Interrupting("valid", after)).finished:
+            break
+        stopped += 1
+        assert train(saved_config(RunConfig, out), out, resume=True).finished
+        assert_same_run(out, expected)
+    checks = (expected / "history.jsonl").read_text().count('"valid"')
+    assert stopped >= checks > 1
+
+
 NETWORKS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "teacher": (TeacherConfig, train_teacher, {"hidden": 8, "layers": 1, "heads": 2}),
     "lstm": (BaselineConfig, train_baseline, {"kind": "lstm", "hidden": 8, "dropout": 0.3}),

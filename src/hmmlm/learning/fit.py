@@ -140,8 +140,12 @@ class Fit:
             torch.cuda.set_rng_state(self.ranks.on_first(lambda: torch.cuda.get_rng_state(device)), device)
 
     def run_phase(self, phase: Phase, request: StopRequest) -> None:
-        """Train until the end of a phase, unless the run is already beyond it."""
-        if self.position.tokens >= phase.end:
+        """Train until the end of a phase, unless the run is already beyond it.
+
+        A run that was stopped during its last check still has to make it.
+        """
+        unchecked = phase.end >= self.total_tokens and self.check_is_due()
+        if self.position.tokens >= phase.end and not unchecked:
             return
         phase.enter()
         self.between_steps(phase, request)
@@ -413,7 +417,8 @@ class Fit:
                 f"the tokenizer has {own.vocab_size} ({own.fingerprint()}): put the run's own tokenizer back"
             )
         for name, value, limit in (
-            ("position.index", content["position"]["index"], self.train.steps_per_epoch),
+            # At the end of an epoch, during whose check the run was stopped, it equals the number of steps.
+            ("position.index", content["position"]["index"], self.train.steps_per_epoch + 1),
             ("the length of window_tokens", len(content["window_tokens"]), self.config.train.log_every),
         ):
             if value >= limit:
