@@ -20,7 +20,7 @@ from hmmlm.hmm.recursions import last_filtered, messages_back, observations, pre
 from hmmlm.hmm.union_scan import Segments
 from hmmlm.numerics.semirings import BOOLEAN, LOG, PROBABILITY, Semiring
 from hmmlm.numerics.support import first_rows, some_rows
-from hmmlm.ops.common import FLOOR, NEG_INF, Carry, Scan, finite, without_autocast
+from hmmlm.ops.common import FLOOR, NEG_INF, Carry, Scan, finite, flush, without_autocast
 from hmmlm.ops.scan.scaled import TOLERANCE
 
 _CELLS = 2**22  # of tiles of the transition whose counts are computed together
@@ -83,7 +83,7 @@ class _GenericScan(torch.autograd.Function):
             ctx.run = run = _run(hmm, batch, entry)
             ctx.hmm, ctx.names, ctx.shape = hmm, names, entry.shape
             scales = [
-                scale.log().double() + offset for scale, offset in zip(run.lattice.scales, run.offsets, strict=True)
+                scale.double().log() + offset for scale, offset in zip(run.lattice.scales, run.offsets, strict=True)
             ]
             total = run.lattice._replace(scales=scales).log_likelihood()
             ctx.impossible = total == NEG_INF
@@ -119,14 +119,15 @@ class _GenericScan(torch.autograd.Function):
 
 
 def _run(hmm: Composition, batch: SortedBatch, entry: Tensor) -> _Run:
-    lift = math.log(LIFT[hmm.dtype])
+    lift = LIFT[hmm.dtype]
     lattice, offsets = Lattice(batch, [], [], [], []), list[Tensor]()
     peak = finite(entry.amax(1))
     first = PROBABILITY.from_log(entry - peak[:, None])
     for support, scores in observations(hmm, batch):
-        offset = finite(scores.amax(1)) - lift
-        add_step(PROBABILITY, hmm.transition, lattice, (support, PROBABILITY.from_log(scores - offset[:, None])), first)
-        offsets.append(offset.double())
+        largest = finite(scores.amax(1))
+        root = (0.5 * (scores - largest[:, None])).exp_()  # of a probability that may be below all numbers
+        add_step(PROBABILITY, hmm.transition, lattice, (support, flush(root * (root * lift))), first)
+        offsets.append(largest.double() - math.log(lift))
     offsets[0] = offsets[0] + peak
     lost = _find_lost(hmm, lattice, entry)
     rows, exact, model = lost.nonzero()[:, 0], None, hmm
