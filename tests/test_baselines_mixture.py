@@ -46,3 +46,9 @@ def test_classes_have_weights_of_their_own_unless_they_are_small() -> None:
         assert weights[k] == pytest.approx(fit_weights(log_probs[:, classes == k]))
     assert weights[2] == pytest.approx(fit_weights(log_probs)) and weights[3] == pytest.approx(weights[2])
     assert mix(log_probs, weights[classes].T).sum() > mix(log_probs, weights[2]).sum()
+
+
+def test_a_weight_of_zero_hides_no_other_model() -> None:
+    scores = np.array([[-1.0], [-1000.0]])
+    assert mix(scores, np.array([0.0, 1.0])).tolist() == [-1000.0]
+    assert mix(scores, np.array([[0.0], [0.5]])).tolist() == pytest.approx([-1000.0 + np.log(0.5)])

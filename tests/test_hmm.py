@@ -7,31 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.oracle import Enumeration, matrices, random_hmm, single_block
+from helpers.oracle import random_blocked_hmm, random_hmm, single_block
 
 import hmmlm
 from hmmlm import HMM, InputError, padded
-from hmmlm.ops.common import Carry, Impl
-
-CASES = [[2], [0, 3, 1, 1], [1, -1, 0, -1], [-1], [3, 2, 2, 0, 1]]
-
-
-@pytest.mark.parametrize("impl", ["naive", "scaled", "auto"])
-def test_implementations_agree_with_enumeration(impl: Impl) -> None:
-    hmm = HMM.from_probs(*random_hmm(3, 4, seed=11), impl=impl)
-    lengths = torch.tensor([len(case) for case in CASES])
-    tokens = torch.full((len(CASES), 6), 3)  # padding that would matter if it were read
-    counts = [torch.zeros_like(p) for p in matrices(hmm)]
-    for row, case in enumerate(CASES):
-        tokens[row, : len(case)] = torch.tensor(case)
-        oracle = Enumeration(hmm, case)
-        torch.testing.assert_close(hmm.log_likelihood([case])[0], oracle.log_likelihood())
-        counts = [total + own for total, own in zip(counts, oracle.counts(), strict=True)]
-    scores = torch.stack([Enumeration(hmm, case).log_likelihood() for case in CASES])
-    torch.testing.assert_close(hmm.log_likelihood(tokens, lengths), scores)
-    found = hmm.expected_counts(tokens, lengths)
-    for got, want in zip(found, [*counts, scores.sum()], strict=True):
-        torch.testing.assert_close(got, want)
+from hmmlm.ops.common import Carry
 
 
 def test_kernels_without_a_gpu_are_named() -> None:
@@ -118,6 +98,7 @@ def test_bad_parameters_are_named(arguments: tuple, message: str) -> None:
         ([[0, 1]], [0], r"length 0 of sequence 0"),
         ([[0, 1]], [1, 1], r"lengths must have shape \[1\], one per sequence, not \[2\]"),
         ([[0, 1]], [1.0], r"lengths must be integers"),
+        ([[0, 1]], [1 + 0j], r"lengths must be integers, not"),
     ],
 )
 def test_bad_tokens_are_named(tokens: list, lengths: list | None, message: str) -> None:
@@ -204,6 +185,28 @@ def test_validate_checks_what_the_constructor_does_not() -> None:
         hmm.validate()
 
 
+@pytest.mark.parametrize("number", range(3))
+def test_parameters_that_are_not_numbers_are_refused(number: int) -> None:
+    values = list(HMM.random(4, 5).tensors().values())
+    values[number] = values[number].clone()
+    values[number].view(-1)[1] = torch.nan
+    name = ("log_start", "transition.log_probs", "emission.log_probs")[number]
+    with pytest.raises(InputError, match=f"{name} contains NaN: the model is broken"):
+        HMM(*values)
+
+
+@pytest.mark.slow  # the compiler is imported
+@pytest.mark.parametrize("kind", ["dense", "blocked", "union"])
+def test_compiled_functions_leave_queries_alone(kind: str) -> None:
+    dense, blocked = HMM.random(4, 5), random_blocked_hmm(2, 3, 5, seed=2).to(torch.float32)
+    hmm = {"dense": dense, "blocked": blocked, "union": HMM.union([dense, blocked])}[kind]
+    tokens, lengths = torch.tensor([[0, 1, 2, 4], [3, -1, 1, 1]]), torch.tensor([4, 2])
+    want = hmm.log_likelihood(tokens, lengths)
+    torch.testing.assert_close(torch.compile(hmm.log_likelihood)(tokens, lengths), want)
+    twice = torch.compile(lambda tokens: 2 * hmm.posterior(tokens, lengths))
+    torch.testing.assert_close(twice(tokens), 2 * hmm.posterior(tokens, lengths))
+
+
 # --- mistakes ---
 
 MISTAKES: dict[str, tuple[Callable[[HMM], object], str]] = {
@@ -217,6 +220,13 @@ MISTAKES: dict[str, tuple[Callable[[HMM], object], str]] = {
     "seed": (lambda hmm: HMM.random(2, 2, seed="x"), "seed must be an integer, not 'x'"),  # type: ignore[arg-type]
     "large seed": (lambda hmm: HMM.random(2, 2, seed=2**64), "seed must be at most"),
     "hmmlearn": (lambda hmm: HMM.from_hmmlearn(5), "needs a fitted CategoricalHMM: int has no startprob_"),
+    "no samples": (lambda hmm: hmm.sample(0, 2), "num must be at least 1, not 0"),
+    "half a sample": (lambda hmm: hmm.sample(1.5, 2), r"num must be an integer, not 1\.5"),  # type: ignore[arg-type]
+    "no paths": (lambda hmm: hmm.posterior_sample([[0]], num=0), "num must be at least 1, not 0"),
+    "half a path": (lambda hmm: hmm.posterior_sample([[0]], num=1.5), r"not 1\.5"),  # type: ignore[arg-type]
+    "no length": (lambda hmm: hmm.sample(1, 0), "length must be at least 1, not 0"),
+    "blanks": (lambda hmm: hmm.infill_blanks([[-1], [0]], 0), "takes one sequence, not 2"),
+    "advance": (lambda hmm: hmm.advance(hmm.begin(), 5), "token 5 "),
     "padded": (lambda hmm: padded([1, 2]), "sequence 0 is 1, not a list of integers"),  # type: ignore[list-item]
     "padded number": (lambda hmm: padded(5), "must be a list of lists of integers, not 5"),  # type: ignore[arg-type]
     "padded floats": (lambda hmm: padded([[1.5], [1, 2]]), "tokens must be integers, not"),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.oracle import by_state, random_blocked_hmm, with_gradients
+from helpers.oracle import by_state, random_blocked_hmm
 from torch import Tensor
 
 from hmmlm.emissions import Blocked, blocked
@@ -69,49 +69,6 @@ def test_viterbi_filter_and_counts_agree_with_the_dense_model(pair: tuple[HMM, H
     torch.testing.assert_close(mine_counts.transition.to_dense(), dense_counts.transition)
     torch.testing.assert_close(by_state(hmm.emission, mine_counts.emission), dense_counts.emission)
     torch.testing.assert_close(mine_counts.log_likelihood, dense_counts.log_likelihood)
-
-
-@pytest.mark.usefixtures("computed")
-def test_posterior_samples_follow_the_posterior(pair: tuple[HMM, HMM]) -> None:
-    hmm, dense = pair
-    draws = hmm.posterior_sample(TOKENS, LENGTHS, num=4000, generator=torch.Generator().manual_seed(2))
-    posterior = dense.posterior(TOKENS, LENGTHS)
-    for row, length in enumerate(LENGTHS.tolist()):
-        assert bool((draws[:, row, length:] == -1).all())
-        for t in range(length):
-            seen = torch.bincount(draws[:, row, t], minlength=BLOCKS * K) / 4000
-            torch.testing.assert_close(seen.double(), posterior[row, t], atol=0.04, rtol=0)
-
-
-@pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("carried", [False, True])
-def test_gradients_agree_with_the_dense_model(missing: bool, carried: bool) -> None:
-    tokens = TOKENS if missing else TOKENS.clamp(min=0)
-    probs = torch.eye(BLOCKS * K, dtype=torch.float64)[[0, 3, 7, 11]] * 0.6 + 0.4 / (BLOCKS * K)
-    carry = Carry(probs.log()) if carried else None
-
-    def solve(dense: bool) -> list[Tensor]:
-        hmm = with_gradients(make())
-        leaves = list(hmm.parameters().values())
-        result = (hmm.dense() if dense else hmm).filter(tokens, LENGTHS, carry).log_likelihood
-        gradients = torch.autograd.grad(result.sum(), leaves, materialize_grads=True, allow_unused=True)
-        return [result.detach(), *gradients]
-
-    plain = make().filter(tokens, LENGTHS, carry).log_likelihood
-    for mine, theirs in zip(solve(False), solve(True), strict=True):
-        torch.testing.assert_close(mine, theirs)
-    torch.testing.assert_close(solve(False)[0], plain)
-
-
-def test_a_model_is_rebuilt_from_its_tensors_and_moved() -> None:
-    hmm = make()
-    again = HMM.from_tensors(hmm.tensors(), hmm.kinds())
-    assert torch.equal(again.log_likelihood(TOKENS), hmm.log_likelihood(TOKENS))
-    narrow = hmm.to(torch.float32)
-    assert narrow.dtype == torch.float32 and narrow.emission.tensors()["block_of_word"].dtype == torch.int64
-    torch.testing.assert_close(narrow.log_likelihood(TOKENS).double(), hmm.log_likelihood(TOKENS), rtol=1e-5, atol=1e-5)
-    assert hmm.detach() is hmm
-    assert repr(hmm) == "HMM(factored × blocked, states=12, vocab_size=9, dtype=torch.float64, device=cpu)"
 
 
 def test_bad_parameters_are_named() -> None:

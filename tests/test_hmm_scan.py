@@ -1,21 +1,17 @@
-"""`scan` and `joint_scan` of both kinds of HMM: against enumeration, window by window, and through a model."""
+"""`scan` through a model, beside underflow, and from a carry that has lost nothing."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.oracle import Enumeration, matrices, random_blocked_hmm, random_hmm, single_block, with_gradients
+from helpers.oracle import random_blocked_hmm, random_hmm, single_block, with_gradients
 from torch import Tensor, nn
 
 from hmmlm.emissions import Blocked
 from hmmlm.hmm import HMM, Carry
 from hmmlm.models.base import Model
-from hmmlm.ops.common import Scan
 from hmmlm.transitions import Dense, Factored
-
-KINDS = ["dense", "blocked", "blocked, one block"]
-RESTART = torch.tensor([[True, False, False, True], [False, False, True, False], [False, True, False, False]])
-LENGTHS = torch.tensor([4, 4, 2])
 
 
 def make_hmm(kind: str, seed: int = 0) -> HMM:
@@ -29,132 +25,6 @@ def make_hmm(kind: str, seed: int = 0) -> HMM:
 def draw(hmm: HMM, batch: int, steps: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return tokens and states [batch, steps] of the model."""
     return hmm.sample(batch, steps, torch.Generator().manual_seed(seed))
-
-
-def some_carry(hmm: HMM, batch: int) -> Carry:
-    """Return a carry over all states."""
-    return Carry(torch.rand(batch, hmm.states, generator=torch.Generator().manual_seed(1)).double().log_softmax(1))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lengths", [None, LENGTHS])
-@pytest.mark.parametrize("restart", [None, RESTART])
-@pytest.mark.parametrize("carried", [False, True])
-def test_scan_agrees_with_enumeration(kind: str, lengths: Tensor | None, restart: Tensor | None, carried: bool) -> None:
-    hmm = make_hmm(kind)
-    tokens, _ = draw(hmm, 3, 4)
-    carry = some_carry(hmm, 3) if carried else None
-    found = hmm.scan(tokens, lengths, carry, restart)
-    for row in range(3):
-        size = 4 if lengths is None else int(lengths[row])
-        initial = None if carry is None else carry.log_probs[row].exp()
-        starts = None if restart is None else restart[row].tolist()
-        oracle = Enumeration(hmm.dense(), tokens[row, :size].tolist(), initial, starts)
-        torch.testing.assert_close(found.log_likelihood[row], oracle.log_likelihood())
-        states = torch.arange(hmm.states) if found.carry.states is None else found.carry.states[row]
-        torch.testing.assert_close(found.carry.log_probs[row].exp(), oracle.posterior()[-1][states])
-        assert oracle.posterior()[-1][states].sum().item() == pytest.approx(1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lengths", [None, LENGTHS])
-@pytest.mark.parametrize("restart", [None, RESTART])
-@pytest.mark.parametrize("carried", [False, True])
-def test_joint_scan_agrees_with_enumeration(
-    kind: str, lengths: Tensor | None, restart: Tensor | None, carried: bool
-) -> None:
-    """log p(x, z) of a given path; with a carry that is certain of the state before it."""
-    hmm = make_hmm(kind)
-    tokens, states = draw(hmm, 3, 5)
-    before, tokens, states = (
-        hmm.joint_scan(tokens[:, :1], states[:, :1]).carry,
-        tokens[:, 1:].clone(),
-        states[:, 1:].clone(),
-    )
-    previous = before.most_likely()
-    tokens[0, 1] = -1  # a missing token: only its state is known
-    sizes = [4, 4, 4] if lengths is None else lengths.tolist()
-    if lengths is not None:
-        outside = torch.arange(4) >= lengths[:, None]
-        tokens, states = tokens.masked_fill(outside, -1), states.masked_fill(outside, -1)
-    found = hmm.joint_scan(tokens, states, lengths, before if carried else None, restart)
-    for row, size in enumerate(sizes):
-        certain = torch.nn.functional.one_hot(previous[row], hmm.states).double() if carried else None
-        starts = None if restart is None else restart[row].tolist()
-        oracle = Enumeration(hmm.dense(), tokens[row, :size].tolist(), certain, starts)
-        torch.testing.assert_close(found.log_likelihood[row], oracle.log_joint_of(states[row, :size].tolist()))
-        assert found.carry.most_likely()[row] == states[row, size - 1]
-        assert found.carry.log_probs[row].exp().sum() == 1 and found.carry.log_probs[row].max() == 0
-
-
-def test_joint_scan_of_states_that_cannot_emit_the_token() -> None:
-    """A state of another block does not emit the word; a missing token is emitted by every state."""
-    hmm = make_hmm("blocked")
-    word = torch.tensor([[0, 1]])
-    own = hmm.emission.tensors()["block_of_word"][word] * 2  # the first state of each block
-    other = (own + 2) % 4
-    assert hmm.joint_scan(word, own).log_likelihood.isfinite().all()
-    assert hmm.joint_scan(word, torch.cat([own[:, :1], other[:, 1:]], 1)).log_likelihood.item() == -math.inf
-    found = hmm.joint_scan(torch.full((1, 2), -1), other)
-    expected = Enumeration(hmm.dense(), [-1, -1]).log_joint_of(other[0].tolist())
-    torch.testing.assert_close(found.log_likelihood[0], expected)
-    assert found.carry.most_likely().item() == other[0, 1]  # whatever word 0 is
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("joint", [False, True])
-def test_windows_with_a_carry_add_up_to_the_whole(kind: str, joint: bool) -> None:
-    hmm = make_hmm(kind)
-    tokens, states = draw(hmm, 3, 20)
-    restart = torch.rand(3, 20, generator=torch.Generator().manual_seed(2)) < 0.2
-
-    def run(window: slice, carry: Carry | None) -> Scan:
-        if joint:
-            return hmm.joint_scan(tokens[:, window], states[:, window], None, carry, restart[:, window])
-        return hmm.scan(tokens[:, window], None, carry, restart[:, window])
-
-    whole = run(slice(0, 20), None)
-    total, carry = torch.zeros(3, dtype=torch.float64), None
-    for first in range(0, 20, 7):
-        part = run(slice(first, first + 7), carry)
-        total, carry = total + part.log_likelihood, part.carry
-    torch.testing.assert_close(total, whole.log_likelihood)
-    assert carry is not None
-    torch.testing.assert_close(carry.log_probs, whole.carry.log_probs)
-    assert torch.equal(carry.most_likely(), whole.carry.most_likely())
-    assert (carry.states is None) == (kind == "dense")
-    if carry.states is not None:
-        assert torch.equal(carry.states, whole.carry.states)
-
-
-@pytest.mark.parametrize("joint", [False, True])
-def test_gradients_of_a_blocked_scan_are_those_of_the_dense_one(joint: bool) -> None:
-    tokens, states = draw(make_hmm("blocked"), 3, 6)
-    restart = torch.rand(3, 6, generator=torch.Generator().manual_seed(2)) < 0.2
-    found = []
-    for dense in (False, True):
-        model = with_gradients(make_hmm("blocked"))
-        leaves = list(model.parameters().values())
-        hmm = model.dense() if dense else model
-        carry = some_carry(hmm, 3)
-        result = (
-            hmm.joint_scan(tokens, states, None, carry, restart) if joint else hmm.scan(tokens, None, carry, restart)
-        )
-        assert not result.carry.log_probs.requires_grad
-        weight = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-        found.append(torch.autograd.grad(result.log_likelihood, leaves, weight))
-    for blocked, want in zip(*found, strict=True):
-        torch.testing.assert_close(blocked, want)
-
-
-def test_the_gradient_of_joint_scan_counts_starts_transitions_and_emissions() -> None:
-    dense = HMM.from_probs([1.0, 0.0], [[0.5, 0.5], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]])
-    leaves = [p.clone().requires_grad_() for p in matrices(dense)]
-    result = HMM(*leaves).joint_scan(torch.tensor([[1, 0], [0, 1]]), torch.tensor([[0, 1], [1, 0]]))
-    torch.testing.assert_close(result.log_likelihood.detach(), torch.tensor([math.log(0.5), -math.inf]))
-    start, transition, emission = torch.autograd.grad(result.log_likelihood[0], leaves)
-    assert torch.equal(start, torch.tensor([1.0, 0.0])) and torch.equal(emission, torch.eye(2).flip(0))
-    assert torch.equal(transition, torch.tensor([[0.0, 1.0], [0.0, 0.0]]))
 
 
 class BlockedLogits(Model):
@@ -222,3 +92,42 @@ def test_the_carry_of_a_model_that_requires_gradients_loses_no_state() -> None:
     for model in (hmm, with_gradients(hmm)):
         carry = model.scan(torch.tensor([[0, 0]])).carry
         torch.testing.assert_close(carry.over_all(2), torch.tensor([[0.0, -200.0]], dtype=torch.float64))
+
+
+def unlikely_first() -> tuple[HMM, Tensor]:
+    """Return a union whose second component alone explains the end of a text, and hardly its beginning."""
+    sure, rare = math.log1p(-math.exp(-30.0)), -30.0
+    parts = [
+        HMM(torch.zeros(1), torch.zeros(1, 1), torch.tensor([[sure, rare, -math.inf]])),
+        HMM(torch.zeros(1), torch.zeros(1, 1), torch.tensor([[rare, -math.inf, sure]])),
+    ]
+    return HMM.union(parts), torch.tensor([[0] * 30 + [2] * 30])
+
+
+def left_to_right() -> tuple[HMM, Tensor]:
+    """Return a model of which the last state, hardly reached at first, alone explains the end of a text."""
+    transition = torch.tensor([[0.5, 0.5, 0.0], [0.0, 1 - 1e-30, 1e-30], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    emission = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
+    hmm = HMM.from_probs(torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64), transition, emission)
+    return hmm.to(torch.float32), torch.tensor([[0] * 5 + [2] * 5, [0, 1] * 5])
+
+
+def union() -> tuple[HMM, Tensor]:
+    hmm, tokens = left_to_right()
+    return HMM.union([hmm, hmm], [0.3, 0.7]), tokens
+
+
+@pytest.mark.parametrize("make", [left_to_right, unlikely_first, union])
+@pytest.mark.parametrize("width", [1, 7, 30])
+@pytest.mark.parametrize("query", ["filter", "token_log_probs", "scan"])
+def test_a_carry_loses_no_unlikely_state(make: Callable[[], tuple[HMM, Tensor]], width: int, query: str) -> None:
+    hmm, tokens = make()
+    carry: Carry | None = None
+    total = torch.zeros(len(tokens), dtype=torch.float64)
+    for window in tokens.split(width, 1):
+        found = hmm.scan(window, carry=carry) if query == "scan" else hmm.filter(window, carry=carry)
+        scored = hmm.token_log_probs(window, carry=carry).sum(1) if query == "token_log_probs" else found.log_likelihood
+        carry, total = found.carry, total + scored.double()
+    whole = hmm.log_likelihood(tokens).double()
+    assert bool(whole.isfinite().all())
+    torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-3)

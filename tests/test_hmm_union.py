@@ -1,10 +1,8 @@
-"""Unions of HMMs beyond the fuzz: windows, restarts, files, sizes; their queries are in test_fuzz.py."""
-
-import itertools
+"""Unions of HMMs beyond the contract and the fuzz: their parts, files, sizes and messages."""
 
 import pytest
 import torch
-from helpers.oracle import random_blocked_hmm, random_hmm, with_gradients
+from helpers.oracle import random_blocked_hmm, random_hmm
 
 from hmmlm.emissions import UnionEmission
 from hmmlm.errors import InputError
@@ -27,61 +25,6 @@ def union() -> HMM:
     return HMM.union(parts, [0.5, 0.2, 0.3])
 
 
-def test_a_union_is_the_weighted_sum_of_its_components(union: HMM) -> None:
-    tokens = torch.tensor(list(itertools.product(range(WORDS), repeat=3)))
-    parts = torch.stack([component.log_likelihood(tokens).exp() for component in union.components])
-    together = union.log_likelihood(tokens).exp()
-    torch.testing.assert_close(together, torch.tensor([0.5, 0.2, 0.3]).double() @ parts)
-    assert float(together.sum()) == pytest.approx(1)
-    torch.testing.assert_close(union.dense().log_likelihood(tokens).exp(), together)
-
-
-@pytest.mark.parametrize("resets", [False, True])
-def test_windows_with_a_carry_score_as_the_whole(union: HMM, resets: bool) -> None:
-    tokens = union.sample(4, 24, torch.Generator().manual_seed(0))[0]
-    restart = torch.zeros_like(tokens, dtype=torch.bool)
-    restart[:, 1:] = tokens[:, :-1] == 0
-    assert restart.any()
-    given = restart if resets else None
-    carry, total = None, torch.zeros(4, dtype=torch.float64)
-    for first in range(0, 24, 5):
-        window = slice(first, first + 5)
-        result = union.scan(tokens[:, window], None, carry, None if given is None else given[:, window])
-        carry, total = result.carry, total + result.log_likelihood
-    want = union.dense().scan(tokens, None, None, given)
-    torch.testing.assert_close(total, want.log_likelihood)
-    assert carry is not None and carry.states is not None
-    spread = torch.zeros(4, union.states, dtype=torch.float64).scatter(1, carry.states, carry.log_probs.exp())
-    torch.testing.assert_close(spread, want.carry.log_probs.exp())
-
-
-def test_after_a_restart_a_component_is_chosen_again() -> None:
-    only_a, only_b = (HMM.from_probs([1.0], [[1.0]], [emission]) for emission in ([1.0, 0.0], [0.0, 1.0]))
-    union = HMM.union([only_a, only_b])
-    tokens = torch.tensor([[0, 0, 1]])
-    assert float(union.scan(tokens).log_likelihood) == -torch.inf
-    again = torch.tensor([[False, False, True]])
-    assert float(union.scan(tokens, restart=again).log_likelihood.exp()) == pytest.approx(0.25)
-
-
-def test_the_carry_keeps_a_component_that_is_very_unlikely_so_far() -> None:
-    parts = [HMM.from_probs([1.0], [[1.0]], [emission]) for emission in ([0.99, 0.01], [0.01, 0.99])]
-    union, tokens = HMM.union(parts), torch.tensor([[0] * 30 + [1] * 30])
-    first = union.scan(tokens[:, :30])
-    second = union.scan(tokens[:, 30:], carry=first.carry)  # float32 would have lost the second component
-    total = float(first.log_likelihood + second.log_likelihood)
-    assert total == pytest.approx(float(union.log_likelihood(tokens)), rel=1e-5)
-
-
-def test_a_window_with_missing_tokens_is_continued() -> None:
-    """The carry of a blocked component is then over all of its states, not those of one block."""
-    parts = [random_blocked_hmm(2, 2, WORDS, seed=1), random_blocked_hmm(2, 3, WORDS, seed=2)]
-    union, tokens = HMM.union(parts), torch.tensor([[-1, -1, 1], [3, -1, 2], [0, 1, 5]])
-    first = union.scan(tokens[:, :2])
-    second = union.scan(tokens[:, 2:], carry=first.carry)
-    torch.testing.assert_close(first.log_likelihood + second.log_likelihood, union.dense().log_likelihood(tokens))
-
-
 def test_a_union_of_unions_is_flat(union: HMM) -> None:
     both = HMM.union([union, union.components[0]], [0.5, 0.5])
     assert len(both.components) == 4
@@ -96,33 +39,6 @@ def test_components_and_weights_follow_from_the_start_distribution(union: HMM) -
         part.validate()
     pairs = zip(union.log_weights, union.components, strict=True)
     torch.testing.assert_close(torch.cat([weight + part.log_start for weight, part in pairs]), union.log_start)
-
-
-def test_a_component_of_weight_zero_adds_nothing() -> None:
-    parts = [random_blocked_hmm(2, 2, WORDS, seed=1), HMM.from_probs(*random_hmm(3, WORDS, seed=3))]
-    union, tokens = HMM.union(parts, [1.0, 0.0]), torch.tensor([[0, 1, 2, 3]])
-    union.validate()
-    torch.testing.assert_close(union.log_likelihood(tokens), parts[0].log_likelihood(tokens))
-    assert union.log_weights.tolist() == [pytest.approx(0.0), -torch.inf]
-    leaves = with_gradients(union)
-    for gradient in torch.autograd.grad(leaves.log_likelihood(tokens).sum(), list(leaves.parameters().values())):
-        assert bool(gradient.isfinite().all())
-
-
-def test_emission_counts_are_one_matrix_or_those_of_each_model() -> None:
-    """Those of blocked models are [V, k], which do not make one matrix, even if all have the same shape."""
-    blocked, dense = (
-        [random_blocked_hmm(2, 3, WORDS, seed) for seed in (1, 2)],
-        HMM.from_probs(*random_hmm(2, WORDS, 3)),
-    )
-    square = random_blocked_hmm(1, WORDS, WORDS, 4)  # as many states in a block as words
-    tokens = torch.tensor([[0, 1, 2, 3], [2, 2, 5, 1]])
-    assert HMM.union([dense, dense]).expected_counts(tokens).emission.shape == (4, WORDS)
-    for parts in (blocked, [blocked[0], dense], [square, dense]):
-        counts = HMM.union(parts).expected_counts(tokens).emission
-        assert isinstance(counts, tuple)
-        assert [own.shape for own in counts] == [part.emission.tensors()["log_probs"].shape for part in parts]
-        assert float(sum(own.sum() for own in counts)) == pytest.approx(8)
 
 
 def test_tensors_of_a_file(union: HMM) -> None:
