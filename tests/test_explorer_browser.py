@@ -204,7 +204,7 @@ def test_two_models_and_the_run(page: Page, server: Server, blocked: Server) -> 
 
 def test_every_panel_of_a_large_blocked_model(page: Page, blocked: Server) -> None:
     page.goto(f"{blocked.url}#sentence?text=the+cat+word3+word9+cat&at=2")
-    expect(page.locator("#facts")).to_have_text("4,096 states · 200 words · blocked")
+    expect(page.locator("#facts")).to_have_text("4,096 states · 200 words · factored × blocked")
     expect(page.locator("#token button.row[aria-label^='Replace by']")).to_have_count(12)
     page.locator("nav a", has_text="States").click()
     blocked.explorer.layout.result(timeout=120)

@@ -158,10 +158,6 @@ class Enumeration:
         weight = self.probabilities()
         return -torch.xlogy(weight, weight).sum()
 
-    def best(self) -> Tensor:
-        """Return the joint log-probability of the most likely path."""
-        return self.log_joint.max()
-
     def log_joint_of(self, path: Sequence[int]) -> Tensor:
         """Return log p(x, z) of one path."""
         index = (self.paths == torch.tensor(path)).all(1).nonzero().item()
