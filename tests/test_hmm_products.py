@@ -8,7 +8,9 @@ from hmmlm.emissions import Blocked
 from hmmlm.emissions.columns import EmissionMatrix, equal_columns, log_group_sums
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
+from hmmlm.hmm.recursions import forward, messages_back, run_filter, run_messages, sort_batch
 from hmmlm.numerics.logmatrix import LogMatrix, LogTiles
+from hmmlm.ops.common import installed
 from hmmlm.transitions import Factored, tiled
 from hmmlm.transitions.tilestore import TileStore
 
@@ -183,3 +185,29 @@ def test_rows_that_log_softmax_rounds_are_distributions() -> None:
     HMM(torch.zeros(1), torch.zeros(1, 1), log_emission).validate()
     with pytest.raises(InputError, match=r"sums to 1\.001"):
         HMM(torch.zeros(1), torch.zeros(1, 1), log_emission + 1e-3).validate()
+
+
+@pytest.mark.skipif(not installed("numba"), reason="numba is not installed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_long_texts_in_compiled_loops_are_those_of_log_space(dtype: torch.dtype) -> None:
+    hmm = HMM.random(5, 7, seed=3).to(dtype)
+    tokens = hmm.sample(3, 1100, torch.Generator().manual_seed(0))[0]
+    tokens[0, ::50] = -1
+    batch = sort_batch(hmm, tokens, torch.tensor([1090, 1100, 3]))
+    found, plain = run_filter(hmm, batch), forward(hmm, batch)
+    assert found.stacked.by_loops
+    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(found.filtered, plain.filtered, **close)
+    torch.testing.assert_close(found.scales, plain.scales, **close)
+    torch.testing.assert_close(run_messages(hmm, found), messages_back(hmm, plain), **close)
+    whole, first = hmm.token_log_probs(tokens), hmm.filter(tokens[:, :20])
+    rest = hmm.token_log_probs(tokens[:, 20:], carry=first.carry)  # from a carry
+    torch.testing.assert_close(rest, whole[:, 20:], **close)
+
+
+def test_long_texts_with_faint_states_are_computed_in_log_space() -> None:
+    start, transition, emission = torch.tensor([0.5, 0.5]), torch.eye(2), torch.tensor([[0.9, 0.1], [0.1, 0.9]])
+    hmm = HMM(start.log(), transition.log(), emission.log())
+    tokens = torch.tensor([[0] * 60 + [1] * 1040])  # the second state recovers from 0.9^60 / 0.1^60
+    posterior = hmm.posterior(tokens)[0]
+    torch.testing.assert_close(posterior[:, 1], torch.ones(1100))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hmmlm.hmm.composition import Composition
 
 _BULK_CELLS = 2**25  # largest [T, B, Z] tensor
+_LOOP_STEPS = 1024  # of a text for which compiled loops pay: to load them takes 0.1 GB
 _LEAST_CARRIED = 1e-20  # probability of a state of a carry that compiled loops may start from
 _GROUPS = (4, 1)  # steps between two normalizations: first several, which is faster; then one, which is more accurate
 
@@ -82,7 +83,7 @@ def _filter_loops(hmm: Composition, batch: SortedBatch, log_initial: Tensor | No
     """Compute what `filter_products` does in compiled loops; None where these do not serve, or are not accurate."""
     parameters, carry = hmm.matrices(), None if log_initial is None else log_initial.double()
     evidence = Evidence(batch.tokens[:, : len(batch.active)], None, carry)
-    if parameters is None or hmm.impl not in ("auto", "compiled"):
+    if parameters is None or hmm.impl not in ("auto", "compiled") or len(batch.active) < _LOOP_STEPS:
         return None
     if refusal(parameters, evidence, hmm.dtype, "compiled"):
         return None
