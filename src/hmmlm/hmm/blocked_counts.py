@@ -13,6 +13,7 @@ from hmmlm.hmm.lattice import Lattice, stack_steps
 from hmmlm.hmm.results import Counts
 from hmmlm.numerics.support import BlockSupport, first_rows, some_rows, spread
 from hmmlm.ops.common import NEG_INF
+from hmmlm.transitions.tiles import span_of
 
 CELLS = 2**24  # largest table of transitions counted at once
 
@@ -84,7 +85,7 @@ def _wide_counts(
     hmm: Composition, before: Tensor, ahead: Tensor, source: BlockSupport, target: BlockSupport, row: int
 ) -> tuple[Tensor, Tensor]:
     """Return the expected transitions of one row of a step, from or to all states."""
-    first, second = (hmm.transition.span(int(support.blocks[row]), support.width) for support in (source, target))
+    first, second = (span_of(int(s.blocks[row]), s.width, hmm.states) for s in (source, target))
     before, ahead = before[first] if source.wide else before, ahead[second] if target.wide else ahead
     tile = torch.cat(list(hmm.transition.pieces(first, second)), 1)
     states = torch.arange(hmm.states, device=hmm.device)

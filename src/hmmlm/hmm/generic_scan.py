@@ -81,7 +81,7 @@ class _GenericScan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         if learns or not exact:
             ctx.run = run = _run(hmm, batch, entry)
-            ctx.hmm, ctx.names, ctx.shape = hmm, names, entry.shape
+            ctx.hmm, ctx.names = hmm, names
             scales = [
                 scale.double().log() + offset for scale, offset in zip(run.lattice.scales, run.offsets, strict=True)
             ]

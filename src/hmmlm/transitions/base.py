@@ -13,7 +13,7 @@ from hmmlm.numerics.semirings import LOG, Semiring
 from hmmlm.numerics.support import Support
 from hmmlm.numerics.tables import Tables
 from hmmlm.ops.common import NEG_INF
-from hmmlm.transitions.tiles import contract, entropy_of_sources, span_of
+from hmmlm.transitions.tiles import contract, entropy_of_sources
 
 _CELLS = 2**24  # largest piece of the matrix that is computed at once
 
@@ -113,7 +113,3 @@ class Transition(Tables):
     def maximize(self: Transition, counts: dict[str, Tensor], pseudocount: float = 0.0) -> Transition:
         """Return the transition that maximizes the expected log-likelihood, from the counts of its tensors."""
         raise InputError(f"a {self.kind} transition has no closed M step: train it by gradients")
-
-    def span(self, block: int, width: int) -> slice:
-        """Return the states of a block, or all states (−1)."""
-        return span_of(block, width, self.num_states)
