@@ -11,7 +11,10 @@ from pathlib import Path
 
 import torch
 
-from hmmlm.ops.blocked_scan import Factors, blocked_scan, scaled
+from hmmlm.hmm import steps
+from hmmlm.hmm.generic_scan import generic_scan
+from hmmlm.models.base import from_factors
+from hmmlm.ops.blocked_scan import Factors
 from papers.records import add_record, commit, machine
 
 WORDS, BATCH, TIME, HIDDEN, REPEATS = 10_000, 16, 32, 256, 5
@@ -37,18 +40,18 @@ def seconds(factors: Factors, entry: torch.Tensor, tokens: torch.Tensor) -> floa
     block_of_word, *parameters = factors
     leaves = Factors(block_of_word, *(x.clone().requires_grad_() for x in parameters))
     began = time.perf_counter()
-    blocked_scan(leaves, tokens, entry=entry).log_likelihood.sum().backward()
+    generic_scan(from_factors(leaves), tokens, entry=entry).log_likelihood.sum().backward()
     return time.perf_counter() - began
 
 
 def main() -> None:
     """Time both variants at every size and add the results to results/blocked-cpu.json."""
-    least = scaled._WORTH_SHARING
+    most = steps._TILE_CELLS
     for blocks, kept in SIZES:
         given, times = problem(blocks, kept), {"shared": [], "own": []}  # type: ignore[var-annotated]
         for _ in range(REPEATS):  # interleaved, so that other load affects both
-            for name, worth in (("shared", least), ("own", 2**62)):
-                scaled._WORTH_SHARING = worth
+            for name, cells in (("shared", most), ("own", 0)):
+                steps._TILE_CELLS = cells
                 times[name].append(seconds(*given))
         shared, own = min(times["shared"]), min(times["own"])
         row = f"{blocks} blocks of {kept} states" if blocks > 1 else f"{kept} states, no blocks"
@@ -73,7 +76,7 @@ def main() -> None:
                 "note": f"least of {REPEATS} times",
             },
         )
-    scaled._WORTH_SHARING = least
+    steps._TILE_CELLS = most
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hmmlm.hmm.generic_scan import generic_scan
+from hmmlm.models.base import from_factors
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.blocked_scan import triton as scan_kernels
 from hmmlm.ops.blocked_scan.problem import Problem, lay_out
@@ -218,21 +220,18 @@ def check_scan(*size: int, dtype: torch.dtype, ragged: bool) -> None:
     case = blocked_case(*size, dtype=dtype, ragged=ragged)  # type: ignore[misc]
     weight = torch.randn(size[0], device=DEVICE)
     found: dict[str, list[Tensor]] = {}
-    for impl, exact in (("triton", torch.float32), ("scaled", torch.float64)):
+    for impl, exact in (("triton", torch.float32), ("generic", torch.float64)):
         leaves = [x.to(exact, copy=True).requires_grad_() for x in (*case["parameters"], case["entry"])]
-        result = blocked_scan(
-            Factors(case["block_of_word"], *leaves[:5]),
-            case["tokens"],
-            entry=leaves[5],
-            lengths=case["lengths"],
-            restart=case["restart"],
-            product_dtype=dtype if impl == "triton" else torch.float64,
-            impl=impl,
-        )
+        factors = Factors(case["block_of_word"], *leaves[:5])
+        given = {"entry": leaves[5], "lengths": case["lengths"], "restart": case["restart"]}
+        if impl == "triton":
+            result = blocked_scan(factors, case["tokens"], product_dtype=dtype, **given)
+        else:
+            result = generic_scan(from_factors(factors), case["tokens"], **given)
         (result.log_likelihood * weight).sum().backward()
         found[impl] = [result.log_likelihood.detach(), result.carry.log_probs.exp(), *(x.grad for x in leaves)]  # type: ignore[misc]
     names = ("value", "carry", "u", "w", "normalizer", "start", "emission", "entry")
-    errors = [error(a, b) for a, b in zip(found["triton"], found["scaled"], strict=True)]
+    errors = [error(a, b) for a, b in zip(found["triton"], found["generic"], strict=True)]
     report(
         op="blocked_scan", check="x".join(map(str, size)), dtype=str(dtype)[6:], **dict(zip(names, errors, strict=True))
     )
@@ -250,7 +249,6 @@ def time_scan(*size: int, dtype: torch.dtype, label: str = "", parts: bool = Fal
             entry=leaves[5],
             restart=case["restart"],
             product_dtype=dtype,
-            impl="triton",
         ).log_likelihood
 
     def both() -> None:

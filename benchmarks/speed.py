@@ -39,6 +39,8 @@ from benchmarks.dense_step import ADAMW, ROUNDS, Steps, Training, check, draw_to
 from benchmarks.peers.bare import products
 from benchmarks.peers.loop import log_likelihood
 from hmmlm.hmm import HMM
+from hmmlm.hmm.generic_scan import generic_scan
+from hmmlm.models.base import from_factors
 from hmmlm.models.neural import Neural
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.common import installed
@@ -253,9 +255,13 @@ def blocked_errors(row: Row, device: torch.device, spread: float) -> dict[str, f
     block_of_word = torch.arange(row.vocab, device=device) % BLOCKS
     tokens = draw_tokens(batch, length, row.vocab, device)
     found = []
-    for dtype, products_in in ((torch.float32, torch.bfloat16), (torch.float64, torch.float64)):
+    for dtype in (torch.float32, torch.float64):
         leaves = [x.to(dtype).requires_grad_() for x in (u, w, normalizer, *rest)]
-        result = blocked_scan(Factors(block_of_word, *leaves), tokens, product_dtype=products_in)
+        factors = Factors(block_of_word, *leaves)
+        if dtype == torch.float32:
+            result = blocked_scan(factors, tokens, product_dtype=torch.bfloat16)
+        else:
+            result = generic_scan(from_factors(factors), tokens)
         gradients = torch.autograd.grad(result.log_likelihood.sum(), leaves)
         found.append([result.log_likelihood.detach(), *gradients])
     names = ("log_likelihood", "u", "w", "log_normalizer", "start", "emission")

@@ -5,8 +5,8 @@ import torch
 from helpers.oracle import random_blocked_hmm
 
 from hmmlm.hmm import blocked_stream
-from hmmlm.hmm.lattice import add_step
 from hmmlm.hmm.recursions import run_filter, sort_batch
+from hmmlm.hmm.steps import add_step
 from hmmlm.transitions import tiled
 
 WORDS, STEPS = 9, 50

@@ -281,8 +281,8 @@ def frames_of_the_step(frame: FrameType | None) -> list[str]:
     [
         ({}, implementations, "scan", "_dense.<locals>.run"),
         ({"kind": "linear", "hidden": 8}, implementations, "scan", "_dense.<locals>.run"),
-        ({"blocks": 2, "dropout": 0.5}, scalar, "blocked_scan", "BlockedScalar.scan"),
-        ({"kind": "neural", "blocks": 2, "hidden": 8}, base, "softmax_scan", "FactoredBlockedModel.scan"),
+        ({"blocks": 2, "dropout": 0.5}, scalar, "generic_scan", "BlockedScalar.scan"),
+        ({"kind": "neural", "blocks": 2, "hidden": 8}, base, "generic_scan", "FactoredBlockedModel.scan"),
     ],
     ids=["scalar", "linear", "blocked scalar", "neural"],
 )

@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from helpers import naive_blocked
 from helpers.dense_scan import sticky
-from hmmlm.emissions import Blocked
-from hmmlm.hmm import HMM
-from hmmlm.ops.blocked_scan import Factors, blocked_scan
+from hmmlm.hmm.generic_scan import generic_scan
+from hmmlm.models.base import from_factors, scan_factors
+from hmmlm.ops.blocked_scan import Factors
 from hmmlm.ops.common import Scan
-from hmmlm.transitions import Factored
 
 KERNEL_CASES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((3, 4, 5, 9, 3, 4), {}),
@@ -80,7 +80,7 @@ def make_case(
     log_normalizer, log_start = (u @ w.T).logsumexp(1), normal(states).log_softmax(0)
     log_emission = normal(words, states_per_block) - 2
     entry = normal(batch, 1 + next_words, states_per_block) - 1 if entered else None
-    lengths = integers(steps + 1, batch) if ragged else None
+    lengths = integers(steps, batch) + 1 if ragged else None
     restart = integers(3, batch, steps) == 0 if restarts else None
     block_of_word = torch.cat([torch.arange(blocks), integers(blocks, words - blocks)])
     factors = Factors(block_of_word, u, w, log_normalizer, log_start, log_emission)
@@ -102,11 +102,18 @@ def two_regimes(log_leak: float, log_wrong: float) -> Factors:
     )
 
 
-def make_hmm(factors: Factors) -> HMM:
-    """Return the HMM with the parameters of a problem; emissions need not sum to one here."""
-    blocks = len(factors.log_start) // factors.log_emission.shape[1]
-    transition = Factored(factors.u, factors.w, factors.log_normalizer)
-    return HMM(factors.log_start, transition, Blocked(factors.log_emission, factors.block_of_word, blocks))
+def scan(case: Case, impl: str, **options: Any) -> Scan:
+    """Compute the likelihood by the specification ("naive"), by any steps ("generic") or by the kernels ("triton")."""
+    if impl == "naive":
+        return naive_blocked.blocked_scan(
+            case.factors, case.tokens, case.entry, case.lengths, case.restart, case.next_words
+        )
+    if impl == "triton":
+        return scan_factors(
+            case.factors, case.tokens, case.lengths, case.entry, case.restart, case.next_words, **options
+        )
+    hmm, given = from_factors(case.factors), {"entry": case.entry, "next_words": case.next_words}
+    return generic_scan(hmm, case.tokens, case.lengths, None, case.restart, **given, exact_carry=True)
 
 
 class Solution(NamedTuple):
@@ -126,22 +133,13 @@ def weights(batch: int) -> Tensor:
     return torch.linspace(-1, 2, batch, dtype=torch.float64)
 
 
-def solve(case: Case, impl: Any, device: torch.device | str = "cpu", **options: Any) -> Solution:
+def solve(case: Case, impl: str, device: torch.device | str = "cpu", **options: Any) -> Solution:
     """Run the scan and its backward pass; the Triton kernels compute in float32, the others in the dtype of the case.
 
     The −inf of an impossible sequence is a part of the sum: its gradient must be zero.
     """
     moved = case.to(device, torch.float32 if impl == "triton" else case.factors.u.dtype)
-    result = blocked_scan(
-        moved.factors,
-        moved.tokens,
-        entry=moved.entry,
-        lengths=moved.lengths,
-        restart=moved.restart,
-        next_words=moved.next_words,
-        impl=impl,
-        **options,
-    )
+    result = scan(moved, impl, **options)
     assert result.suspect is None or not result.suspect.any()  # only inside a CUDA graph
     assert not result.carry.log_probs.requires_grad
     log_likelihood = result.log_likelihood
@@ -156,7 +154,7 @@ def solve(case: Case, impl: Any, device: torch.device | str = "cpu", **options: 
     return Solution(result, dict(zip(inputs, gradients, strict=True)))
 
 
-def assert_agrees(case: Case, impl: Any, device: torch.device | str = "cpu", tolerance: float | None = None) -> None:
+def assert_agrees(case: Case, impl: str, device: torch.device | str = "cpu", tolerance: float | None = None) -> None:
     """Compare an implementation with the specification: likelihoods, carries and gradients."""
     tolerance = tolerance or (3e-5 if impl == "triton" else 1e-10)
     got, want = solve(case, impl, device).values(), solve(case, "naive").values()

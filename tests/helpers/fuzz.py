@@ -20,12 +20,12 @@ from helpers.extended import LONG, NEG_INF, Array, Paths, Truth, accepted, infil
 from helpers.oracle import with_gradients
 from hmmlm.emissions import Blocked, Categorical, Emission, UnionEmission, blocked
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, Counts, blocked_counts, generic_scan, products
+from hmmlm.hmm import HMM, Counts, blocked_counts, products, steps
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.constraints import Guide
+from hmmlm.hmm.generic_scan import generic_scan
 from hmmlm.numerics import semirings
-from hmmlm.ops.blocked_scan import Factors, blocked_scan
-from hmmlm.ops.common import Carry, Impl, Scan, last_tokens
+from hmmlm.ops.common import Carry, Impl, Scan, logsumexp
 from hmmlm.transitions import (
     BlockDiagonal,
     Dense,
@@ -309,31 +309,25 @@ class Fuzz:
         self._scan("scan", model, model.scan(batch.tokens, batch.lengths, carry, batch.restart), paths)
         model = self._leaves()
         given = batch.tokens, batch.lengths, carry, batch.restart
-        self._scan("generic scan", model, generic_scan.generic_scan(model, *given), paths)
+        self._scan("generic scan", model, generic_scan(model, *given, exact_carry=True), paths)
         with torch.no_grad():
             exact = hmm.scan(batch.tokens, batch.lengths, carry, batch.restart, exact_carry=True)
         self._carries("exact scan", exact, paths)
-        if isinstance(hmm.transition, Factored) and isinstance(hmm.emission, Blocked):
-            self._naive_scan()
+        if isinstance(hmm.emission, Blocked):
+            self._entered_scan()
 
-    def _naive_scan(self) -> None:
-        """The specification of the blocked scan, which has no missing tokens."""
+    def _entered_scan(self) -> None:
+        """What a scan continues from may be given over the states of the first word, which is not missing."""
         random = torch.from_numpy(self.rng.integers(self.hmm.vocab_size, size=tuple(self.batch.tokens.shape)))
         tokens = torch.where(self.batch.tokens < 0, random.to(self.device), self.batch.tokens)
-        batch, model = self.batch._replace(tokens=tokens), self._leaves()
-        transition, emission, entry = model.transition, model.emission, None
-        assert isinstance(transition, Factored) and isinstance(emission, Blocked)
+        batch, model, entry = self.batch._replace(tokens=tokens), self._leaves(), None
+        assert isinstance(model.emission, Blocked)
         if batch.carry is not None:
-            moved = transition.dense()
-            every = (batch.carry[:, :, None].to(moved) + moved).logsumexp(1).unflatten(1, (emission.num_blocks, -1))
-            entry = every[torch.arange(len(every)), emission.block_of_word[tokens[:, 0]]][:, None]
-        block, u, w = emission.block_of_word, transition.u, transition.w
-        factors = Factors(block, u, w, transition.log_normalizer, model.log_start, emission.log_probs)
-        found = blocked_scan(factors, tokens, entry=entry, lengths=batch.lengths, restart=batch.restart, impl="naive")
-        states = torch.arange(self.hmm.states, device=self.device).view(emission.num_blocks, -1)
-        last = states[block[last_tokens(tokens, batch.lengths)]]
-        found = found._replace(carry=Carry(found.carry.log_probs, last))
-        self._scan("naive scan", model, found, self._paths(batch, carry=True, restart=True))
+            moved, blocks = model.transition.dense(), model.emission.num_blocks
+            every = logsumexp(batch.carry[:, :, None].to(moved) + moved, 1).unflatten(1, (blocks, -1))
+            entry = every[torch.arange(len(every)), model.emission.block_of_word[tokens[:, 0]]][:, None]
+        found = generic_scan(model, tokens, batch.lengths, None, batch.restart, entry=entry, exact_carry=True)
+        self._scan("entered scan", model, found, self._paths(batch, carry=True, restart=True))
 
     def _scan(self, name: str, model: HMM, found: Scan, paths: list[Paths]) -> None:
         self._carries(name, found, paths)
@@ -558,8 +552,8 @@ def error_of(call: Callable[[], object]) -> str:
 @contextmanager
 def small_pieces(small: bool) -> Iterator[None]:
     """Let queries of small models take the paths of large ones: step by step, in pieces, without a table."""
-    sizes = [(module, "_CELLS", 8) for module in (semirings, origins, base, factored, tiles, blocked, generic_scan)]
-    sizes += [(semirings, "_CACHE_CELLS", 8), (blocked_counts, "CELLS", 8)]
+    sizes = [(module, "_CELLS", 8) for module in (semirings, origins, base, factored, tiles, blocked, steps)]
+    sizes += [(semirings, "_CACHE_CELLS", 8), (blocked_counts, "CELLS", 8), (steps, "_TILE_CELLS", 8)]
     sizes += [(products, "_BULK_CELLS", 0), (tiled, "TABLE_CELLS", 0)]
     before = [getattr(module, name) for module, name, _ in sizes]
     for module, name, value in sizes if small else []:

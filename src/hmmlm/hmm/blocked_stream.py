@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hmmlm.emissions import Blocked
-from hmmlm.hmm.lattice import Lattice, SortedBatch, add_step
+from hmmlm.hmm.lattice import Lattice, SortedBatch
+from hmmlm.hmm.steps import Steps, add_step
 from hmmlm.numerics.logmatrix import LogTiles, least_sum
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import BlockSupport, restrict
@@ -44,13 +45,13 @@ def filter_stream(hmm: Composition, batch: SortedBatch, log_initial: Tensor | No
     first = restrict(hmm.log_start[None], observed[0])
     if log_initial is not None:
         first = hmm.transition.forward_step(LOG, log_initial, None, observed[0])
-    add_step(LOG, hmm.transition, lattice, observed, first)
+    add_step(Steps(LOG, hmm.transition), lattice, observed, first)
     size = max(1, min(_STEPS, _CELLS // emission.width**2))
     for begin in range(1, steps, size):
         end = min(begin + size, steps)
         _filter_piece(hmm, lattice, end)
         for t in range(len(lattice.supports), end):
-            add_step(LOG, hmm.transition, lattice, emission.score(batch.tokens[:, t], missing=False), first)
+            add_step(Steps(LOG, hmm.transition), lattice, emission.score(batch.tokens[:, t], missing=False), first)
     return lattice
 
 

@@ -13,17 +13,16 @@ from torch import Tensor
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm.composition import Composition
-from hmmlm.hmm.generic_scan import generic_scan
-from hmmlm.hmm.recursions import last_filtered, log_initial, run_filter, sort_batch
+from hmmlm.hmm.generic_scan import compute_again, generic_scan
 from hmmlm.hmm.union_scan import Scanner, scan_components
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import BlockSupport
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
-from hmmlm.ops.common import Carry, Impl, Scan, capturing, last_tokens, product_dtype, without_autocast
+from hmmlm.ops.blocked_scan import refusal as blocked_refusal
+from hmmlm.ops.common import Carry, Impl, Scan, capturing, last_tokens, product_dtype
 from hmmlm.ops.scan import Evidence, scan
 from hmmlm.ops.scan.api import CarryKind, refusal
 from hmmlm.transitions import BlockDiagonal, Factored
-from hmmlm.transitions.tiled import TABLE_CELLS, TiledTransition
 
 
 @dataclass(frozen=True)
@@ -124,33 +123,6 @@ def _dense(impl: Impl) -> Implementation:
     return Implementation(impl, refuses, run)
 
 
-# --- tiles of a small model, kept for queries ---
-
-
-def _refuses_tiles(problem: Problem) -> str:
-    hmm = problem.hmm
-    if not isinstance(hmm.transition, TiledTransition) or not isinstance(hmm.emission, Blocked):
-        return _kinds(hmm)
-    if hmm.impl != "auto":
-        return f"impl is {hmm.impl!r}"
-    if problem.tokens.is_cuda:
-        return f"needs tensors on the CPU, not on {hmm.device}"
-    if torch.is_grad_enabled() and hmm.requires_grad:
-        return "it has no gradient"
-    if problem.restart is not None:
-        return "it does not restart"
-    return f"the matrix has more than {TABLE_CELLS:,} entries" if hmm.states**2 > TABLE_CELLS else ""
-
-
-def _scan_tiles(problem: Problem) -> Scan:
-    model = problem.hmm.detach()
-    batch = sort_batch(model, problem.tokens, problem.lengths)
-    with torch.no_grad(), without_autocast(model.log_start):
-        lattice = run_filter(model, batch, log_initial(model, problem.carry, batch))
-    last = last_filtered(model, lattice) if problem.wanted != "none" else lattice.filtered[0]
-    return Scan(batch.unsort(lattice.log_likelihood()).to(model.dtype), Carry(batch.unsort(last)))
-
-
 # --- factored transitions between blocks ---
 
 
@@ -160,6 +132,9 @@ def _refuses_blocked(problem: Problem) -> str:
         return _kinds(hmm)
     if hmm.impl not in ("auto", "scaled"):
         return f"impl is {hmm.impl!r}"
+    reason = blocked_refusal(hmm.device, hmm.dtype)
+    if reason:
+        return reason
     if not capturing(problem.tokens):
         missing = problem.tokens < 0
         if problem.lengths is not None:
@@ -190,7 +165,9 @@ def _scan_blocked(problem: Problem) -> Scan:
         emission.log_probs,
     )
     exact = problem.wanted == "exact"
-    result = blocked_scan(factors, tokens, entry=entry, lengths=lengths, restart=problem.restart, exact_carry=exact)
+    restart = problem.restart
+    result = blocked_scan(factors, tokens, entry=entry, lengths=lengths, restart=restart, exact_carry=exact)
+    result = compute_again(result, lambda: hmm, tokens, lengths, None, restart, entry, exact)
     last = emission.block_of_word[last_tokens(tokens, lengths).clamp(min=0)]
     states = torch.arange(hmm.states, device=hmm.device).view(emission.num_blocks, -1)[last]
     return result._replace(carry=Carry(result.carry.log_probs, states))
@@ -202,15 +179,14 @@ def _refuses_generic(problem: Problem) -> str:
 
 def _scan_generic(problem: Problem) -> Scan:
     batch = (problem.tokens, problem.lengths, problem.carry, problem.restart)
-    with without_autocast(problem.hmm.log_start):
-        return generic_scan(problem.hmm, *batch, problem.wanted == "exact" or problem.hmm.impl == "naive")
+    exact = problem.wanted == "exact"
+    return generic_scan(problem.hmm, *batch, exact_carry=exact, in_log_space=problem.hmm.impl == "naive")
 
 
 DENSE: tuple[Impl, ...] = ("compiled", "triton", "scaled", "naive")
 IMPLEMENTATIONS = (
     Implementation("components", _refuses_union, _scan_union),
     *(_dense(impl) for impl in DENSE),
-    Implementation("tiles", _refuses_tiles, _scan_tiles),
     Implementation("blocked", _refuses_blocked, _scan_blocked),
     Implementation("generic", _refuses_generic, _scan_generic),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +12,6 @@ from torch.nn.utils.rnn import pad_sequence
 from hmmlm.numerics.semirings import Semiring
 from hmmlm.numerics.support import BlockSupport, Support, first_rows
 from hmmlm.ops.common import NEG_INF
-
-if TYPE_CHECKING:
-    from hmmlm.transitions import Transition
-
 
 Observed = tuple[Support, Tensor]
 """The support of tokens [n], and their scores [n, K]."""
@@ -109,35 +105,6 @@ def stack_steps(steps: list[Step]) -> list[Stack]:
     begins = (counts.cumsum(0) - counts).repeat_interleave(counts)
     rows = torch.arange(len(begins), device=device) - begins
     return [(rows, torch.tensor(times, device=device).repeat_interleave(counts), torch.cat(values), support)]
-
-
-def add_step(
-    ring: Semiring,
-    transition: Transition,
-    lattice: Lattice,
-    observed: Observed,
-    first: Tensor,
-    normalize: bool = True,
-) -> None:
-    """Add a step with the support of a token and its scores [n, K], as values of a semiring, to a lattice.
-
-    Args:
-        first: [n, K] p(z_1) over the support, which the first step uses.
-        normalize: whether the values are divided by their sum; otherwise the scale of the step is log 1.
-    """
-    support, scores = observed
-    predicted, rows = first, len(scores)
-    if lattice.supports:
-        source = first_rows(lattice.supports[-1], rows)
-        predicted = transition.forward_step(ring, lattice.filtered[-1][:rows], source, support)
-    if normalize:
-        filtered, scale = condition(ring, predicted, scores)
-    else:
-        filtered, scale = ring.times(predicted, scores), scores.new_zeros(rows)
-    lattice.supports.append(support)
-    lattice.scores.append(scores)
-    lattice.filtered.append(filtered)
-    lattice.scales.append(scale)
 
 
 def condition(ring: Semiring, predicted: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

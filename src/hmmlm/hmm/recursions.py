@@ -6,8 +6,9 @@ that step t processes the first rows only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,11 @@ from torch.nn.utils.rnn import pad_sequence
 from hmmlm.errors import InputError
 from hmmlm.hmm.blocked_stream import filter_stream, is_stream
 from hmmlm.hmm.checks import ArrayLike, check_batch
-from hmmlm.hmm.lattice import Lattice, Observed, SortedBatch, add_first, add_step, endings
+from hmmlm.hmm.lattice import Lattice, SortedBatch, add_first, endings
 from hmmlm.hmm.products import filter_dense, messages_dense
+from hmmlm.hmm.steps import Steps, add_step
 from hmmlm.numerics.semirings import LOG, MAX_PLUS
-from hmmlm.numerics.support import BlockSupport, first_rows, restrict, some_rows, spread, state_ids
+from hmmlm.numerics.support import BlockSupport, Support, first_rows, restrict, some_rows, spread, state_ids
 from hmmlm.ops.common import NEG_INF, Carry, log_normalize, logsumexp
 from hmmlm.ops.scan import path_loops_pay
 
@@ -53,10 +55,27 @@ def log_initial(hmm: Composition, carry: Carry | None, batch: SortedBatch) -> Te
     return None if carry is None else carry.over_all(hmm.states)[batch.order].to(hmm.dtype)
 
 
-def observations(hmm: Composition, batch: SortedBatch, log_missing: Tensor | None = None) -> Iterator[Observed]:
-    """Yield the support and the emission scores [n, K] of each step; see `Emission.score`."""
-    for t, rows in enumerate(batch.active):
-        yield hmm.emission.score(batch.tokens[:rows, t], batch.missing[t], log_missing)
+def observe(
+    hmm: Composition,
+    batch: SortedBatch,
+    log_missing: Tensor | None = None,
+    prepare: Callable[[Tensor], tuple[Tensor, ...]] = lambda scores: (scores,),
+) -> list[tuple[Any, ...]]:
+    """Return the support of each step, and what `prepare` makes of its emission scores [n, K]; see `Emission.score`.
+
+    All steps are prepared together if no token is missing.
+    """
+    if any(batch.missing):
+        found = [
+            hmm.emission.score(batch.tokens[:rows, t], batch.missing[t], log_missing)
+            for t, rows in enumerate(batch.active)
+        ]
+        return [(support, *prepare(scores)) for support, scores in found]
+    tokens = [batch.tokens[:rows, t] for t, rows in enumerate(batch.active)]
+    support, scores = hmm.emission.score(torch.cat(tokens), missing=False)
+    ends = list(accumulate(batch.active))
+    supports = [some_rows(support, slice(end - rows, end)) for end, rows in zip(ends, batch.active, strict=True)]
+    return list(zip(supports, *(values.split(batch.active) for values in prepare(scores)), strict=True))
 
 
 def run_filter(
@@ -94,24 +113,27 @@ def forward(
     batch: SortedBatch,
     log_initial: Tensor | None = None,
     log_missing: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> Lattice:
     """Run the filter in log space over a batch.
 
-    `log_initial` [B, Z] is the logarithm of the filtered distribution before it, rows as in the batch.
+    Args:
+        log_initial: [B, Z] the logarithm of the filtered distribution before it, rows as in the batch.
+        first: [B, K] log p(z_1) over the support of the first tokens, in its place.
     """
-    lattice, first = Lattice(batch, [], [], [], []), hmm.log_start
-    for observed in observations(hmm, batch, log_missing):
-        if not lattice.supports:
-            first = predict_first(hmm, observed, log_initial)
-        add_step(LOG, hmm.transition, lattice, observed, first)
+    lattice, steps = Lattice(batch, [], [], [], []), Steps(LOG, hmm.transition)
+    observed = observe(hmm, batch, log_missing)
+    if first is None:
+        first = predict_first(hmm, batch, observed[0][0], log_initial)
+    for each in observed:
+        add_step(steps, lattice, each, first)
     return lattice
 
 
-def predict_first(hmm: Composition, observed: Observed, log_initial: Tensor | None) -> Tensor:
+def predict_first(hmm: Composition, batch: SortedBatch, support: Support, log_initial: Tensor | None) -> Tensor:
     """Return log p(z_1) [n, K] over the support of the first tokens; see `forward`."""
-    support, scores = observed
     if log_initial is None:
-        return restrict(hmm.log_start.expand(len(scores), -1), support)
+        return restrict(hmm.log_start.expand(len(batch.tokens), -1), support)
     return hmm.transition.forward_step(LOG, log_initial, None, support)
 
 
@@ -159,10 +181,10 @@ def messages_back(hmm: Composition, lattice: Lattice) -> list[Tensor]:
 
 def best_paths(hmm: Composition, batch: SortedBatch) -> tuple[Tensor, Tensor]:
     """Compute `find_best_paths`: the forward recursion in max-plus, then a step back at a time."""
-    lattice, first = Lattice(batch, [], [], [], []), hmm.log_start
-    for t, observed in enumerate(observations(hmm, batch)):
-        first = first if t else predict_first(hmm, observed, None)
-        add_step(MAX_PLUS, hmm.transition, lattice, observed, first, normalize=t % _STEPS_PER_SHIFT == 0)
+    lattice, observed, steps = Lattice(batch, [], [], [], []), observe(hmm, batch), Steps(MAX_PLUS, hmm.transition)
+    first = predict_first(hmm, batch, observed[0][0], None)
+    for t, each in enumerate(observed):
+        add_step(steps, lattice, each, first, normalize=t % _STEPS_PER_SHIFT == 0)
     log_prob = lattice.log_likelihood()
     for t, ending in endings(batch):
         log_prob[ending] += lattice.filtered[t][ending].amax(1)

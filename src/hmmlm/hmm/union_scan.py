@@ -20,6 +20,7 @@ class Segments(NamedTuple):
     row: Tensor  # [S] the sequence of the batch that each belongs to
     restart: Tensor | None  # [S, T'] bool, True only at position 0; None: nowhere
     last: Tensor  # [B] the last segment of each sequence
+    start: Tensor | None = None  # [S] the position of each in its sequence; None: 0
 
     @classmethod
     def of(cls, tokens: Tensor, lengths: Tensor | None, restart: Tensor | None) -> Segments:
@@ -38,7 +39,18 @@ class Segments(NamedTuple):
         cut = tokens[row[:, None], (start[:, None] + inside).clamp(max=steps - 1)]
         again = torch.zeros_like(cut, dtype=torch.bool)
         again[:, 0] = restart[row, start]
-        return cls(cut.masked_fill(inside >= sizes[:, None], -1), sizes, row, again, last.nonzero().squeeze(1))
+        return cls(cut.masked_fill(inside >= sizes[:, None], -1), sizes, row, again, last.nonzero().squeeze(1), start)
+
+    def take(self, values: Tensor) -> Tensor:
+        """Return values [B, T, …] of the batch by segment [S, T', …]; any beyond a length."""
+        if self.start is None:
+            return values
+        steps = self.start[:, None] + torch.arange(self.tokens.shape[1], device=values.device)
+        return values[self.row[:, None], steps.clamp(max=values.shape[1] - 1)]
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """Return the sum [B] of the values [S] of each sequence's segments."""
+        return values.new_zeros(len(self.last)).index_add(0, self.row, values)
 
 
 Scanner = Callable[[Tensor, Tensor | None, Carry | None, Tensor | None], Scan]
@@ -69,7 +81,7 @@ def scan_components(
         result = scan(cut.tokens, cut.lengths, own, cut.restart)
         results.append((result, log_weight + result.log_likelihood))
     log_joint = torch.stack([joint for _, joint in results])
-    total = log_joint.new_zeros(len(tokens)).index_add(0, cut.row, logsumexp(log_joint, 0))
+    total = cut.add_up(logsumexp(log_joint, 0))
     total = torch.where(total.detach() == NEG_INF, NEG_INF, total)  # impossible: no gradient of other segments
     final = log_normalize(log_joint.detach()[:, cut.last].double().t()).t()  # [K, B]
     carries = [Carry(result.carry.log_probs[cut.last], result.carry.states) for result, _ in results]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -15,14 +15,19 @@ from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Carry, Scan
+from hmmlm.hmm.generic_scan import compute_again, generic_scan
 from hmmlm.ops.blocked_emission import make_tiles
-from hmmlm.ops.blocked_scan import Features, softmax_scan
+from hmmlm.ops.blocked_scan import Factors, blocked_scan
+from hmmlm.ops.blocked_scan import refusal as blocked_refusal
 from hmmlm.ops.common import factor_logits, last_tokens, logsumexp, product_dtype
-from hmmlm.ops.linear_logsumexp import linear_logsumexp
+from hmmlm.ops.linear_logsumexp import linear_logsumexp, split_linear_logsumexp
+from hmmlm.ranks import world
 from hmmlm.section import Fraction, ModelSize, Passes, Section, States
 from hmmlm.structure.blocks import Blocks
 from hmmlm.structure.dropout import global_states, sample_states, states_kept
-from hmmlm.transitions import Factored
+from hmmlm.transitions import Dense, Factored, Transition
+
+_TABLE_CELLS = 2**24  # largest matrix of transitions that training on a CPU keeps
 
 BlockCount = Annotated[int, Field(ge=0, le=2**16)]
 
@@ -237,6 +242,34 @@ class BlockedModel(Model):
         return result._replace(carry=Carry(result.carry.log_probs, states.index_select(0, block)))
 
 
+class Features(NamedTuple):
+    """Parameters of an HMM with M blocks of k states, as in `Factors`, where A = softmax(u wᵀ)."""
+
+    block_of_word: Tensor  # [V]
+    u: Tensor  # [Z, h]
+    w: Tensor  # [Z, h]
+    log_start: Tensor  # [Z]
+    log_emission: Tensor  # [V, k]
+
+    def factors(self, normalizers: Callable[[Tensor, Tensor], Tensor] = linear_logsumexp) -> Factors:
+        """Return the factors with their normalizers."""
+        return Factors(*self[:3], normalizers(self.u, self.w), *self[3:])
+
+    def training_factors(self) -> Factors:
+        """Return the factors; several processes divide the work of normalizers."""
+        return self.factors(split_linear_logsumexp)
+
+    def hmm(self) -> HMM:
+        """Return the HMM of a batch; its transition is a matrix where that fits, which costs no more than normalizers.
+
+        Several processes divide the normalizers instead, and all of them must do the same.
+        """
+        if world().count > 1 or len(self.u) ** 2 > _TABLE_CELLS:
+            return from_factors(self.training_factors())
+        log_transition = factor_logits(self.u, self.w).to(self.log_start.dtype).log_softmax(1)
+        return _blocked_hmm(self.log_start, Dense(log_transition), self.log_emission, self.block_of_word)
+
+
 class FactoredBlockedModel(BlockedModel):
     """A blocked model whose transition is softmax(U Wᵀ): `features_of` computes U and W of any sample of states."""
 
@@ -295,14 +328,12 @@ class FactoredBlockedModel(BlockedModel):
             entering = features.w.view(*sample.shape, -1)[words]  # [B, 1 + S, kept, h]
             scores = factor_logits(left.expand(len(tokens), -1, -1), entering.flatten(1, 2))
             entry = enter(carry, scores - log_normalizer[:, :, None]).unflatten(1, entering.shape[1:3])
-        result = softmax_scan(
-            features,
-            tokens,
-            entry=entry,
-            lengths=lengths,
-            restart=restart_lost(restart, carry, tokens),
-            next_words=next_words,
-        )
+        restart = restart_lost(restart, carry, tokens)
+        if blocked_refusal(tokens.device, features.log_start.dtype):
+            hmm = features.hmm()
+            result = generic_scan(hmm, tokens, lengths, None, restart, entry=entry, next_words=next_words)
+        else:
+            result = scan_factors(features.training_factors(), tokens, lengths, entry, restart, next_words)
         return self.finish(result, tokens, lengths, kept.view(sample.shape), block_of_word)
 
     def _distinct(self, states: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -318,6 +349,32 @@ class FactoredBlockedModel(BlockedModel):
         _, group = states[:, 0].unique(return_inverse=True)
         rows = states.new_empty(int(group.max()) + 1, states.shape[1]).index_copy_(0, group, states)
         return rows, group
+
+
+def _blocked_hmm(log_start: Tensor, transition: Transition, log_emission: Tensor, block_of_word: Tensor) -> HMM:
+    return HMM(log_start, transition, Blocked(log_emission, block_of_word, len(log_start) // log_emission.shape[1]))
+
+
+def from_factors(factors: Factors) -> HMM:
+    """Return the HMM of factors, which may be in a narrower dtype than the other parameters."""
+    u, w = (factor.to(factors.log_start.dtype) for factor in (factors.u, factors.w))
+    transition = Factored(u, w, factors.log_normalizer.to(u.dtype))
+    return _blocked_hmm(factors.log_start, transition, factors.log_emission, factors.block_of_word)
+
+
+def scan_factors(
+    factors: Factors,
+    tokens: Tensor,
+    lengths: Tensor | None,
+    entry: Tensor | None,
+    restart: Tensor | None,
+    next_words: Tensor | None = None,
+    product_dtype: torch.dtype | None = None,
+) -> Scan:
+    """Compute the likelihood of a batch by the GPU kernels; see `blocked_scan`."""
+    given: dict[str, Any] = {"entry": entry, "next_words": next_words, "product_dtype": product_dtype}
+    result = blocked_scan(factors, tokens, lengths=lengths, restart=restart, **given)
+    return compute_again(result, lambda: from_factors(factors), tokens, lengths, None, restart, entry)
 
 
 def enter(carry: Carry, log_transition: Tensor) -> Tensor:

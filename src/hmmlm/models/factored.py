@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.models.base import BlockedConfig, FactoredBlockedModel, Model, ModelConfig
+from hmmlm.models.base import BlockedConfig, FactoredBlockedModel, Features, Model, ModelConfig
 from hmmlm.models.capacity import fit_width, transformer_layers
 from hmmlm.models.networks import Mlp, MlpForm, Skip, Transformer, initialize_linears_
 from hmmlm.ops.blocked_emission import blocked_emission
-from hmmlm.ops.blocked_scan import Features
 from hmmlm.ops.common import factor_logits
 from hmmlm.section import Layers, ModelSize, Scale, Width
 from hmmlm.structure.blocks import Blocks

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
-from hmmlm.models.base import BlockCount, BlockedConfig, FactoredBlockedModel, Model, ModelConfig, one_block
+from hmmlm.models.base import BlockCount, BlockedConfig, FactoredBlockedModel, Features, Model, ModelConfig, one_block
 from hmmlm.models.networks import Residual, distinct_rows, initialize_linears_
 from hmmlm.ops.blocked_emission import blocked_emission
-from hmmlm.ops.blocked_scan import Features
 from hmmlm.ops.graph import side_by_side
 from hmmlm.section import Fraction, ModelSize, States, Width
 from hmmlm.structure.blocks import Blocks

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Carry, Scan
-from hmmlm.models.base import BlockedConfig, BlockedModel, Model, TableModel, enter, restart_lost
-from hmmlm.ops.blocked_scan import Factors, blocked_scan
+from hmmlm.hmm.generic_scan import generic_scan
+from hmmlm.models.base import BlockedConfig, BlockedModel, Model, TableModel, enter, restart_lost, scan_factors
+from hmmlm.ops.blocked_scan import Factors
+from hmmlm.ops.blocked_scan import refusal as blocked_refusal
 from hmmlm.ops.scan import Evidence, Parameters, PendingGradient, softmax_scan
 from hmmlm.section import ModelSize, Scale
 from hmmlm.structure.blocks import Blocks
@@ -129,49 +131,48 @@ class BlockedScalar(BlockedModel):
     def scan(
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> Scan:
-        """Compute the likelihood of a batch under a fresh sample of states.
-
-        Every position becomes a block of its own, whose factor u is the tile that leads to the next position and whose
-        w is the identity: so the blocked scan serves for a transition without factors.
-        """
-        batch, steps = tokens.shape
-        sample = sample_states(self.blocks, self.dropout)
-        kept = global_states(self.blocks, sample)
-        size = sample.shape[1]
-        words = tokens.clamp(min=0)
-        block = self.blocks.block_of_word.index_select(0, words.flatten()).view(batch, steps)
+        """Compute the likelihood of a batch under a fresh sample of states."""
+        sample, block_of_word = sample_states(self.blocks, self.dropout), self.blocks.block_of_word
+        kept, size, batch = global_states(self.blocks, sample), sample.shape[1], len(tokens)
         columns = self.transition.index_select(1, kept)  # [Z, M·kept]
-        tiles = columns.index_select(0, kept).log_softmax(1).view(-1, size, len(sample), size)
-        tiles = tiles.transpose(1, 2)  # [from block, to block, from state, to state]
-        following = block.roll(-1, 1)  # the last position leads nowhere: any tile does
-        leading = tiles[block.flatten(), following.flatten()]
+        log_transition = columns.index_select(0, kept).log_softmax(1)
+        log_start = self.start.index_select(0, kept).log_softmax(0)
         entry = None
         if carry is not None:
             assert carry.states is not None  # of this family's own scan
             rows = columns.index_select(0, carry.states.flatten()).log_softmax(1).view(batch, -1, len(sample), size)
-            entering = rows[torch.arange(batch, device=tokens.device), :, block[:, 0]]
-            entry = enter(carry, entering)[:, None]
-        positions = torch.arange(batch * steps, device=tokens.device).view(batch, steps)
-        log_start = self.start.index_select(0, kept).log_softmax(0).view(-1, size).index_select(0, block.flatten())
-        factors = Factors(
-            block_of_word=positions.flatten(),
-            u=leading.reshape(-1, size),
-            w=torch.eye(size, device=tokens.device).repeat(batch * steps, 1),
-            log_normalizer=torch.zeros_like(log_start).flatten(),
-            log_start=log_start.flatten(),
-            log_emission=self.log_emission()
-            .index_select(0, words.flatten())
-            .gather(1, sample.index_select(0, block.flatten())),
+            first = block_of_word.index_select(0, tokens[:, 0].clamp(min=0))
+            entry = enter(carry, rows[torch.arange(batch, device=tokens.device), :, first])[:, None]
+        restart = restart_lost(restart, carry, tokens)
+        if blocked_refusal(tokens.device, log_start.dtype):
+            log_emission = self.log_emission().gather(1, sample.index_select(0, block_of_word))
+            hmm = HMM(log_start, Dense(log_transition), self.blocked(log_emission))
+            result = generic_scan(hmm, tokens, lengths, None, restart, entry=entry)
+        else:
+            factors = self._factors(tokens, sample, log_start, log_transition)
+            positions, dtype = factors.block_of_word.view_as(tokens), self.start.dtype
+            result = scan_factors(factors, positions, lengths, entry, restart, product_dtype=dtype)
+        return self.finish(result, tokens, lengths, kept.view(sample.shape), block_of_word)
+
+    def _factors(self, tokens: Tensor, sample: Tensor, log_start: Tensor, log_transition: Tensor) -> Factors:
+        """Return factors of the kept states where every position is a word in a block of its own.
+
+        Its u is the tile that leads to the next position, and its w the identity: so the blocked scan serves for a
+        transition without factors.
+        """
+        size, words = sample.shape[1], tokens.clamp(min=0).flatten()
+        block = self.blocks.block_of_word.index_select(0, words)
+        following = block.view_as(tokens).roll(-1, 1).flatten()  # the last position leads nowhere: any tile does
+        tiles = log_transition.view(-1, size, len(sample), size).transpose(1, 2)
+        starts = log_start.view(-1, size).index_select(0, block).flatten()
+        return Factors(
+            block_of_word=torch.arange(len(words), device=tokens.device),
+            u=tiles[block, following].reshape(-1, size),
+            w=torch.eye(size, device=tokens.device).repeat(len(words), 1),
+            log_normalizer=torch.zeros_like(starts),
+            log_start=starts,
+            log_emission=self.log_emission().index_select(0, words).gather(1, sample.index_select(0, block)),
         )
-        result = blocked_scan(
-            factors,
-            positions,
-            entry=entry,
-            lengths=lengths,
-            restart=restart_lost(restart, carry, tokens),
-            product_dtype=self.start.dtype,
-        )
-        return self.finish(result, tokens, lengths, kept.view(sample.shape), self.blocks.block_of_word)
 
 
 def log_softmax_in_blocks(logits: Tensor, blocks: Blocks) -> Tensor:

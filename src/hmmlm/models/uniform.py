@@ -11,9 +11,11 @@ from torch.autograd.function import once_differentiable
 
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.hmm import HMM, Carry, Scan
-from hmmlm.models.base import Model, enter, one_block, restart_lost
+from hmmlm.hmm.generic_scan import generic_scan
+from hmmlm.models.base import Model, enter, from_factors, one_block, restart_lost, scan_factors
 from hmmlm.models.neural import Form, NetworkConfig, Neural
-from hmmlm.ops.blocked_scan import Factors, blocked_scan
+from hmmlm.ops.blocked_scan import Factors
+from hmmlm.ops.blocked_scan import refusal as blocked_refusal
 from hmmlm.ops.common import accumulate, factor_logits, last_tokens, matmul, product_dtype
 from hmmlm.ops.linear_logsumexp import linear_logsumexp, split_linear_logsumexp
 from hmmlm.section import Fraction, ModelSize, States
@@ -210,7 +212,10 @@ class UniformNeural(Model):
             log_emission=log_emission.view_as(states),
         )
         restart = restart_lost(restart, carry, tokens)
-        result = blocked_scan(factors, positions, entry=entry, lengths=lengths, restart=restart)
+        if blocked_refusal(tokens.device, log_start.dtype):
+            result = generic_scan(from_factors(factors), positions, lengths, None, restart, entry=entry)
+        else:
+            result = scan_factors(factors, positions, lengths, entry, restart)
         impossible = result.log_likelihood.detach() == float("-inf")
         suspect = impossible if result.suspect is None else result.suspect | impossible
         result = self.drop_underflowed(result._replace(suspect=suspect))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from hmmlm.numerics.support import Support
@@ -41,6 +42,11 @@ class Dense(TiledTransition):
 
     def make_tiles(self, sources: Tensor, targets: Tensor, width: int) -> Tensor:
         return self.log_probs.view(-1, width, self.num_states // width, width)[sources, :, targets]
+
+    def tile_gradient(self, sources: Tensor, targets: Tensor, counts: Tensor) -> dict[str, Tensor]:
+        total, width = torch.zeros_like(self.log_probs), counts.shape[1]
+        total.view(-1, width, self.num_states // width, width)[sources, :, targets] = counts
+        return {"log_probs": total}
 
     def log_rows(self, states: Tensor) -> Tensor:
         return self.log_probs[states]

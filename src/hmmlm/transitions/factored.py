@@ -59,6 +59,14 @@ class Factored(TiledTransition):
         u, w = (factor.view(*shape, -1)[blocks] for factor, blocks in ((self.u, sources), (self.w, targets)))
         return u @ w.transpose(1, 2) - self.log_normalizer.view(shape)[sources][:, :, None]
 
+    def tile_gradient(self, sources: Tensor, targets: Tensor, counts: Tensor) -> dict[str, Tensor]:
+        shape = (self.num_states // counts.shape[1], counts.shape[1])
+        u, w = (factor.view(*shape, -1) for factor in (self.u, self.w))
+        grad_u = torch.zeros_like(u).index_add_(0, sources, counts @ w[targets])
+        grad_w = torch.zeros_like(w).index_add_(0, targets, counts.mT @ u[sources])
+        left = self.log_normalizer.new_zeros(shape).index_add_(0, sources, counts.sum(2), alpha=-1)
+        return {"u": grad_u.view_as(self.u), "w": grad_w.view_as(self.w), "log_normalizer": left.flatten()}
+
     def reduce_row(self, values: Tensor, inner: slice, outer: slice, forward: bool) -> Tensor:
         if forward:
             return linear_logsumexp(self.w[outer], self.u[inner], values[0] - self.log_normalizer[inner])[None]

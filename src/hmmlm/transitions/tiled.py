@@ -81,6 +81,10 @@ class TiledTransition(Transition):
     def make_tiles(self, sources: Tensor, targets: Tensor, width: int) -> Tensor:
         """Compute log A [n, k, k] between pairs of blocks [n]."""
 
+    @abstractmethod
+    def tile_gradient(self, sources: Tensor, targets: Tensor, counts: Tensor) -> dict[str, Tensor]:
+        """Return the gradients of the tensors from those of log A [n, k, k] between different pairs of blocks [n]."""
+
     def store(self, width: int) -> TileStore:
         """Return the tiles between the first pairs of blocks that are asked for, as many as there is room for."""
         if width not in self._stores:

@@ -1,28 +1,34 @@
-"""Log-likelihood of a blocked HMM as a differentiable function, with a closed-form gradient."""
+"""Log-likelihood of a blocked HMM as a differentiable function, with a closed-form gradient, on a GPU."""
 
+import os
 from itertools import islice
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hmmlm.errors import InputError
-from hmmlm.ops.blocked_scan import naive
 from hmmlm.ops.blocked_scan.problem import (
     ENTRY,
+    LIMITS,
     BlockedForward,
     Factors,
-    Gradients,
     NextWords,
     Problem,
     lay_out,
-    limits,
     one_step_problem,
 )
-from hmmlm.ops.common import NEG_INF, Carry, Impl, Scan, capturing, choose_kernels, log_normalize
+from hmmlm.ops.common import NEG_INF, Carry, Scan, installed, log_normalize
 from hmmlm.ops.common import product_dtype as resolve_dtype
+
+
+def refusal(device: torch.device, dtype: torch.dtype) -> str:
+    """Return why `blocked_scan` does not serve parameters of a dtype on a device; empty if it does."""
+    if device.type != "cuda" and "TRITON_INTERPRET" not in os.environ:
+        return f"needs tensors on a GPU, not on {device}"
+    if not installed("triton"):
+        return "needs the package triton, which is not installed"
+    return "does not support float64" if dtype == torch.float64 else ""
 
 
 def blocked_scan(
@@ -34,16 +40,15 @@ def blocked_scan(
     restart: Tensor | None = None,
     next_words: Tensor | None = None,
     product_dtype: torch.dtype | None = None,
-    impl: Impl = "auto",
     exact_carry: bool = False,
 ) -> Scan:
-    """Compute log p(x) [B], differentiable in the factors and in `entry`.
+    """Compute log p(x) [B], differentiable in the factors and in `entry`; nothing is checked.
 
     The carry is over the k states of the last word's block; the caller adds the states. To give the columns of the
     transition a bias, append a column of ones to u and a column of biases to w.
 
     Args:
-        tokens: [B, T]. Missing words (−1) are not supported here: the queries of the blocked HMM handle them.
+        tokens: [B, T]. Missing words (−1) are not supported.
         entry: [B, 1, k] log p(z_0 | all words before the window) over the states of the first word's block, in place of
             the start distribution where that word does not restart. With `next_words` [B, 1 + S, k]: also over those
             of the blocks of the words in its place.
@@ -53,60 +58,19 @@ def blocked_scan(
         next_words: [B, T, S] words in place of those of `tokens`, such as a teacher's samples. `next_word_score` [B] of
             the result is then the mean over S of Σ_t log p(next_words[b, t] | tokens[b, :t]), differentiable; a word
             whose probability underflows counts as 0.
-        exact_carry: also recompute sequences of which a state of the carry underflows.
+        exact_carry: also report sequences of which a state of the carry underflows.
 
     An impossible sequence has log-likelihood −inf and no gradient. A sequence for which underflow in scaled arithmetic
-    may matter (see `Limits`) is recomputed in log space in float64. During CUDA graph capture, where the device must
-    not be synchronized, it is returned as `suspect` instead, with −inf, no gradient and a carry of zeros.
+    may matter (see `Limits`) is reported as `suspect`, with −inf, no gradient and a carry of zeros.
     """
-    check(factors, tokens, entry, lengths, restart, next_words)
-    if impl == "naive":
-        return naive.blocked_scan(factors, tokens, entry, lengths, restart, next_words)
     dtype = resolve_dtype(factors.u, product_dtype)
-    unsupported = "float64" if dtype == torch.float64 else ""
-    chosen = choose_kernels("blocked_scan", impl, factors.u, "scaled", unsupported)
     problem = lay_out(factors, tokens, None if entry is None else entry[:, 0], lengths, restart, dtype)
     words = None
     if next_words is not None:
         before = None if entry is None else entry[:, 1:].detach()
         words = NextWords(next_words, factors.block_of_word[next_words.clamp_min(0)], before)
-    log_likelihood, carry, suspect, score = _BlockedScan.apply(chosen, problem, words, exact_carry, *factors[1:], entry)
-    scan = Scan(log_likelihood, Carry(carry), suspect, None if next_words is None else score)
-    if capturing(factors.u) or not suspect.any():
-        return scan
-    return recompute_suspects(scan, factors, tokens, entry, lengths, restart, exact_carry)
-
-
-def recompute_suspects(
-    scan: Scan,
-    factors: Factors,
-    tokens: Tensor,
-    entry: Tensor | None,
-    lengths: Tensor | None,
-    restart: Tensor | None,
-    exact_carry: bool = False,
-) -> Scan:
-    """Return the scan with its suspect sequences recomputed in float64, or in log space if these are suspect too."""
-    assert scan.suspect is not None
-    again = scan.suspect.nonzero()[:, 0]
-    rows = [value if value is None else value[again] for value in (entry, lengths, restart)]
-    narrow, exact = factors.u.dtype != torch.float64, factors.to(torch.float64)
-    entry = None if rows[0] is None else rows[0][:, :1].double()
-    result = blocked_scan(
-        exact,
-        tokens[again],
-        entry=entry,
-        lengths=rows[1],
-        restart=rows[2],
-        product_dtype=torch.float64,
-        impl="scaled" if narrow else "naive",
-        exact_carry=exact_carry,
-    )
-    return scan._replace(
-        log_likelihood=scan.log_likelihood.index_put((again,), result.log_likelihood.to(scan.log_likelihood.dtype)),
-        carry=Carry(scan.carry.log_probs.index_put((again,), result.carry.log_probs)),
-        suspect=torch.zeros_like(scan.suspect),
-    )
+    log_likelihood, carry, suspect, score = _BlockedScan.apply(problem, words, exact_carry, *factors[1:], entry)
+    return Scan(log_likelihood, Carry(carry), suspect, None if next_words is None else score)
 
 
 def log_carry(problem: Problem, result: BlockedForward) -> tuple[Tensor, Tensor]:
@@ -120,7 +84,7 @@ def log_carry(problem: Problem, result: BlockedForward) -> tuple[Tensor, Tensor]
     emission, begins = problem.log_emission[word[:, 0].clamp_min(0)], source < 0
     begun = torch.where(source == ENTRY, problem.entry, problem.log_start[block[:, 0].clamp_min(0)])
     joint = torch.where(begins, begun, reached.log()) + emission
-    lost = (reached < limits(reached.dtype).sure) & ~begins & (emission > NEG_INF)
+    lost = (reached < LIMITS.sure) & ~begins & (emission > NEG_INF)
     return log_normalize(joint.double()).masked_fill(problem.lengths[:, None] == 0, NEG_INF), lost.any(1)
 
 
@@ -129,14 +93,11 @@ class _BlockedScan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        kernels: ModuleType,
-        problem: Problem,
-        words: NextWords | None,
-        exact_carry: bool,
-        *given: Tensor | None,
+        ctx: Any, problem: Problem, words: NextWords | None, exact_carry: bool, *given: Tensor | None
     ) -> tuple[Tensor, ...]:
-        result: BlockedForward = kernels.forward(problem)
+        from hmmlm.ops.blocked_scan import triton as kernels  # only where Triton is
+
+        result = kernels.forward(problem)
         carry, lost = log_carry(problem, result)
         if exact_carry:
             result = result._replace(suspect=result.suspect | lost)
@@ -148,7 +109,7 @@ class _BlockedScan(torch.autograd.Function):
             scored = kernels.forward(steps)
             of_word = scored.log_likelihood.masked_fill(scored.suspect, 0.0)
             score, of_words = of_word.view(words.word.shape).mean(2).sum(1), (*steps, *scored)
-        ctx.kernels, ctx.given = kernels, [x if x is None else (x.dtype, x.shape) for x in given]
+        ctx.given = [x if x is None else (x.dtype, x.shape) for x in given]
         ctx.words = None if words is None else words.word.shape
         ctx.save_for_backward(*problem, *result, *of_words)
         ctx.mark_non_differentiable(carry, result.suspect)
@@ -157,20 +118,21 @@ class _BlockedScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from hmmlm.ops.blocked_scan import triton as kernels
+
         saved, size = iter(ctx.saved_tensors), len(Problem._fields)
         problem, result = Problem(*islice(saved, size)), BlockedForward(*islice(saved, len(BlockedForward._fields)))
         if ctx.words is None:
-            out = ctx.kernels.backward(problem, result, grads[0])
+            out = kernels.backward(problem, result, grads[0])
             layout = [*out[:5], out.entry[:, None]]
         else:
             steps, scored = Problem(*islice(saved, size)), BlockedForward(*saved)
-            layout = _backward_with_words(ctx.kernels, problem, result, steps, scored, ctx.words, grads[0], grads[3])
+            layout = _backward_with_words(problem, result, steps, scored, ctx.words, grads[0], grads[3])
         shaped = (None if x is None else g.reshape(x[1]).to(x[0]) for g, x in zip(layout, ctx.given, strict=True))
-        return None, None, None, None, *shaped
+        return None, None, None, *shaped
 
 
 def _backward_with_words(
-    kernels: ModuleType,
     problem: Problem,
     result: BlockedForward,
     steps: Problem,
@@ -184,60 +146,15 @@ def _backward_with_words(
     log p(x' | x_<t) = log Σ_i f_i b_i of the filtered distribution f before t, b_i = Σ_j A_ij p(x' | j). A word thus
     adds f_i b_i / Σ f b − f_i to the expected count of state i at t − 1, which the backward pass carries further back.
     """
+    from hmmlm.ops.blocked_scan import triton as kernels
+
     each = (grad_score / shape[2])[:, None, None].expand(shape).reshape(-1)
-    own: Gradients = kernels.backward(steps, scored, each)
+    own = kernels.backward(steps, scored, each)
     ahead = torch.where((steps.source >= 0) & ~scored.suspect[:, None], own.initial, 0.0)
     weighted = steps.initial * ahead
     change = weighted - steps.initial * weighted.sum(1, keepdim=True)
     extra = torch.zeros_like(result.filtered)
     extra[:, :-1] = change.view(*shape, -1).sum(2)
-    out: Gradients = kernels.backward(problem, result, grad, extra)
+    out = kernels.backward(problem, result, grad, extra)
     entry = torch.cat([out.entry[:, None], own.entry.view(*shape, -1)[:, 0]], 1)
     return [*(a + b for a, b in zip(out[:5], own[:5], strict=True)), entry]
-
-
-def check(
-    factors: Factors,
-    tokens: Tensor,
-    entry: Tensor | None,
-    lengths: Tensor | None,
-    restart: Tensor | None,
-    next_words: Tensor | None = None,
-) -> None:
-    """Raise an InputError that names the input with a wrong shape or value; values only outside a CUDA graph."""
-    _check_shapes(factors, tokens, entry, restart, 1 if next_words is None else 1 + next_words.shape[2])
-    if not capturing(factors.u):
-        _check_words(tokens, lengths, factors.log_emission.shape[0])
-
-
-def _check_shapes(factors: Factors, tokens: Tensor, entry: Tensor | None, restart: Tensor | None, entries: int) -> None:
-    """Raise an InputError that names the tensor with a wrong shape; does not synchronize with the device."""
-    if tokens.dim() != 2 or not tokens.numel():
-        raise InputError(f"blocked_scan: tokens {list(tokens.shape)} must be [B, T] with at least one word")
-    states, h = factors.u.shape
-    words, kept = factors.log_emission.shape
-    if states % kept:
-        raise InputError(f"blocked_scan: {states} states are not blocks of {kept}, the width of log_emission")
-    expected = {
-        "w": (factors.w, (states, h)),
-        "log_normalizer": (factors.log_normalizer, (states,)),
-        "log_start": (factors.log_start, (states,)),
-        "block_of_word": (factors.block_of_word, (words,)),
-        "restart": (restart, tuple(tokens.shape)),
-        "entry": (entry, (len(tokens), entries, kept)),
-    }
-    for name, (x, shape) in expected.items():
-        if x is not None and tuple(x.shape) != shape:
-            raise InputError(f"blocked_scan: {name} is {list(x.shape)}, should be {list(shape)}")
-
-
-def _check_words(tokens: Tensor, lengths: Tensor | None, words: int) -> None:
-    """Raise an InputError for a length out of range or a token that is not a word; synchronizes with the device."""
-    outside = (tokens < 0) | (tokens >= words)
-    if lengths is not None:
-        if ((lengths < 0) | (lengths > tokens.shape[1])).any():
-            raise InputError(f"blocked_scan: lengths {lengths.tolist()} are not all within 0 and {tokens.shape[1]}")
-        outside &= torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
-    if outside.any():
-        b, t = outside.nonzero()[0].tolist()
-        raise InputError(f"blocked_scan: token {int(tokens[b, t])} at [{b}, {t}] is not one of the {words} words")

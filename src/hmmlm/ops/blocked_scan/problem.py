@@ -23,10 +23,6 @@ class Factors(NamedTuple):
     log_start: Tensor  # [Z]
     log_emission: Tensor  # [V, k] row = word, over the states of its block
 
-    def to(self, dtype: torch.dtype) -> "Factors":
-        """Return the factors with all but `block_of_word` in `dtype`."""
-        return Factors(self.block_of_word, *(value.to(dtype) for value in self[1:]))
-
 
 class Problem(NamedTuple):
     """A blocked scan in a layout that all its steps share."""
@@ -42,9 +38,6 @@ class Problem(NamedTuple):
     log_emission: Tensor  # [V, k]
     entry: Tensor  # [B, k] log p(z_0 | past) over the states of the first word's block; unspecified without ENTRY
     initial: Tensor  # [B, k] distribution before position 0, where that is a step (see `one_step_problem`); else zero
-    table: Tensor | None = None
-    """[M, k, M, k] probabilities of all transitions, to read tiles from; then u and w have h = 0 and log_normalizer
-    is not used."""
 
     def differentiable(self) -> tuple[Tensor, ...]:
         """Return the inputs that have a gradient, in the order of `Gradients`."""
@@ -87,7 +80,7 @@ class Gradients(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Limits of scaled arithmetic in one dtype.
+    """Limits of scaled arithmetic in float32.
 
     Mass that underflows may matter later, when the states that kept theirs explain the words worse. The recursion
     therefore also bounds `stray`, the mass that each state may be missing, relative to the mass kept:
@@ -110,12 +103,7 @@ class Limits(NamedTuple):
     tolerated: float
 
 
-def limits(dtype: torch.dtype) -> Limits:
-    """Return the limits of a dtype."""
-    tiny = torch.finfo(dtype).tiny
-    if dtype == torch.float32:
-        return Limits(1e-34, 1e-27, FLOOR[dtype], tiny, 1e-26, 1e-6)
-    return Limits(1e-290, 1e-270, FLOOR[dtype], tiny, 1e-280, 1e-12)
+LIMITS = Limits(1e-34, 1e-27, FLOOR[torch.float32], torch.finfo(torch.float32).tiny, 1e-26, 1e-6)
 
 
 def lay_out(
@@ -156,17 +144,6 @@ def lay_out(
         entry=nothing if entry is None else entry.detach().to(exact).contiguous(),
         initial=nothing,
     )
-
-
-def tile_lines(source: Tensor, block: Tensor, rows: int, blocks: int) -> Tensor:
-    """Return the lines [P·k] of a table [M·k·M, k] with the tiles from blocks `source` [P] to blocks `block` [P]."""
-    return ((source[:, None] * rows + torch.arange(rows)) * blocks + block[:, None]).flatten()
-
-
-def read_tiles(table: Tensor, source: Tensor, block: Tensor) -> Tensor:
-    """Return the tiles [P, k, k] of a table [M, k, M, k] from blocks `source` [P] to blocks `block` [P]."""
-    _, rows, blocks, kept = table.shape
-    return table.view(-1, kept).index_select(0, tile_lines(source, block, rows, blocks)).view(-1, rows, kept)
 
 
 def one_step_problem(problem: Problem, filtered: Tensor, words: NextWords) -> Problem:

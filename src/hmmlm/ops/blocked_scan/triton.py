@@ -19,7 +19,7 @@ from hmmlm.ops.blocked_scan.kernels import (
     stray_kernel,
     tiles_kernel,
 )
-from hmmlm.ops.blocked_scan.problem import ENTRY, BlockedForward, Gradients, Problem, limits
+from hmmlm.ops.blocked_scan.problem import ENTRY, LIMITS, BlockedForward, Gradients, Problem
 from hmmlm.ops.common import dot_precision
 
 _TILE_BUDGET = 2**29  # elements of the transition tiles held at a time: 1 GB in bfloat16
@@ -100,7 +100,6 @@ def forward(problem: Problem) -> BlockedForward:
     log_likelihood = problem.initial.new_empty(batch)
     suspect = torch.empty(batch, dtype=torch.int8, device=filtered.device)
     stray = problem.initial.new_zeros(batch, 2, kept)
-    limit = limits(torch.float32)
     for first, end in problem.spans(_TILE_BUDGET):
         tiles = _tiles(problem, first, end)
         forward_kernel[(batch,)](
@@ -119,8 +118,8 @@ def forward(problem: Problem) -> BlockedForward:
             first,
             end,
             time,
-            limit.floor,
-            limit.suspicious,
+            LIMITS.floor,
+            LIMITS.suspicious,
             **_recursion(problem),
         )
         stray_kernel[(batch,)](
@@ -138,11 +137,11 @@ def forward(problem: Problem) -> BlockedForward:
             first,
             end,
             time,
-            limit.floor,
-            limit.lost,
-            limit.tiny,
-            limit.sure,
-            limit.tolerated,
+            LIMITS.floor,
+            LIMITS.lost,
+            LIMITS.tiny,
+            LIMITS.sure,
+            LIMITS.tolerated,
             **_recursion(problem),
         )
     return BlockedForward(log_likelihood, filtered, predicted, suspect.view(torch.bool))

@@ -1,4 +1,4 @@
-"""Specification: log space, one sequence and one word at a time, gradients by autograd."""
+"""The specification of the blocked scan: log space, one sequence and one word at a time, gradients by autograd."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ def blocked_scan(
     restart: Tensor | None,
     next_words: Tensor | None = None,
 ) -> Scan:
-    """Compute log p(x) [B] and the carry; see `hmmlm.ops.blocked_scan.blocked_scan`."""
+    """Compute log p(x) [B] and the carry; see `hmmlm.hmm.generic_scan.generic_scan`."""
     u, kept = factors.u, factors.log_emission.shape[1]
     batch, time = tokens.shape
     log_likelihoods, carries, scores = [], [], []
