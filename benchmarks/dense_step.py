@@ -25,6 +25,7 @@ from hmmlm.config.sections import AdamWConfig, BaumWelchConfig
 from hmmlm.data.batches import Batch
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.hmm import HMM
+from hmmlm.learning.fused_adamw import fuse
 from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner, HmmLearner
 from hmmlm.models.base import Model
 from hmmlm.models.factored import Factored
@@ -53,15 +54,21 @@ class Steps:
     """Training steps of a model on random batches."""
 
     def __init__(
-        self, model: Model, optimizer: AdamWConfig | BaumWelchConfig, options: argparse.Namespace, fabric: Fabric
+        self,
+        model: Model,
+        optimizer: AdamWConfig | BaumWelchConfig,
+        options: argparse.Namespace,
+        fabric: Fabric,
+        fused: bool = True,
     ) -> None:
         self.model, self.cuda = model, fabric.device.type == "cuda"
         tokenizer = WordTokenizer(["<unk>", "<eos>", *map(str, range(options.vocab - 2))])
-        self.learner: HmmLearner
+        learner: HmmLearner
         if isinstance(optimizer, BaumWelchConfig):
-            self.learner = BaumWelchLearner(fabric, model, tokenizer, {}, optimizer)
+            learner = BaumWelchLearner(fabric, model, tokenizer, {}, optimizer)
         else:
-            self.learner = AdamWLearner(fabric, model, tokenizer, {}, optimizer)
+            learner = AdamWLearner(fabric, model, tokenizer, {}, optimizer)
+        self.learner = fuse(learner) if fused else learner
         drawn = [draw_tokens(options.batch, options.length, options.vocab, torch.device("cpu")) for _ in range(4)]
         self.batches = [Batch(tokens, None, None, False) for tokens in drawn]
         self.done = 0
@@ -98,9 +105,7 @@ class Training(Steps):
             return hmm
 
         model.forward = forward  # type: ignore[method-assign]
-        if impl != "auto" and isinstance(model, Scalar):
-            model.scan_logits = lambda *_: None  # type: ignore[method-assign]
-        super().__init__(model, optimizer, options, fabric)
+        super().__init__(model, optimizer, options, fabric, fused=impl == "auto")
 
 
 def seconds_on_gpu(run: Callable[[int], None], steps: int) -> float:

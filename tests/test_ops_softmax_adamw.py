@@ -15,15 +15,16 @@ from helpers.interpreter import (
     starts_interpreter,
 )
 from helpers.runs import cpu_fabric
-from helpers.softmax_adamw import SCANS, UPDATES, check_scan, check_updates, make_logits, scan_exactly
+from helpers.softmax_adamw import SCANS, UPDATES, check_scan, check_updates, make_logits, scan_exactly, scan_logits
 from torch import Tensor
 
 from hmmlm.config.sections import AdamWConfig
 from hmmlm.data.batches import Batch
 from hmmlm.data.tokenizers import WordTokenizer
+from hmmlm.learning.fused_adamw import FusedAdamWLearner, fuse
 from hmmlm.learning.learners import AdamWLearner
 from hmmlm.models.scalar import Scalar
-from hmmlm.ops.scan import Parameters, scan, softmax, softmax_scan
+from hmmlm.ops.scan import Parameters, scan
 
 if INTERPRETING:
 
@@ -71,17 +72,14 @@ def test_triton_steps_that_have_nothing_to_learn_from() -> None:
     """All tokens missing: no word has a place, and every gradient is zero."""
     logits, evidence = make_logits((5, 7, 2, 3), "cpu")
     evidence = evidence._replace(tokens=torch.full_like(evidence.tokens, -1))
-    start, transition = (p.log_softmax(-1).requires_grad_() for p in logits[:2])
-    found = softmax_scan(Parameters(start, transition, logits.log_emission), evidence, "triton")
-    assert found is not None
-    found[0].log_likelihood.sum().backward()
-    assert found[1].value is not None
-    assert not found[1].value.dense(logits.log_emission).any()
+    _, (_, _, gradient), _ = scan_logits(logits, evidence, torch.ones(2))
+    assert not gradient.dense(logits.log_emission).any()
 
 
 @in_interpreter
 def test_triton_multiplies_in_the_type_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     from hmmlm.ops.scan import kernel_chain
+    from hmmlm.ops.scan.softmax import softmax_scan
 
     def truncated(log_transition: Tensor, products: torch.dtype) -> Tensor:
         """Return the probabilities as a kernel stores them in the interpreter, which truncates; a GPU rounds."""
@@ -96,11 +94,11 @@ def test_triton_multiplies_in_the_type_of_autocast(monkeypatch: pytest.MonkeyPat
     likelihoods = []
     for enabled in (True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled):
-            found = softmax_scan(Parameters(start, transition, logits.log_emission), evidence, "triton")
+            found = softmax_scan(Parameters(start, transition, logits.log_emission), evidence)
             expected = scan(Parameters(start, transition, logits.log_emission.log_softmax(1)), evidence, "triton")
         assert found is not None
-        torch.testing.assert_close(found[0].log_likelihood, expected.log_likelihood, rtol=1e-6, atol=0.0)
-        likelihoods.append(found[0].log_likelihood)
+        torch.testing.assert_close(found.scan.log_likelihood, expected.log_likelihood, rtol=1e-6, atol=0.0)
+        likelihoods.append(found.scan.log_likelihood)
     assert not torch.equal(*likelihoods)
 
 
@@ -120,23 +118,19 @@ def make_batches(count: int) -> list[Batch]:
 @in_interpreter
 @pytest.mark.parametrize("settings", [{"clip": 0.05}, {"clip": 0.0, "weight_decay": 0.1}])
 def test_a_learner_with_triton_learns_like_one_without(
-    settings: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, float],
 ) -> None:
-    from hmmlm.ops.scan import triton
-
-    learners = [make_learner(**settings) for _ in range(2)]
-    used, inner = [], triton.accumulate_words
-
-    def accumulate_words(*given: Any) -> Any:
-        used.append(1)
-        return inner(*given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(softmax, "choose_kernels", lambda *_: triton)
-        patch.setattr(triton, "accumulate_words", accumulate_words)
-        found = [learners[0].step(batch, None, 0.05).log_likelihood for batch in make_batches(4)]
-    assert len(used) == 4
-    expected = [learners[1].step(batch, None, 0.05).log_likelihood for batch in make_batches(4)]
+    """The plain learner takes the step of a ragged batch, from the same moments."""
+    learners = FusedAdamWLearner(make_learner(**settings)), make_learner(**settings)
+    batches = make_batches(5)
+    batches[2] = batches[2]._replace(lengths=torch.tensor([5, 5, 4, 3, 3, 1]))
+    learned: list[Batch] = []
+    learn = learners[0].plain.learn
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learners[0].plain, "learn", lambda batch, carry: learned.append(batch) or learn(batch, carry))
+        found = [learners[0].step(batch, None, 0.05).log_likelihood for batch in batches]
+    assert [batch.lengths is not None for batch in learned] == [True]
+    expected = [learners[1].step(batch, None, 0.05).log_likelihood for batch in batches]
     torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-5, atol=1e-4)
     for name, value in learners[0].parameters().items():
         torch.testing.assert_close(value, learners[1].parameters()[name], rtol=1e-4, atol=1e-4)
@@ -150,20 +144,19 @@ def test_a_learner_with_triton_learns_like_one_without(
 
 @in_interpreter
 def test_triton_leaves_sequences_that_underflow_to_log_space() -> None:
+    from hmmlm.ops.scan.softmax import softmax_scan
+
     logits, evidence = make_logits((2, 2, 2, 8), "cpu")
     emission = torch.tensor([[0.0, -120.0], [-120.0, 0.0]])
     transition = torch.tensor([[0.0, -120.0], [-120.0, 0.0]])
     evidence = evidence._replace(tokens=torch.tensor([[0] * 3 + [1] * 5, [0, 1] * 4]))
-    assert softmax_scan(Parameters(logits.log_start, transition, emission), evidence, "triton") is None
+    assert softmax_scan(Parameters(logits.log_start, transition, emission), evidence) is None
 
 
 @outside_interpreter
-def test_on_a_cpu_a_step_is_the_present_one() -> None:
-    logits, evidence = make_logits((3, 4, 2, 3), "cpu")
-    assert softmax_scan(logits, evidence) is None
+def test_on_a_cpu_the_learner_is_the_plain_one() -> None:
     learner = make_learner()
-    learner.step(make_batches(1)[0], None, 0.05)
-    assert not learner.compiled
+    assert fuse(learner) is learner
 
 
 @outside_interpreter

@@ -15,6 +15,7 @@ from hmmlm.config.training import read_config
 from hmmlm.data.batches import Batches, ChunkBatches, StreamBatches
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import WordTokenizer
+from hmmlm.learning.fused_adamw import FusedAdamWLearner, fuse
 from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner, HmmLearner
 from hmmlm.learning.train import train
 from hmmlm.runs.checkpoint import read_checkpoint
@@ -38,7 +39,7 @@ MODELS = {
 }
 
 
-def make_learner(settings: dict[str, Any], device: torch.device) -> HmmLearner:
+def make_learner(settings: dict[str, Any], device: torch.device, fused: bool = True) -> HmmLearner | FusedAdamWLearner:
     """Create the learner of a configuration, as a run does; the seed of random numbers is set to 0."""
     from lightning_fabric import Fabric
 
@@ -51,7 +52,8 @@ def make_learner(settings: dict[str, Any], device: torch.device) -> HmmLearner:
     fabric = Fabric(accelerator=device.type, devices=1, precision=config.train.precision)
     if isinstance(config.optimizer, BaumWelchConfig):
         return BaumWelchLearner(fabric, model, tokenizer, config.dump(), config.optimizer)
-    return AdamWLearner(fabric, model, tokenizer, config.dump(), config.optimizer)
+    learner = AdamWLearner(fabric, model, tokenizer, config.dump(), config.optimizer)
+    return fuse(learner) if fused else learner
 
 
 def make_batches(kind: str) -> Batches:
@@ -70,7 +72,7 @@ def make_batches(kind: str) -> Batches:
     return StreamBatches(file, BATCH, LENGTH, shuffle=True, reset_at_eos=kind == "stream", eos_id=1, seed=0)
 
 
-def learn(learner: HmmLearner, batches: Batches, epochs: int) -> Tensor:
+def learn(learner: HmmLearner | FusedAdamWLearner, batches: Batches, epochs: int) -> Tensor:
     """Train for some epochs, and return the log-likelihood of every step."""
     found = []
     for epoch in range(epochs):
@@ -124,15 +126,14 @@ def test_the_graph_of_a_step_agrees_with_eager_steps(name: str, kind: str, devic
 def test_emissions_without_a_matrix_of_gradients_learn_alike(
     kind: str, settings: dict[str, float], recorded: bool, device: torch.device
 ) -> None:
-    """The kernels of `Scalar.scan_logits` and their AdamW, against a gradient by autograd and torch's AdamW."""
+    """`FusedAdamWLearner` against a gradient by autograd and torch's AdamW."""
     batches, optimizer = make_batches(kind), {"rate": 0.05, "eps": 1e-4, **settings}
-    fused, plain = (make_learner({**SCALAR, "optimizer": optimizer}, device) for _ in range(2))
-    plain.model.scan_logits = lambda *_: None  # type: ignore[assignment, union-attr]
+    fused, plain = (make_learner({**SCALAR, "optimizer": optimizer}, device, fused) for fused in (True, False))
+    assert isinstance(fused, FusedAdamWLearner) and isinstance(plain, AdamWLearner)
     if not recorded:
         fused.graphed = plain.graphed = None
     found, expected = learn(fused, batches, epochs=2), learn(plain, batches, epochs=2)
-    assert isinstance(fused, AdamWLearner) and isinstance(plain, AdamWLearner)
-    assert fused.compiled and not plain.compiled
+    assert fused.compiled
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
     tensors, values = fused.optimizer.state_dict()
     others, same = plain.optimizer.state_dict()

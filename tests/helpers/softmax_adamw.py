@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from helpers.dense_scan import make_problem
-from hmmlm.ops.scan import Evidence, Parameters, scan, softmax_scan
+from hmmlm.ops.scan import Evidence, Parameters, scan
 from hmmlm.ops.softmax_adamw import GradientNorm, LogitGradient
 from hmmlm.ops.softmax_adamw.naive import Moments, Settings
 
@@ -53,12 +53,12 @@ def scan_logits(
     logits: Parameters, evidence: Evidence, weight: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor, LogitGradient], GradientNorm]:
     """Return log-likelihoods, the gradients of the logits and their norm as the kernels compute them."""
-    leaves = [p.detach().clone().requires_grad_() for p in (logits.log_start, logits.log_transition)]
-    found = softmax_scan(Parameters(*leaves, logits.log_emission), evidence, "triton")
+    from hmmlm.ops.scan.softmax import softmax_scan
+
+    found = softmax_scan(logits, evidence)
     assert found is not None
-    start, transition = torch.autograd.grad(found[0].log_likelihood, leaves, weight)
-    assert found[1].value is not None and found[1].norm is not None
-    return found[0].log_likelihood.detach(), (start, transition, found[1].value), found[1].norm
+    *gradients, norm = found.gradient(weight)
+    return found.scan.log_likelihood, tuple(gradients), norm  # type: ignore[return-value]
 
 
 def check_scan(size: tuple[int, int, int, int], device: torch.device | str, **options: Any) -> None:

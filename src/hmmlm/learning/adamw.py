@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,9 +11,6 @@ from torch import Tensor, nn
 
 from hmmlm.config.sections import AdamWConfig
 from hmmlm.data.batches import Batch
-from hmmlm.ops.graph import side_by_side
-from hmmlm.ops.scan import PendingGradient
-from hmmlm.ops.softmax_adamw.naive import Moments, Settings
 from hmmlm.ranks import world
 from hmmlm.runs.checkpoint import load_tensors
 
@@ -53,63 +49,21 @@ class AdamW:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
 
-    def update(
-        self, log_likelihood: Tensor, batch: Batch, pending: Mapping[str, PendingGradient] = MappingProxyType({})
-    ) -> None:
-        """Take one step from the log-likelihoods [B] of a batch.
-
-        Args:
-            pending: the gradient, by name, of at most one parameter that the backward pass does not give to it.
-        """
-        # Without lengths every row is full. Otherwise tokens are counted on the device, without waiting.
-        tokens = batch.tokens.numel() if batch.lengths is None else (batch.tokens >= 0).sum()
-        if batch.whole is not None:
-            tokens = batch.whole.tokens
-        # The gradient of the loss, −Σ log p / tokens, without the kernels that would compute the loss itself.
-        if isinstance(tokens, int):
-            weight = torch.full_like(log_likelihood, -1 / tokens)
-        else:
-            weight = torch.ones_like(log_likelihood) / -tokens
-        log_likelihood.backward(weight)
+    def update(self, log_likelihood: Tensor, batch: Batch) -> None:
+        """Take one step from the log-likelihoods [B] of a batch."""
+        log_likelihood.backward(loss_gradient(log_likelihood, batch))
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         world().sum_(gradients)
         # Not checking for finite norms, which would wait for the device: the training loop checks the loss.
-        if pending:
-            ((name, gradient),) = pending.items()
-            self._update_with_logits(self.module.get_parameter(name), gradient)
-        else:
-            norm = torch.nn.utils.get_total_norm(gradients)
-            self._step(((norm + 1e-6) / self.clip).clamp_(min=1.0) if self.clip else None)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        self.step(((norm + 1e-6) / self.clip).clamp_(min=1.0) if self.clip else None)
         self.optimizer.zero_grad()
 
-    def _step(self, divisor: Tensor | None) -> None:
+    def step(self, divisor: Tensor | None) -> None:
         """Take the step of all parameters that have a gradient, which is divided by a number [], if there is one."""
         # The kernel divides, so that clipping takes no pass over the gradients of its own. It reads a float32.
         self.optimizer.grad_scale = None if divisor is None else divisor.float()  # type: ignore[attr-defined]
         self.optimizer.step()
-
-    def _update_with_logits(self, logits: nn.Parameter, pending: PendingGradient) -> None:
-        """Take the step of all parameters, of which `logits` have their gradient in `pending`.
-
-        Logits are most of a model. The rest is small, and its kernels fill little of a GPU: they run beside.
-        """
-        from hmmlm.ops.softmax_adamw import triton as kernels  # only where Triton is
-
-        state = self.optimizer.state[logits]
-        if not state:  # as torch's optimizer creates it
-            state["step"] = torch.zeros((), dtype=torch.float32, device=logits.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(logits), torch.zeros_like(logits)
-        group = next(group for group in self.optimizer.param_groups if any(p is logits for p in group["params"]))
-        settings = Settings(group["betas"], group["eps"], group["weight_decay"], self.clip)
-        moments = Moments(state["step"], state["exp_avg"], state["exp_avg_sq"])
-        gradient, norm = pending.value, pending.norm
-        assert gradient is not None and norm is not None  # the backward pass has run
-        _, plan = kernels.plan_step(gradient, norm, moments, settings, self.rate)
-        side_by_side(
-            logits.device,
-            lambda: kernels.update(logits.detach(), gradient, moments, settings, plan),
-            lambda: self._step(plan[0].reciprocal() if self.clip else None),
-        )
 
     def collect(self) -> None:
         """Moments are the same in all processes."""
@@ -142,3 +96,13 @@ class AdamW:
         if self.on_gpu:  # loading made a copy of it
             for group in self.optimizer.param_groups:
                 group["lr"] = self.rate
+
+
+def loss_gradient(log_likelihood: Tensor, batch: Batch) -> Tensor:
+    """Return the gradient of the loss, −Σ log p / tokens, in the log-likelihoods [B] of a batch."""
+    # Without the kernels that would compute the loss itself.
+    if batch.whole is not None:
+        return torch.full_like(log_likelihood, -1 / batch.whole.tokens)
+    if batch.lengths is None:  # every row is full
+        return torch.full_like(log_likelihood, -1 / batch.tokens.numel())
+    return torch.ones_like(log_likelihood) / -(batch.tokens >= 0).sum()  # counted on the device, without waiting

@@ -16,9 +16,11 @@ from hmmlm.config.run import RunConfig
 from hmmlm.data.batches import Batch, Batches
 from hmmlm.device import peak_memory, pick_device
 from hmmlm.distillation.next_words import NextWordBatches
+from hmmlm.hmm import Carry
 from hmmlm.learning.evaluate import carried
 from hmmlm.learning.fit import total_tokens
-from hmmlm.learning.learners import HmmLearner
+from hmmlm.learning.fused_adamw import fuse
+from hmmlm.learning.learners import HmmLearner, Learner
 from hmmlm.learning.memory import check_memory
 from hmmlm.learning.next_words import check_teacher
 from hmmlm.learning.prepare import (
@@ -77,7 +79,7 @@ def estimate(config: RunConfig, progress: Progress) -> Estimate:
         )
         learner = make_learner(config, make_fabric(config), data)
         training, validation = (make_batches(config, data, split) for split in ("train", "valid"))
-        step, tokens = _time_steps(learner, _with_next_words(config, data, training))
+        step, tokens = _time_steps(fuse(learner), _with_next_words(config, data, training))
         return Estimate(
             describe(learner, data),
             _explain_choice(learner, validation),
@@ -119,7 +121,7 @@ def _quick_blocks(config: RunConfig, data: Prepared, progress: Progress) -> torc
     return torch.arange(tokenizer.vocab_size) % count_blocks(model, data.tokens["train"])
 
 
-def _time_steps(learner: HmmLearner, batches: Batches) -> tuple[float, float]:
+def _time_steps(learner: Learner[Carry], batches: Batches) -> tuple[float, float]:
     """Return the mean time and the mean number of tokens of a training step."""
     kind, carry = learner.device.type, None
     begun, steps, tokens = 0.0, 0, 0
@@ -135,7 +137,7 @@ def _time_steps(learner: HmmLearner, batches: Batches) -> tuple[float, float]:
     return (time.perf_counter() - begun) / steps, tokens / steps
 
 
-def _time_check(learner: HmmLearner, batches: Batches) -> float:
+def _time_check(learner: Learner[Carry], batches: Batches) -> float:
     """Return the time of a validation check: of the model itself, and per batch."""
 
     def seconds(count: int) -> float:

@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from hmmlm.config.sections import AdamWConfig, BaumWelchConfig
 from hmmlm.data.batches import Batch
 from hmmlm.data.tokenizers import Tokenizer
-from hmmlm.hmm import HMM, Carry, Scan
+from hmmlm.hmm import HMM, Carry
 from hmmlm.learning.adamw import AdamW
 from hmmlm.learning.baum_welch import RunningCounts, maximize
 from hmmlm.learning.evaluate import Evaluation, carried, evaluate
 from hmmlm.learning.graph import GraphedStep
 from hmmlm.models.base import FactoredBlockedModel, Model, TableModel
-from hmmlm.models.scalar import Scalar
-from hmmlm.ops.common import capturing
-from hmmlm.ops.scan import PendingGradient
 from hmmlm.ranks import world
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.scoring import perplexity
@@ -205,29 +202,15 @@ class AdamWLearner(HmmLearner):
         """`next_word_weight`: weight of the words that a teacher drew, for batches that have them."""
         super().__init__(fabric, model, tokenizer, config, optimizer.rate)
         self.next_word_weight = next_word_weight
-        self.compiled = False  # the kernels of `scan_logits`, which a CUDA graph must not compile
         self.optimizer: AdamW = AdamW(self.model, optimizer, self.device, decay_all=True)
 
     def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult:
         self.optimizer.set_rate(rate)
         return self.run(batch, carry)
 
-    def scan_logits(self, batch: Batch, carry: Carry | None) -> tuple[Scan, Mapping[str, PendingGradient]] | None:
-        """Return `Scalar.scan_logits` of a batch, where that is supported: by one process, from words alone."""
-        alone = world().count == 1 and batch.labels is None and batch.next_words is None
-        if not alone or not isinstance(self.model, Scalar) or (capturing(batch.tokens) and not self.compiled):
-            return None
-        found = self.model.scan_logits(batch.tokens, batch.lengths, carry, batch.restart)
-        self.compiled |= found is not None
-        return found
-
     def learn(self, batch: Batch, carry: Carry | None) -> StepResult:
-        pending: Mapping[str, PendingGradient] = {}
         with self.fabric.autocast():
-            found = self.scan_logits(batch, carry)
-            if found is not None:
-                result, pending = found
-            elif batch.labels is not None:  # the whole model: states are not dropped
+            if batch.labels is not None:  # the whole model: states are not dropped
                 result = self.model().joint_scan(batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
             elif batch.next_words is not None:
                 assert isinstance(self.model, FactoredBlockedModel)  # the configuration was validated
@@ -237,7 +220,7 @@ class AdamWLearner(HmmLearner):
         objective = result.log_likelihood
         if result.next_word_score is not None:
             objective = torch.lerp(objective, result.next_word_score, self.next_word_weight)
-        self.optimizer.update(counted(objective, batch), batch, pending)
+        self.optimizer.update(counted(objective, batch), batch)
         return StepResult(total(result.log_likelihood, batch), result.carry)
 
 

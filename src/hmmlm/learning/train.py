@@ -27,7 +27,9 @@ from hmmlm.device import device_name, keep_freed_memory, pick_device
 from hmmlm.distillation.labels import LabeledBatches
 from hmmlm.distillation.next_words import NEXT_WORDS, NextWordBatches
 from hmmlm.errors import InputError
+from hmmlm.hmm import Carry
 from hmmlm.learning.fit import Fit, Phase, TrainingError
+from hmmlm.learning.fused_adamw import fuse
 from hmmlm.learning.learners import (
     AdamWLearner,
     BaumWelchLearner,
@@ -50,7 +52,7 @@ from hmmlm.learning.prepare import (
     with_actual_text,
 )
 from hmmlm.learning.warm_start import WarmStart, check_start, freeze_embeddings, joint_tokens, open_label_teacher
-from hmmlm.models.base import ModelConfig
+from hmmlm.models.base import Model, ModelConfig
 from hmmlm.ranks import LostRankError, connected, world
 from hmmlm.runs.folders import (
     CONFIG,
@@ -121,6 +123,7 @@ def train(
     Ctrl-C or SIGTERM saves and returns a result that is not `finished`; a second one ends the process at once.
     """
     opened: list[Teacher] = []
+    models: list[Model] = []
 
     def check(config: RunConfig) -> None:
         config.model.check_files()
@@ -133,17 +136,17 @@ def train(
         teacher = open_label_teacher(config)
         opened.extend([] if teacher is None else [teacher])
 
-    def make(fabric: Fabric, data: Prepared) -> HmmLearner:
+    def make(fabric: Fabric, data: Prepared) -> Learner[Carry]:
         if not (Path(out) / NEXT_WORDS).exists():  # drawn words are stored, and the teacher may be gone
             check_teacher(config, data.tokenizer)
         learner = make_learner(config, fabric, data)
         if isinstance(config.initialization, LabelConfig) and opened:  # of a new run
             check_start(config.initialization, learner.model, len(data.tokens["train"]), opened[0])
-        return learner
+        models.append(learner.model)
+        return fuse(learner)
 
     def plan(fit: Fit, request: StopRequest) -> Sequence[Phase]:
-        assert isinstance(fit.learner, HmmLearner)
-        return _plan_phases(config, fit, fit.learner, opened, request)
+        return _plan_phases(config, fit, models[0], opened, request)
 
     config = with_actual_text(config, saved_config(RunConfig, out) if resume else None)
     progress, size = progress or Progress(), config.model.size
@@ -331,7 +334,7 @@ def make_fabric(config: TrainingConfig) -> Fabric:
 
 
 def _plan_phases(
-    config: RunConfig, fit: Fit, learner: HmmLearner, opened: list[Teacher], request: StopRequest
+    config: RunConfig, fit: Fit, model: Model, opened: list[Teacher], request: StopRequest
 ) -> Sequence[Phase]:
     """Return the phases of a run: P(O, S) with labels from a teacher, if there is one, then P(O)."""
     start, position, total = config.initialization, fit.position, fit.total_tokens
@@ -339,7 +342,7 @@ def _plan_phases(
     if config.next_words.teacher is not None:
         tokens, settings = reopen(fit.out).tokens["train"], config.next_words
         words = draw_next_words(
-            config, fit.out, tokens, fit.tokenizer, learner.device, fit.progress, request.raise_if_alone
+            config, fit.out, tokens, fit.tokenizer, fit.learner.device, fit.progress, request.raise_if_alone
         )
         marginal = NextWordBatches(fit.train, words, settings.samples, config.train.seed, own_share())
     if not isinstance(start, LabelConfig):
@@ -348,7 +351,7 @@ def _plan_phases(
     labeled: LabeledBatches | None = None
     if not position.initialized or position.tokens < position.joint_tokens:
         teacher = opened.pop() if opened else None
-        warm = WarmStart(config, fit.out, fit.tokenizer, learner.model, teacher, fit.progress, request.raise_if_alone)
+        warm = WarmStart(config, fit.out, fit.tokenizer, model, teacher, fit.progress, request.raise_if_alone)
         source = warm.open_labels(fresh=fit.saved.step < 0)
         labeled = LabeledBatches(fit.train, source)
         if not position.initialized:
@@ -359,8 +362,8 @@ def _plan_phases(
     edges = sorted({min(edge, total) for edge in (position.joint_tokens, frozen_tokens, total)} - {0})
 
     def enter(frozen: bool, joint: bool) -> None:
-        freeze_embeddings(learner.model, start, frozen)
-        learner.reset_graph()
+        freeze_embeddings(model, start, frozen)
+        fit.learner.reset_graph()
         if warm is not None and not joint:
             warm.release_teacher()
 

@@ -173,13 +173,8 @@ class Model(nn.Module, ABC):
         """Set the log-likelihoods of suspect sequences, which have no gradient, to zero and count them in `skipped`."""
         if result.suspect is None:
             return result
-        self.count_skipped(result)
+        self.skipped += result.suspect.sum()
         return result._replace(log_likelihood=torch.where(result.suspect, 0.0, result.log_likelihood))
-
-    def count_skipped(self, result: Scan) -> None:
-        """Add the number of suspect sequences to `skipped`."""
-        if result.suspect is not None:
-            self.skipped += result.suspect.sum()
 
     def assign(self, hmm: HMM) -> None:
         """Set the parameters so that `forward` returns the probabilities of `hmm`."""

@@ -15,7 +15,6 @@ from hmmlm.hmm.generic_scan import generic_scan
 from hmmlm.models.base import BlockedConfig, BlockedModel, Model, TableModel, enter, restart_lost, scan_factors
 from hmmlm.ops.blocked_scan import Factors
 from hmmlm.ops.blocked_scan import refusal as blocked_refusal
-from hmmlm.ops.scan import Evidence, Parameters, PendingGradient, softmax_scan
 from hmmlm.section import ModelSize, Scale
 from hmmlm.structure.blocks import Blocks
 from hmmlm.structure.dropout import global_states, sample_states
@@ -68,26 +67,6 @@ class Scalar(TableModel):
 
     def make_hmm(self, log_probs: Mapping[str, Tensor]) -> HMM:
         return HMM(log_probs["start"], log_probs["transition"], log_probs["emission"])
-
-    def scan_logits(
-        self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
-    ) -> tuple[Scan, dict[str, PendingGradient]] | None:
-        """Compute `scan`, but without the emission matrix and its gradient as tensors; None where only `scan` works.
-
-        The gradient of the emission logits is returned by its name, for `AdamW.update`.
-        """
-        logits = Parameters(self.start, self.transition, self.emission)
-        if not all(table.requires_grad for table in logits):
-            return None
-        evidence = Evidence(
-            tokens, lengths, None if carry is None else carry.log_probs, restart_lost(restart, carry, tokens)
-        )
-        found = softmax_scan(logits, evidence)
-        if found is None:
-            return None
-        scan, gradient = found
-        self.count_skipped(scan)
-        return scan, {"emission": gradient}
 
     @torch.no_grad()
     def assign(self, hmm: HMM) -> None:

@@ -7,14 +7,5 @@ Parameters are log-probabilities (start [Z], transition [Z, Z], emission [Z, V])
 
 from hmmlm.ops.scan.api import expected_counts, path_loops_pay, scan
 from hmmlm.ops.scan.naive import Evidence, Parameters
-from hmmlm.ops.scan.softmax import PendingGradient, softmax_scan
 
-__all__ = [
-    "Evidence",
-    "Parameters",
-    "PendingGradient",
-    "expected_counts",
-    "path_loops_pay",
-    "scan",
-    "softmax_scan",
-]
+__all__ = ["Evidence", "Parameters", "expected_counts", "path_loops_pay", "scan"]
