@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import naive_scan as naive
 from helpers.fuzz import small_pieces
 from helpers.kinds import BLOCK_OF_WORD, EMISSIONS, STATES, TRANSITIONS, WIDTH, WORDS, Rows
 from helpers.oracle import with_gradients
@@ -24,7 +25,7 @@ from hmmlm.errors import InputError
 from hmmlm.hmm import Carry
 from hmmlm.numerics.semirings import BOOLEAN, LOG, MAX_PLUS, PROBABILITY
 from hmmlm.numerics.support import BlockSupport, Support
-from hmmlm.ops.scan import Evidence, Parameters, naive
+from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.transitions import Factored, Transition
 
 PAIRS = list(itertools.product(TRANSITIONS, EMISSIONS))

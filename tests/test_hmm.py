@@ -33,7 +33,7 @@ def test_implementations_of_two_matrices_are_for_no_other_model() -> None:
 def test_the_choice_of_an_implementation_is_explained() -> None:
     dense = HMM.from_probs(*random_hmm(3, 4, seed=11), impl="naive")
     chosen, refused = dense.implementation([[0, 1]])
-    assert chosen == "naive" and refused["components"] == "the model is no union" and "scaled" in refused
+    assert chosen == "naive" and refused == {"components": "the model is no union"}
     blocked = single_block(dense)
     chosen, refused = blocked.implementation([[0, 1]])
     assert chosen == "generic" and refused["scaled"] == "the model is factored × blocked"

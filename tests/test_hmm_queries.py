@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from helpers import naive_scan as naive
 from helpers.dense_scan import sticky
 from helpers.memory import LargestTensor
 from helpers.oracle import random_blocked_hmm, random_hmm, single_block
@@ -13,7 +14,7 @@ from hmmlm.emissions import blocked
 from hmmlm.hmm import HMM, products
 from hmmlm.hmm.recursions import run_messages
 from hmmlm.numerics import logmatrix, semirings
-from hmmlm.ops.scan import Evidence, Parameters, naive
+from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.transitions import base, factored, tiled, tiles
 
 NEG_INF = -math.inf

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.dense_scan import scan
 from helpers.interpreter import (
     INTERPRETING,
     in_interpreter,
@@ -19,7 +20,7 @@ from helpers.oracle import random_hmm
 
 from hmmlm.hmm import HMM, recorded_scan
 from hmmlm.hmm.recorded_scan import EAGER, RecordedScans
-from hmmlm.ops.scan import Evidence, Parameters, scan
+from hmmlm.ops.scan import Evidence, Parameters
 
 STATES, WORDS, BATCH, LENGTH = 12, 9, 3, 5
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.dense_scan import scan
 from helpers.runs import fit_planted, planted, random_hmm, records, tiny_config, write_text
 
 import hmmlm
@@ -27,7 +28,7 @@ from hmmlm.learning.train import make_fabric, train
 from hmmlm.models import base, scalar
 from hmmlm.models.base import Model
 from hmmlm.models.scalar import Scalar
-from hmmlm.ops.scan import Evidence, scan
+from hmmlm.ops.scan import Evidence
 from hmmlm.runs.checkpoint import read_checkpoint
 
 CHUNKS: dict[str, Any] = {"kind": "chunks", "batch_size": 16, "length": 12}

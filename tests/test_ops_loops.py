@@ -6,12 +6,12 @@ import threading
 import numpy as np
 import pytest
 import torch
-from helpers.dense_scan import log_parameters
+from helpers.dense_scan import log_parameters, scan
 from helpers.oracle import random_hmm
 
 from hmmlm import HMM
 from hmmlm.ops.common import installed
-from hmmlm.ops.scan import Evidence, Parameters, scan
+from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.threads import run_parts
 
 pytestmark = pytest.mark.skipif(not installed("numba"), reason="numba is not installed")

@@ -4,7 +4,8 @@ import math
 
 import pytest
 import torch
-from helpers.dense_scan import assert_agrees, log_parameters, make_problem, sticky
+from helpers import naive_scan as naive
+from helpers.dense_scan import assert_agrees, log_parameters, make_problem, scan, sticky
 from helpers.oracle import NEG_INF, Enumeration, matrices, random_hmm
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.ops.common import Impl, installed
-from hmmlm.ops.scan import Evidence, Parameters, api, naive, scan
+from hmmlm.ops.scan import Evidence, Parameters, api
 
 RECURSIONS: list[Impl] = ["scaled", "compiled"] if installed("numba") else ["scaled"]
 CLOSE = {torch.float32: {"rtol": 2e-4, "atol": 2e-5}, torch.float64: {"rtol": 1e-9, "atol": 1e-10}}

@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 from helpers import compiled
-from helpers.dense_scan import EXCLUDED_FUTURE, KERNEL_CASES, assert_agrees, make_problem, only_first, solve, sticky
+from helpers.dense_scan import (
+    EXCLUDED_FUTURE,
+    KERNEL_CASES,
+    assert_agrees,
+    make_problem,
+    only_first,
+    scan,
+    solve,
+    sticky,
+)
 from helpers.interpreter import (
     INTERPRETING,
     multiply_bfloat16,
@@ -24,10 +33,10 @@ from helpers.interpreter import (
 from helpers.oracle import matrices, random_hmm
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM
+from hmmlm.hmm import HMM, generic_scan
 from hmmlm.models.scalar import Scalar
 from hmmlm.ops.common import Impl
-from hmmlm.ops.scan import Evidence, Parameters, api, scaled, scan
+from hmmlm.ops.scan import Evidence, Parameters, api, scaled
 
 NEG_INF = -math.inf
 IMPL: Impl = "triton" if INTERPRETING else "scaled"
@@ -121,7 +130,7 @@ if INTERPRETING:
 
 @pytest.fixture
 def capturing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (api, scaled):
+    for module in (api, scaled, generic_scan):
         monkeypatch.setattr(module, "capturing", lambda reference: True)
 
 

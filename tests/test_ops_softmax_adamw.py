@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import compiled
+from helpers.dense_scan import scan
 from helpers.interpreter import (
     INTERPRETING,
     in_interpreter,
@@ -24,7 +25,7 @@ from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.learning.fused_adamw import FusedAdamWLearner, fuse
 from hmmlm.learning.learners import AdamWLearner
 from hmmlm.models.scalar import Scalar
-from hmmlm.ops.scan import Parameters, scan
+from hmmlm.ops.scan import Parameters
 
 if INTERPRETING:
 

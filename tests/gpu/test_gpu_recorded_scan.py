@@ -6,12 +6,13 @@ from threading import Thread
 
 import pytest
 import torch
+from helpers.dense_scan import scan
 from helpers.oracle import matrices
 from torch import Tensor
 
 from hmmlm.hmm import HMM, Carry
 from hmmlm.hmm.recorded_scan import EAGER
-from hmmlm.ops.scan import Evidence, scan
+from hmmlm.ops.scan import Evidence
 
 WORDS, BATCH, LENGTH = 500, 16, 8
 

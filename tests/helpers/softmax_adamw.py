@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helpers.dense_scan import make_problem
-from hmmlm.ops.scan import Evidence, Parameters, scan
+from helpers.dense_scan import make_problem, scan
+from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.softmax_adamw import GradientNorm, LogitGradient
 from hmmlm.ops.softmax_adamw.naive import Moments, Settings
 

@@ -73,7 +73,7 @@ def generic_scan(
         support, row = hmm.emission.score(batch.tokens[:, 0], batch.missing[0])[0], cut.row[batch.order]
         continued = None if entry is None else entry[row]
         if carry is not None:
-            log_probs, source = _over(hmm, carry)
+            log_probs, source = over_support(hmm, carry)
             source = some_rows(source, row)
             continued = hmm.transition.forward_step(LOG, log_probs[row].to(hmm.dtype), source, support)[:, None]
         words, supports = None, [support]
@@ -113,8 +113,10 @@ def compute_again(
     Args:
         make: returns the HMM.
     """
-    if result.suspect is None or capturing(tokens) or not bool(result.suspect.any()):
-        return result._replace(suspect=result.suspect if capturing(tokens) else None)
+    if result.suspect is None or capturing(tokens):
+        return result
+    if not bool(result.suspect.any()):
+        return result._replace(suspect=None)
     rows, log_probs = result.suspect.nonzero()[:, 0], result.carry.log_probs
     given = [None if value is None else value[rows] for value in (lengths, restart, entry)]
     before = None
@@ -138,7 +140,7 @@ def compute_again(
 # --- carries ---
 
 
-def _over(hmm: Composition, carry: Carry) -> tuple[Tensor, Support]:
+def over_support(hmm: Composition, carry: Carry) -> tuple[Tensor, Support]:
     """Return the log-probabilities [B, K] of a carry, and their support."""
     if carry.states is not None and isinstance(hmm.emission, Blocked):
         width = hmm.emission.width

@@ -13,7 +13,7 @@ from torch import Tensor
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm.composition import Composition
-from hmmlm.hmm.generic_scan import compute_again, generic_scan
+from hmmlm.hmm.generic_scan import compute_again, generic_scan, over_support
 from hmmlm.hmm.union_scan import Scanner, scan_components
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import BlockSupport
@@ -118,7 +118,9 @@ def _dense(impl: Impl) -> Implementation:
             replayed = problem.hmm.recorded_scans.run(parameters, problem.evidence, impl, problem.wanted == "exact")
             if replayed is not None:
                 return replayed
-        return scan(parameters, problem.evidence, impl, problem.wanted)
+        batch = (problem.tokens, problem.lengths, problem.carry, problem.restart)
+        result = scan(parameters, problem.evidence, impl, problem.wanted)
+        return compute_again(result, lambda: problem.hmm, *batch, exact_carry=problem.wanted == "exact")
 
     return Implementation(impl, refuses, run)
 
@@ -150,11 +152,8 @@ def _scan_blocked(problem: Problem) -> Scan:
     transition, emission = hmm.transition, hmm.emission
     assert isinstance(transition, Factored) and isinstance(emission, Blocked)
     if carry is not None:
-        width, source = emission.width, None
-        if carry.states is not None and carry.states.shape[1] == width:  # those of one block
-            source = BlockSupport(carry.states[:, 0] // width, width)
-        log_probs = carry.over_all(hmm.states) if source is None else carry.log_probs
-        target = BlockSupport(emission.block_of_word[tokens[:, 0].clamp(min=0)], width)
+        log_probs, source = over_support(hmm, carry)
+        target = BlockSupport(emission.block_of_word[tokens[:, 0].clamp(min=0)], emission.width)
         entry = transition.forward_step(LOG, log_probs.to(hmm.dtype), source, target)[:, None]
     factors = Factors(
         emission.block_of_word,
@@ -173,19 +172,26 @@ def _scan_blocked(problem: Problem) -> Scan:
     return result._replace(carry=Carry(result.carry.log_probs, states))
 
 
+# --- any HMM ---
+
+
+def _refuses_naive(problem: Problem) -> str:
+    return "" if problem.hmm.impl == "naive" else "is slow"
+
+
 def _refuses_generic(problem: Problem) -> str:
-    return "" if problem.hmm.impl in ("auto", "naive", "scaled") else f"impl is {problem.hmm.impl!r}"
+    return "" if problem.hmm.impl in ("auto", "scaled") else f"impl is {problem.hmm.impl!r}"
 
 
 def _scan_generic(problem: Problem) -> Scan:
-    batch = (problem.tokens, problem.lengths, problem.carry, problem.restart)
-    exact = problem.wanted == "exact"
+    batch, exact = (problem.tokens, problem.lengths, problem.carry, problem.restart), problem.wanted == "exact"
     return generic_scan(problem.hmm, *batch, exact_carry=exact, in_log_space=problem.hmm.impl == "naive")
 
 
-DENSE: tuple[Impl, ...] = ("compiled", "triton", "scaled", "naive")
+DENSE: tuple[Impl, ...] = ("compiled", "triton", "scaled")
 IMPLEMENTATIONS = (
     Implementation("components", _refuses_union, _scan_union),
+    Implementation("naive", _refuses_naive, _scan_generic),
     *(_dense(impl) for impl in DENSE),
     Implementation("blocked", _refuses_blocked, _scan_blocked),
     Implementation("generic", _refuses_generic, _scan_generic),

@@ -16,7 +16,7 @@ from hmmlm.hmm.recursions import run_filter, run_messages, sort_batch
 from hmmlm.hmm.results import Counts
 from hmmlm.hmm.union_scan import split_carry
 from hmmlm.ops.common import Carry, logsumexp
-from hmmlm.ops.scan import Evidence
+from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.scan import expected_counts as count_dense
 from hmmlm.transitions import BlockDiagonal, Dense, Factored
 
@@ -48,13 +48,33 @@ def expected_counts(hmm: Composition, tokens: Tensor, lengths: Tensor | None, we
         return count_expected(model, lattice, run_messages(model, lattice), weights)
     parameters, tokens = model.matrices(), _inside(tokens, lengths)
     start: Any
-    if parameters is not None:
-        total, (start, transition, emission) = count_dense(parameters, Evidence(tokens, lengths), weights, model.impl)
+    if parameters is not None and model.impl != "naive":
+        total, counts, suspect = count_dense(parameters, Evidence(tokens, lengths), weights, model.impl)
+        total, (start, transition, emission) = _count_again(model, total, counts, suspect, tokens, lengths, weights)
     else:
         total, gradients = _differentiate(model, tokens, lengths, weights)
         start, transition, emission = (_of(gradients, prefix) for prefix in ("log_start", "transition.", "emission."))
     counted = total if weights is None else torch.where(weights > 0, weights * total, 0.0)
     return Counts(start, transition, emission, counted.sum())
+
+
+def _count_again(
+    hmm: Composition,
+    total: Tensor,
+    counts: Parameters,
+    suspect: Tensor,
+    tokens: Tensor,
+    lengths: Tensor | None,
+    weights: Tensor | None,
+) -> tuple[Tensor, Parameters]:
+    """Return the log-likelihoods and counts of two matrices with those of suspect sequences [B], in float64."""
+    if not bool(suspect.any()):
+        return total, counts
+    rows = suspect.nonzero()[:, 0]
+    sizes, own = (None if value is None else value[rows] for value in (lengths, weights))
+    found, more = _differentiate(hmm.to(torch.float64), tokens[rows], sizes, own)
+    total = total.index_copy(0, rows, found.to(total.dtype))
+    return total, Parameters(*((a + b).to(a.dtype) for a, b in zip(counts, more.values(), strict=True)))
 
 
 def _differentiate(
@@ -65,7 +85,7 @@ def _differentiate(
         leaves = {name: value.detach().clone().requires_grad_() for name, value in hmm.parameters().items()}
         tokens, lengths = tokens.clone(), None if lengths is None else lengths.clone()
         total = run(Problem(hmm.with_tensors(leaves), tokens, lengths, None, None, "kept")).log_likelihood
-        seed = torch.ones_like(total) if weights is None else weights.clone()
+        seed = torch.ones_like(total) if weights is None else weights.to(total.dtype, copy=True)
         found = torch.autograd.grad(total, list(leaves.values()), seed)
     return total.detach(), dict(zip(leaves, found, strict=True))
 

@@ -6,6 +6,6 @@ Parameters are log-probabilities (start [Z], transition [Z, Z], emission [Z, V])
 """
 
 from hmmlm.ops.scan.api import expected_counts, path_loops_pay, scan
-from hmmlm.ops.scan.naive import Evidence, Parameters
+from hmmlm.ops.scan.problem import Evidence, Parameters
 
 __all__ = ["Evidence", "Parameters", "expected_counts", "path_loops_pay", "scan"]

@@ -3,8 +3,7 @@
 The gradient is the expected counts, in closed form.
 """
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -23,16 +22,13 @@ from hmmlm.ops.common import (
     capturing,
     choose_kernels,
     installed,
-    log_normalize,
-    logsumexp,
     product_dtype,
     without_autocast,
 )
-from hmmlm.ops.scan import naive, scaled
-from hmmlm.ops.scan.naive import Evidence, Parameters
+from hmmlm.ops.scan import scaled
+from hmmlm.ops.scan.problem import Evidence, Parameters
 
 CarryKind = Literal["none", "kept", "exact"]
-LOG_SPACE_CELLS = 2**25  # largest [rows, Z, Z] intermediate of the log-space recursion
 LOOP_STATES = 256  # most states for which compiled loops are faster than tensor operations on two cores
 LOOP_PATH_STATES, LOOP_SEQUENCES = 1024, 8  # for best paths: most states, or least sequences
 LARGE = 2**20  # emissions whose gradient the C library would return to the system
@@ -42,51 +38,37 @@ KERNEL_CELLS = 2**30  # largest [T, B, Z] that the Triton kernels allocate
 def scan(parameters: Parameters, evidence: Evidence, impl: Impl = "auto", carry: CarryKind = "kept") -> Scan:
     """Compute log p(x) [B], differentiable in the parameters, and the carry over all Z states.
 
-    Sequences whose scaled mass may have underflowed are recomputed in float64, or in log space if it may have there
-    too; with an "exact" carry, also those of which a possible state of the carry may have lost its share. Inside a CUDA
-    graph they are reported as `suspect` instead, with the start distribution as their carry. Where "none" is wanted,
-    the carry is empty.
+    Sequences whose scaled mass may have underflowed are `suspect`; with an "exact" carry, also those of which a
+    possible state of the carry may have lost its share. Where "none" is wanted, the carry is empty. Inside a CUDA
+    graph, the carry of a suspect sequence is the start distribution.
     """
-    log_likelihood, found, suspect = _solve(parameters, evidence, impl, carry)
+    products = product_dtype(parameters.log_start)
+    recursions = choose_recursions(parameters, evidence, products, impl)
+    if torch.is_grad_enabled() and any(value.requires_grad for value in parameters):
+        log_likelihood, found, suspect = _Scan.apply(*parameters, evidence, products, recursions, carry)
+    else:  # the autograd function would cost a small model time
+        run = _run_filter(parameters, evidence, products, recursions, False, carry)
+        log_likelihood, found, suspect = run.log_likelihood, run.carry, run.suspect
     return Scan(log_likelihood, Carry(log_likelihood.new_empty(0) if found is None else found), suspect)
 
 
 @torch.no_grad()
 def expected_counts(
     parameters: Parameters, evidence: Evidence, weights: Tensor | None, impl: Impl = "auto"
-) -> tuple[Tensor, Parameters]:
-    """Compute log p(x) [B] and the expected counts of all sequences, each `weights` [B] times (None: once).
+) -> tuple[Tensor, Parameters, Tensor]:
+    """Compute log p(x) [B], the expected counts of all sequences but suspect ones, and which are suspect [B].
 
-    The counts are the gradient of the weighted sum of the log-likelihoods.
+    A sequence counts `weights` [B] times (None: once): the counts are the gradient of the weighted log-likelihoods.
     """
     like = parameters.log_start
     if weights is None:
         weights = like.new_ones(len(evidence.tokens))
-    if impl == "naive":
-        return naive.log_likelihood(parameters, evidence), _log_space_counts(parameters, evidence, weights)
     products = product_dtype(like)
     recursions = choose_recursions(parameters, evidence, products, impl)
     run = _run_filter(parameters, evidence, products, recursions, True, "none")
     with without_autocast(like):
-        counts = _counts(parameters, evidence, run, weights)
-    return run.log_likelihood, Parameters(*(count.to(like.dtype) for count in counts))
-
-
-def _solve(
-    parameters: Parameters, evidence: Evidence, impl: Impl, kind: CarryKind
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return log-likelihoods [B], the carry [B, Z] and suspect sequences [B]."""
-    if impl == "naive":
-        joint = naive.forward(parameters, evidence)[:, -1]
-        return logsumexp(joint, 1), log_normalize(joint.detach().double()), None
-    products = product_dtype(parameters.log_start)
-    recursions = choose_recursions(parameters, evidence, products, impl)
-    if torch.is_grad_enabled() and any(value.requires_grad for value in parameters):
-        found: tuple[Tensor, Tensor | None, Tensor] = _Scan.apply(*parameters, evidence, products, recursions, kind)
-        return found
-    # The autograd function would cost a small model time.
-    run = _run_filter(parameters, evidence, products, recursions, False, kind)
-    return run.log_likelihood, run.carry, run.suspect
+        counts = _counts(parameters.log_emission.shape, run, weights)
+    return run.log_likelihood, Parameters(*(count.to(like.dtype) for count in counts)), run.suspect
 
 
 def path_loops_pay(states: int, batch: int, device: torch.device) -> bool:
@@ -128,7 +110,7 @@ def refusal(parameters: Parameters, evidence: Evidence, products: torch.dtype, i
             return "needs the package triton, which is not installed"
         missing = unsupported(parameters, evidence)
         return missing and f"does not support {missing}"
-    return "is the slow specification" if impl == "naive" else ""
+    return ""
 
 
 def choose_recursions(parameters: Parameters, evidence: Evidence, products: torch.dtype, impl: Impl) -> ModuleType:
@@ -162,8 +144,6 @@ class _Run(NamedTuple):
     recursions: ModuleType
     chain: Any  # of the recursions
     result: Any
-    doubt: Tensor  # indices of the sequences that were recomputed
-    again: Any  # their `_Run` in float64; None: in log space, or there are none
     log_likelihood: Tensor  # [B]
     carry: Tensor | None  # [B, Z]
     suspect: Tensor  # [B]
@@ -177,41 +157,26 @@ def _run_filter(
     keep: bool,
     kind: CarryKind,
 ) -> _Run:
-    """Run the filter, and again in float64 or log space for sequences whose mass may have underflowed."""
-    tokens, dtype = evidence.tokens, parameters.log_start.dtype
+    """Run the filter, and find the sequences whose mass may have underflowed."""
+    tokens = evidence.tokens
     if keep and tokens.device.type == "cpu" and parameters.log_emission.numel() >= LARGE:
         keep_freed_memory()  # for the next step: whoever needs counts trains
     with without_autocast(tokens):  # `products` already is the dtype of products
         chain = recursions.make_chain(parameters, evidence, products)
         result = recursions.forward(chain, keep)
         predicted = chain.unsort(result.predicted if result.predicted.dim() == 2 else result.predicted[-1])
-        doubt, again = torch.empty(0, dtype=torch.long, device=tokens.device), None
-        if not capturing(tokens):
-            mask = chain.unsort(recursions.doubtful(parameters, chain, result))
+        if capturing(tokens):  # where nothing can be looked at
+            suspect = chain.unsort(recursions.suspicious(result))
+        else:
+            suspect = chain.unsort(recursions.doubtful(parameters, chain, result))
             if kind == "exact":
-                mask = mask | scaled.lost_in_carry(parameters, evidence, predicted, result.floor)
-            doubt = mask.nonzero().squeeze(1)
-    log_likelihood, carry = chain.unsort(result.log_likelihood), None
+                suspect = suspect | scaled.lost_in_carry(parameters, evidence, predicted, result.floor)
+    carry = None
     if kind != "none":
         carry = scaled.log_carry(parameters, evidence, predicted) if result.carry is None else result.carry
-    if doubt.numel():
-        if dtype == torch.float32:
-            exact = Parameters(*(p.detach().double() for p in parameters))
-            again = _run_filter(exact, evidence.rows(doubt), torch.float64, scaled, keep, kind)
-            found, state = again.log_likelihood, again.carry
-        else:
-            joint = _in_log_space(lambda p, e: naive.forward(p, e)[:, -1], parameters, evidence, doubt)
-            found, state = logsumexp(joint, 1), log_normalize(joint)
-        log_likelihood = log_likelihood.index_copy(0, doubt, found.to(dtype))
-        carry = None if carry is None or state is None else carry.index_copy(0, doubt, state)
-    suspect = torch.zeros(tokens.shape[:1], dtype=torch.bool, device=tokens.device)
-    if tokens.is_cuda or capturing(tokens):
-        # Outside a graph no sequence is suspect any more. The kernels run anyway: warm-up steps compile them.
-        found = chain.unsort(recursions.suspicious(result))
-        suspect = found if capturing(tokens) else suspect
-        if carry is not None:  # the next window needs a valid one
+        if capturing(tokens):  # the next window needs a valid one
             carry = torch.where(suspect[:, None], parameters.log_start.detach().double(), carry)
-    return _Run(recursions, chain, result, doubt, again, log_likelihood, carry, suspect)
+    return _Run(recursions, chain, result, chain.unsort(result.log_likelihood), carry, suspect)
 
 
 class _Scan(torch.autograd.Function):
@@ -230,8 +195,7 @@ class _Scan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         parameters = Parameters(log_start, log_transition, log_emission)
         run = _run_filter(parameters, evidence, products, recursions, any(ctx.needs_input_grad), kind)
-        ctx.save_for_backward(*parameters)
-        ctx.evidence, ctx.run = evidence, run
+        ctx.shape, ctx.run = log_emission.shape, run
         # Cloned because ctx must not hold a returned tensor.
         log_likelihood, suspect = run.log_likelihood.clone(), run.suspect.clone()
         carry = None if run.carry is None else run.carry.clone()
@@ -242,42 +206,13 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         with without_autocast(grad):
-            counts = _counts(Parameters(*ctx.saved_tensors), ctx.evidence, ctx.run, grad)
+            counts = _counts(ctx.shape, ctx.run, grad)
         return *(count.to(grad.dtype) for count in counts), None, None, None, None
 
 
-def _counts(parameters: Parameters, evidence: Evidence, run: _Run, grad: Tensor) -> Parameters:
-    """Compute the expected counts of all sequences, weighted by grad [B]."""
-    chain, result, doubt = run.chain, run.result, run.doubt
-    seed = torch.where(run.suspect, 0.0, grad)
-    if doubt.numel():
-        seed = seed.index_fill(0, doubt, 0.0)
-    seed = torch.where(result.log_likelihood == NEG_INF, 0.0, chain.sort(seed))
-    counts: Parameters = run.recursions.accumulate(chain, result, seed, parameters.log_emission.shape)
-    if not doubt.numel():
-        return counts
-    exact, weight = Parameters(*(p.detach().double() for p in parameters)), grad[doubt].double()
-    more = _log_space_counts if run.again is None else partial(_counts, run=run.again)
-    return Parameters(*(a + b for a, b in zip(counts, more(exact, evidence.rows(doubt), grad=weight), strict=True)))
-
-
-def _log_space_counts(parameters: Parameters, evidence: Evidence, grad: Tensor) -> Parameters:
-    """Compute `_counts` in log space."""
-    pieces = _pieces(parameters, evidence)
-    weights = grad.split(len(pieces[0].tokens))
-    counts = [naive.expected_counts(parameters, *each) for each in zip(pieces, weights, strict=True)]
-    return Parameters(*(torch.stack(parts).sum(0) for parts in zip(*counts, strict=True)))
-
-
-def _pieces(parameters: Parameters, evidence: Evidence) -> list[Evidence]:
-    """Return the sequences in pieces so small that [rows, Z, Z] fits LOG_SPACE_CELLS."""
-    every = torch.arange(len(evidence.tokens), device=evidence.tokens.device)
-    return [evidence.rows(rows) for rows in every.split(max(1, LOG_SPACE_CELLS // len(parameters.log_start) ** 2))]
-
-
-def _in_log_space(
-    function: Callable[[Parameters, Evidence], Tensor], parameters: Parameters, evidence: Evidence, rows: Tensor
-) -> Tensor:
-    """Apply a log-space function to the sequences at `rows` in float64; return [rows, ...]."""
-    exact = Parameters(*(p.detach().double() for p in parameters))
-    return torch.cat([function(exact, piece) for piece in _pieces(exact, evidence.rows(rows))])
+def _counts(shape: torch.Size, run: _Run, grad: Tensor) -> Parameters:
+    """Compute the expected counts of all but suspect sequences, weighted by grad [B]; emissions have a `shape`."""
+    seed = run.chain.sort(torch.where(run.suspect, 0.0, grad))
+    seed = torch.where(run.result.log_likelihood == NEG_INF, 0.0, seed)
+    counts: Parameters = run.recursions.accumulate(run.chain, run.result, seed, shape)
+    return counts

@@ -14,7 +14,7 @@ from hmmlm.ops import loops
 from hmmlm.ops.common import FLOOR
 from hmmlm.ops.lanes import LANES, ROWS
 from hmmlm.ops.scan import scaled
-from hmmlm.ops.scan.naive import Evidence, Parameters
+from hmmlm.ops.scan.problem import Evidence, Parameters
 from hmmlm.ops.scan.scaled import ScaledForward, sort_by_length
 from hmmlm.ops.threads import run_parts
 from hmmlm.ops.tiles import pack, packed_shape, padded_width

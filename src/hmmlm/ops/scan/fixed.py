@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hmmlm.ops.common import FLOOR, Impl, capturing, without_autocast
 from hmmlm.ops.scan.api import choose_recursions
-from hmmlm.ops.scan.naive import Evidence, Parameters
+from hmmlm.ops.scan.problem import Evidence, Parameters
 from hmmlm.ops.scan.scaled import least_mass, log_column_ratio
 
 

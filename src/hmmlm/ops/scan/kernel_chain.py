@@ -9,7 +9,7 @@ from torch import Tensor
 from hmmlm.ops.common import FLOOR, NEG_INF
 from hmmlm.ops.graph import side_by_side
 from hmmlm.ops.scan.kernels import gather_kernel
-from hmmlm.ops.scan.naive import Evidence, Parameters
+from hmmlm.ops.scan.problem import Evidence, Parameters
 from hmmlm.ops.scan.row_kernels import softmax_kernel
 from hmmlm.ops.scan.scaled import carried_probs
 from hmmlm.ops.scan.word_kernels import mark_words_kernel, normalizer_kernel

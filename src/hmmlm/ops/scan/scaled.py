@@ -5,7 +5,7 @@ FLOOR wherever α_t(z) is kept.
 
 Each word's emissions are divided by their maximum over states, and each step's joint by its sum, so nothing overflows.
 Paths that matter later may still be flushed to zero. `doubtful` finds the sequences for which this cannot be excluded,
-and `api.py` recomputes them in log space.
+which are computed again in log space.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.ops.common import FLOOR, NEG_INF, capturing, exp, log_normalize
-from hmmlm.ops.scan.naive import Evidence, Parameters
+from hmmlm.ops.scan.problem import Evidence, Parameters
 
 # Relative loss of mass that is tolerated without recomputing the sequence.
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -141,8 +141,14 @@ def forward(chain: ScaledChain, keep: bool = True) -> ScaledForward:
     return result if bool(least >= LEAST[chain.start.dtype]) else _filter(chain, keep, 1)[0]
 
 
-def _filter(chain: ScaledChain, keep: bool, group: int) -> tuple[ScaledForward, Tensor]:
-    """Run the filter with groups of `group` steps; also return the least mass of any step before normalization."""
+def _filter(
+    chain: ScaledChain, keep: bool, group: int, least_prob: float | None = None
+) -> tuple[ScaledForward, Tensor]:
+    """Run the filter with groups of `group` steps; also return the least mass of any step before normalization.
+
+    Args:
+        least_prob: to which everything possible is raised, before and after each product: an upper bound.
+    """
     steps, batch = chain.words.shape
     like, states, tiny = chain.start, chain.start.shape[0], torch.finfo(chain.start.dtype).tiny
     span = steps if keep else max(1, min(steps, SPAN_CELLS // (batch * states)))
@@ -168,12 +174,15 @@ def _filter(chain: ScaledChain, keep: bool, group: int) -> tuple[ScaledForward, 
             else:
                 if t % group == 0 and t > 0:
                     previous = previous / previous.sum(1, keepdim=True).clamp_min_(tiny)
+                    previous = previous if least_prob is None else raised(previous, least_prob)
                 if same:
                     torch.mm(previous, chain.transition, out=guess)
                 else:
                     guess.copy_(move(previous, chain.transition))
                 if chain.restart is not None:
                     guess.copy_(torch.where(chain.restart[t, :rows, None], chain.start, guess))
+            if least_prob is not None:
+                guess.copy_(raised(guess, least_prob))
             previous = here.mul_(guess)
         # Convert masses relative to the last normalized step to p(x_t | x_1..t−1), and normalize the distributions.
         mass = alpha.sum(2)
@@ -337,7 +346,7 @@ def doubtful(parameters: Parameters, chain: ScaledChain, result: ScaledForward) 
     if chain.transition.dtype != dtype:  # low-precision rounding would hide the difference
         chain = chain._replace(transition=exp(parameters.log_transition))
         result = forward(chain, keep=False)
-    upper, _ = upper_bound(raised_chain(parameters, chain), FLOOR[dtype] ** 0.5)
+    upper = upper_bound(parameters, chain).log_likelihood
     slack = TOLERANCE[dtype] * 10 + torch.finfo(dtype).eps * 4 * chain.words.shape[0]
     both_impossible = upper == NEG_INF
     agrees = (upper - result.log_likelihood).abs() <= slack
@@ -362,45 +371,26 @@ def lost_in_carry(parameters: Parameters, evidence: Evidence, predicted: Tensor,
     least = least_mass(floor, predicted.shape[1], dtype)
     low = ~(predicted >= least * predicted.sum(1, keepdim=True))
     if bool(low.any()):
-        chain = raised_chain(parameters, make_chain(parameters, evidence, dtype))
-        low &= chain.unsort(upper_bound(chain, FLOOR[dtype] ** 0.5)[1]) > 0
+        chain = make_chain(parameters, evidence, dtype)
+        low &= chain.unsort(upper_bound(parameters, chain).predicted) > 0
     return low.any(1)
 
 
-def raised_chain(parameters: Parameters, chain: ScaledChain) -> ScaledChain:
-    """Return the chain with every nonzero probability raised to at least a floor whose square does not underflow."""
+def upper_bound(parameters: Parameters, chain: ScaledChain) -> ScaledForward:
+    """Run the filter with everything possible raised to at least a floor, whose square does not underflow.
+
+    Predictions are zero only where a state is impossible.
+    """
     floor = FLOOR[chain.start.dtype] ** 0.5
     possible = parameters.log_emission.index_select(1, chain.vocabulary.clamp(min=0)).t() > NEG_INF
     possible = possible | (chain.vocabulary < 0)[:, None]
-    return chain._replace(
+    chain = chain._replace(
         start=torch.where(parameters.log_start > NEG_INF, chain.start.clamp_min(floor), 0.0),
         transition=torch.where(parameters.log_transition > NEG_INF, chain.transition.clamp_min(floor), 0.0),
         emission=torch.where(possible, chain.emission.clamp_min(floor), 0.0),
         initial=None if chain.initial is None else raised(chain.initial, floor),
     )
-
-
-def upper_bound(chain: ScaledChain, floor: float) -> tuple[Tensor, Tensor]:
-    """Compute the log-likelihood [B] with everything possible raised to at least `floor` at every step.
-
-    Also return the predictions [B, Z] of the state at each last token, which are zero only where it is impossible.
-    """
-    batch = chain.words.shape[1]
-    tiny = torch.finfo(chain.start.dtype).tiny
-    total = torch.zeros(batch, dtype=torch.float64, device=chain.start.device)
-    last, previous = chain.start.new_empty(batch, len(chain.start)), chain.initial
-    for t, rows in enumerate(chain.active):
-        guess = chain.start.expand(rows, -1)
-        if previous is not None:
-            guess = move(previous[:rows], chain.transition)
-            if chain.restart is not None:
-                guess = torch.where(chain.restart[t, :rows, None], chain.start, guess)
-        words, guess = chain.words[t, :rows], raised(guess, floor)
-        here = guess * chain.emission.index_select(0, words)
-        mass = here.sum(1)
-        total[:rows] += mass.log() + chain.log_peak[words]
-        last[:rows], previous = guess, raised(here / mass.clamp_min(tiny)[:, None], floor)
-    return total.to(chain.start.dtype), last
+    return _filter(chain, keep=False, group=1, least_prob=floor)[0]
 
 
 def raised(values: Tensor, floor: float) -> Tensor:

@@ -12,7 +12,7 @@ from hmmlm.ops.common import NEG_INF, Carry, Scan, capturing, product_dtype, wit
 from hmmlm.ops.scan import triton as kernels
 from hmmlm.ops.scan.api import unsupported
 from hmmlm.ops.scan.kernel_chain import KernelChain, KernelForward
-from hmmlm.ops.scan.naive import Evidence, Parameters
+from hmmlm.ops.scan.problem import Evidence, Parameters
 from hmmlm.ops.softmax_adamw import GradientNorm, LogitGradient
 
 

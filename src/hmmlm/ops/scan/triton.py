@@ -24,7 +24,7 @@ from hmmlm.ops.scan import scaled
 from hmmlm.ops.scan.kernel_chain import LIBRARY_STATES, KernelChain, KernelForward, make_chain
 from hmmlm.ops.scan.kernel_counts import accumulate, accumulate_words
 from hmmlm.ops.scan.kernels import divide_kernel, finish_kernel, meet_kernel, step_kernel
-from hmmlm.ops.scan.naive import Parameters
+from hmmlm.ops.scan.problem import Parameters
 
 __all__ = ["accumulate", "accumulate_words", "doubtful", "forward", "make_chain", "suspicious"]
 

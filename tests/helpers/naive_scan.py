@@ -1,37 +1,10 @@
-"""Forward and backward recursions in log space: the specification that every other implementation must match.
-
-Shapes: B sequences, T positions, Z states, V words. `restart[b, t]`: position t is drawn from the start distribution
-regardless of the preceding tokens. `carry[b]`: log p(z at the token before position 0 | all tokens before).
-"""
-
-from typing import NamedTuple
+"""The specification of the dense scan: forward and backward recursions in log space; see `hmmlm.ops.scan.problem`."""
 
 import torch
 from torch import Tensor
 
-from hmmlm.ops.common import NEG_INF, logsumexp
-
-
-class Parameters(NamedTuple):
-    """Distributional parameters, as log-probabilities."""
-
-    log_start: Tensor  # [Z]
-    log_transition: Tensor  # [Z, Z] row = from-state
-    log_emission: Tensor  # [Z, V]
-
-
-class Evidence(NamedTuple):
-    """A batch of observations."""
-
-    tokens: Tensor  # [B, T] integer; -1 is missing
-    lengths: Tensor | None = None  # [B]
-    carry: Tensor | None = None  # [B, Z] float64
-    restart: Tensor | None = None  # [B, T] bool
-
-    def rows(self, index: Tensor) -> "Evidence":
-        """Return the sequences at `index`."""
-        rest = (None if field is None else field[index] for field in self[1:])
-        return Evidence(self.tokens[index], *rest)
+from hmmlm.ops.common import NEG_INF, Carry, Scan, log_normalize, logsumexp
+from hmmlm.ops.scan.problem import Evidence, Parameters
 
 
 def emission_scores(log_emission: Tensor, tokens: Tensor) -> Tensor:
@@ -86,6 +59,12 @@ def backward(parameters: Parameters, evidence: Evidence) -> Tensor:
         following = torch.where(inside[:, t, None], moved, following)
         columns.append(following)
     return torch.stack(columns[::-1], 1)
+
+
+def scan(parameters: Parameters, evidence: Evidence) -> Scan:
+    """Compute log p(x) [B] and the carry."""
+    joint = forward(parameters, evidence)[:, -1]
+    return Scan(logsumexp(joint, 1), Carry(log_normalize(joint.detach().double())))
 
 
 def log_likelihood(parameters: Parameters, evidence: Evidence) -> Tensor:

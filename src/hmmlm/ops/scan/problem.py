@@ -1,0 +1,31 @@
+"""Inputs of the dense scan.
+
+Shapes: B sequences, T positions, Z states, V words. `restart[b, t]`: position t is drawn from the start distribution
+regardless of the preceding tokens. `carry[b]`: log p(z at the token before position 0 | all tokens before).
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Parameters(NamedTuple):
+    """Distributional parameters, as log-probabilities."""
+
+    log_start: Tensor  # [Z]
+    log_transition: Tensor  # [Z, Z] row = from-state
+    log_emission: Tensor  # [Z, V]
+
+
+class Evidence(NamedTuple):
+    """A batch of observations."""
+
+    tokens: Tensor  # [B, T] integer; -1 is missing
+    lengths: Tensor | None = None  # [B]
+    carry: Tensor | None = None  # [B, Z] float64
+    restart: Tensor | None = None  # [B, T] bool
+
+    def rows(self, index: Tensor) -> "Evidence":
+        """Return the sequences at `index`."""
+        rest = (None if field is None else field[index] for field in self[1:])
+        return Evidence(self.tokens[index], *rest)
