@@ -151,6 +151,8 @@ def messages_dense(hmm: Composition, lattice: Lattice) -> list[Tensor] | None:
 
 def _active_rows(values: Tensor, batch: SortedBatch) -> list[Tensor]:
     """Return the active rows of each step of values [T, B, …]."""
+    if batch.active[-1] == len(batch.tokens):
+        return list(values.unbind())
     return [here[:rows] for here, rows in zip(values.unbind(), batch.active, strict=True)]
 
 

@@ -7,12 +7,15 @@ below are the standard ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, wraps
+from itertools import accumulate
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
@@ -30,7 +33,7 @@ from hmmlm.hmm.composition import Composition
 from hmmlm.hmm.lattice import (
     Lattice,
     SortedBatch,
-    add_first,
+    Step,
     condition,
     continuing,
     endings,
@@ -60,6 +63,7 @@ from hmmlm.transitions.tiled import TiledTransition
 _CELLS = 2**24  # largest table of probabilities of sampled tokens
 _ENTROPIES = 2**18  # steps × states whose entropies are computed together
 _PREDICTED = 2**22  # largest table of predictions
+_NOISE = 2**22  # random numbers that are drawn together
 _SAMPLED = 10**8  # most tokens of a sample: a few gigabytes
 
 
@@ -114,7 +118,7 @@ class Queries(Composition):
         with torch.no_grad(), without_autocast(checked):
             batch = sort_batch(self, checked, sizes)
             lattice = run_filter(self.detach(), batch, log_initial(self, carry, batch))
-            probs = gather(self, lattice, [value.exp() for value in lattice.filtered])
+            probs = gather(self, lattice, lattice.filtered, NEG_INF).exp_()
             total = batch.unsort(lattice.log_likelihood()).to(self.dtype)
             carry_out = Carry(batch.unsort(last_filtered(self, lattice)))
         if torch.is_grad_enabled() and self.requires_grad:
@@ -161,7 +165,7 @@ class Queries(Composition):
         """Compute p(z_t | x_1..T) [B, T, Z]; zero beyond a sequence's length."""
         lattice = self._possible(tokens, lengths)
         messages = run_messages(self.detach(), lattice)
-        return gather(self, lattice, [(f + m).exp() for f, m in zip(lattice.filtered, messages, strict=True)])
+        return gather(self, lattice, lattice.filtered, NEG_INF).add_(gather(self, lattice, messages)).exp_()
 
     @query
     def viterbi(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Tensor, Tensor]:
@@ -205,16 +209,24 @@ class Queries(Composition):
         check_count("num", num, 1, _SAMPLED)
         check_generator(generator)
         lattice, model = self._possible(tokens, lengths), self.detach()
-        batch = lattice.batch
-        paths = torch.full((num, *batch.tokens.shape), -1, device=self.device)
+        drawn: Iterator[Tensor] = iter(())
+        path = [torch.empty(num, 0, dtype=torch.long, device=self.device)]
         for t in reversed(range(len(lattice.supports))):
-            scores, support = lattice.filtered[t].expand(num, -1, -1), lattice.supports[t]
-            rows = len(lattice.supports) > t + 1 and len(lattice.filtered[t + 1])
+            filtered, support, rows = lattice.filtered[t], lattice.supports[t], path[-1].shape[1]
+            noise = next(drawn, None)
+            if noise is None:  # of as many steps at once as there is room for
+                size = max(1, _NOISE // (num * filtered.numel()))
+                shapes = [values.shape for values in lattice.filtered[max(0, t + 1 - size) : t + 1]]
+                drawn = gumbel([(num, *shape) for shape in shapes[::-1]], self.log_start, generator)
+                noise = next(drawn)
+            scores = filtered + noise
             if rows:
-                into = model.transition.log_columns(paths[:, :rows, t + 1], first_rows(support, rows))
-                scores = torch.cat([scores[:, :rows] + into, scores[:, rows:]], 1)
-            paths[:, : scores.shape[1], t] = state_ids(support, draw(scores, generator))
-        return batch.unsort(paths, 1)
+                scores[:, :rows] += model.transition.log_columns(path[-1], first_rows(support, rows))
+            path.append(state_ids(support, scores.argmax(2)))
+        paths = pad_sequence([states.t() for states in path[:0:-1]], batch_first=True, padding_value=-1)  # [T, B, num]
+        result = torch.full((num, *lattice.batch.tokens.shape), -1, device=self.device)
+        result[:, :, : len(paths)] = paths.permute(2, 1, 0)
+        return lattice.batch.unsort(result, 1)
 
     @query
     def next_token(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
@@ -265,12 +277,16 @@ class Queries(Composition):
             total[ending] -= torch.xlogy(last, last).sum(1)
         sizes = list(enumerate(map(len, messages)))[1:]
         before = [(t, n, lattice.filtered[t - 1][:n], first_rows(lattice.supports[t - 1], n)) for t, n in sizes]
-        after = [(t, n, (lattice.filtered[t] + messages[t]).exp(), lattice.supports[t]) for t, n in sizes]
-        for (row, _, x, source), (_, _, posterior, target) in zip(*stack_together(before, after), strict=True):
+        after, ahead = (
+            [(t, n, values[t], lattice.supports[t]) for t, n in sizes] for values in (lattice.filtered, messages)
+        )
+        stacks = zip(*stack_together(before, after, ahead), strict=True)
+        for (row, _, x, source), (_, _, filtered, target), (_, _, message, _) in stacks:
             for piece in torch.arange(len(row), device=self.device).split(max(1, _ENTROPIES // self.states)):
                 own, other = some_rows(source, piece), some_rows(target, piece)
                 conditional = model.transition.origin_entropy(x[piece], own, other)
-                total.index_add_(0, row[piece], (conditional * posterior[piece]).sum(1).double())
+                posterior = (filtered[piece] + message[piece]).exp()
+                total.index_add_(0, row[piece], (conditional * posterior).sum(1).double())
         return lattice.batch.unsort(total).to(self.dtype)
 
     @query
@@ -279,9 +295,12 @@ class Queries(Composition):
         lattice = self._possible(tokens, lengths)
         shape = (*lattice.batch.tokens.shape, self.vocab_size)
         result = torch.full(shape, NEG_INF, dtype=self.dtype, device=self.device)
-        messages = run_messages(self.detach(), lattice)
-        for t, rows in enumerate(lattice.batch.active):
-            result[:rows, t] = self.emit(self._surroundings(lattice, messages, t))
+        messages, active = run_messages(self.detach(), lattice), lattice.batch.active
+        size = max(1, _PREDICTED // (active[0] * max(self.vocab_size, self.states)))
+        for steps in torch.arange(len(active)).split(size):
+            emitted = self.emit(self._surroundings(lattice, messages, steps.tolist()))
+            for t, values in zip(steps.tolist(), emitted.split([active[t] for t in steps.tolist()]), strict=True):
+                result[: len(values), t] = values
         return lattice.batch.unsort(result)
 
     @query
@@ -295,7 +314,7 @@ class Queries(Composition):
         if rows != 1:
             raise InputError(f"infill_at takes one sequence, not {rows}: call it once per sequence")
         check_count("position", position, 0, steps - 1)
-        return self.emit(self._surroundings(lattice, run_messages(self.detach(), lattice), position))[0]
+        return self.emit(self._surroundings(lattice, run_messages(self.detach(), lattice), [position]))[0]
 
     @query
     def infill_blanks(self, tokens: ArrayLike, excluded: int) -> Tensor:
@@ -316,24 +335,30 @@ class Queries(Composition):
             raise InputError("the text has probability zero under the model, whatever its blanks are") from None
         messages = run_messages(self.detach(), lattice)
         blanks = (given[0] < 0).nonzero().flatten().tolist()
-        result = torch.full((len(blanks), self.vocab_size), NEG_INF, dtype=self.dtype, device=self.device)
-        for row, t in enumerate(blanks):
-            result[row] = self.emit(self._surroundings(lattice, messages, t))[0]
+        if not blanks:
+            return torch.empty(0, self.vocab_size, dtype=self.dtype, device=self.device)
+        result = self.emit(self._surroundings(lattice, messages, blanks))
         result[:, excluded] = NEG_INF
         return result.log_softmax(1)
 
-    def _surroundings(self, lattice: Lattice, messages: list[Tensor], t: int) -> Tensor:
-        """Compute log p(z_t | all tokens but x_t) [n, Z]: from the tokens before and after, never from x_t itself."""
-        model, rows = self.detach(), len(lattice.scores[t])
-        around = model.log_start.expand(rows, -1)
-        if t:
-            source = first_rows(lattice.supports[t - 1], rows)
-            around = model.transition.forward_step(LOG, lattice.filtered[t - 1][:rows], source)
-        if t + 1 < len(messages):
-            ahead = model.transition.backward_step(
-                LOG, lattice.scores[t + 1] + messages[t + 1], None, lattice.supports[t + 1]
-            )
-            around = add_first(around, ahead)
+    def _surroundings(self, lattice: Lattice, messages: list[Tensor], steps: Sequence[int]) -> Tensor:
+        """Compute log p(z_t | all tokens but x_t) [n, Z] for the rows of each of some steps, one step after another.
+
+        It follows from the tokens before and after, never from x_t itself.
+        """
+        model, sizes = self.detach(), [len(lattice.scores[t]) for t in steps]
+        past, future, ends = list[Step](), list[Step](), list(accumulate(sizes))
+        for t, rows, end in zip(steps, sizes, ends, strict=True):
+            if t:
+                past.append((t, rows, lattice.filtered[t - 1][:rows], first_rows(lattice.supports[t - 1], rows)))
+            if t + 1 < len(messages):
+                ahead = lattice.scores[t + 1] + messages[t + 1]
+                future.append((end - rows, len(ahead), ahead, lattice.supports[t + 1]))
+        first = [model.log_start.expand(rows, -1) for t, rows in zip(steps, sizes, strict=True) if not t]
+        moved = [model.transition.forward_step(LOG, values, source) for _, _, values, source in stack_steps(past)]
+        around = torch.cat([*first, *moved])
+        for row, begin, values, target in stack_steps(future):
+            around[begin + row] += model.transition.backward_step(LOG, values, None, target)
         return around.log_softmax(1)
 
     def joint_scan(
@@ -428,7 +453,14 @@ class Queries(Composition):
         return model.transition.forward_step(LOG, filtered, support).view_as(log_state)
 
 
+def gumbel(shapes: Sequence[tuple[int, ...]], like: Tensor, generator: torch.Generator | None) -> Iterator[Tensor]:
+    """Draw Gumbel noise, log of 1 / Exp(1), of several shapes: the largest sum with log-probabilities is a sample."""
+    sizes = [math.prod(shape) for shape in shapes]
+    noise = like.new_empty(sum(sizes)).exponential_(generator=generator).clamp_min_(torch.finfo(like.dtype).tiny)
+    return (part.view(shape) for part, shape in zip(noise.log_().neg_().split(sizes), shapes, strict=True))
+
+
 def draw(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw one index per row of log_probs [..., n], by the exponential race: argmin of Exp(1) / p."""
-    noise = torch.empty_like(log_probs).exponential_(generator=generator).clamp_min_(torch.finfo(log_probs.dtype).tiny)
-    return (log_probs - noise.log()).argmax(-1)
+    """Draw one index per row of log_probs [..., n]."""
+    (noise,) = gumbel([log_probs.shape], log_probs, generator)
+    return (log_probs + noise).argmax(-1)

@@ -52,7 +52,7 @@ class Dense(TiledTransition):
         return self.log_probs[states]
 
     def _into(self, states: Tensor) -> Tensor:
-        return self.matrix().log_columns[states]
+        return self.matrix().log_columns.index_select(0, states.flatten()).view(*states.shape, -1)
 
     def origin_entropy(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
         if source is None and target is None:
