@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import blocked_scan, dense_scan, layers, naive_blocked, softmax_adamw
-from helpers.dense_scan import scan
 from helpers.oracle import NEG_INF
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from hmmlm.ops.blocked_scan.problem import lay_out
 from hmmlm.ops.common import choose_kernels
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
 from hmmlm.ops.maximize_rows import maximize_rows
-from hmmlm.ops.scan import Evidence, Parameters
+from hmmlm.ops.scan import Evidence, Parameters, scan
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
