@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -64,7 +65,7 @@ class Dense(TiledTransition):
 
     # --- products of probabilities, for constraints ---
 
-    @property
+    @cached_property
     def row_peaks(self) -> Tensor:
         """The largest probability of each row [Z]."""
         return self.matrix(forward=False).peak.exp()
