@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, WordTokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, ahead, constraints
+from hmmlm.hmm import HMM, constraints
 from hmmlm.hmm.automaton import Automaton, anything, containing
 from hmmlm.hmm.constraints import Guide
 from hmmlm.hmm.spelling import Spelling, containing_text
@@ -78,18 +78,15 @@ def sequences(hmm: HMM, length: int) -> tuple[list[tuple[int, ...]], Tensor]:
     return every, hmm.log_likelihood(every).exp().double()
 
 
-@pytest.mark.parametrize("few", [0, constraints.FEW])
+@pytest.mark.parametrize("few", [0, 256])  # 0: whole vocabularies are scored together
 @pytest.mark.parametrize("number", range(4))
-def test_chances_and_next_tokens_agree_with_a_list_of_all_sequences(
-    number: int, few: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constraints, "FEW", few)  # 0: whole vocabularies are scored together
+def test_chances_and_next_tokens_agree_with_a_list_of_all_sequences(number: int, few: int) -> None:
     hmm = hmms()[number]
     words, length = hmm.vocab_size, 4
     automaton = (containing([1, 2], words) & avoiding([3, 1], words)).until(0)
     every, probs = sequences(hmm, length)
     good = torch.tensor([automaton.accepts(tokens) for tokens in every])
-    guide = Guide(hmm, automaton, length)
+    guide = Guide(hmm, automaton, length, few=few)
     position, generated = guide.begin(), ()
     close = {"rtol": 1e-5, "atol": 1e-7} if hmm.dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-12}
     for step in range(length):
@@ -110,11 +107,10 @@ def test_chances_and_next_tokens_agree_with_a_list_of_all_sequences(
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_chances_of_several_positions_agree_with_each_alone(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraints, "FEW", 1)
+def test_chances_of_several_positions_agree_with_each_alone(number: int) -> None:
     hmm = hmms()[number]
     automaton = (containing([1, 2], hmm.vocab_size) & avoiding([3], hmm.vocab_size)).until(0)
-    guide = Guide(hmm, automaton, 5)
+    guide = Guide(hmm, automaton, 5, few=1)
     positions = [guide.begin()]
     for place, token in ((0, 1), (1, 1), (0, 2), (1, 2), (4, 0)):  # at several distances from the end
         positions.append(guide.advance(positions[place], token))
@@ -127,8 +123,8 @@ def test_chances_of_several_positions_agree_with_each_alone(number: int, monkeyp
             position = guide.advance(position, token)
             expected.append(guide.chance(position))
         assert found == pytest.approx(expected)
-    monkeypatch.setattr(ahead, "CELLS", 1)  # the recursion in pieces of one automaton state
-    torch.testing.assert_close(Guide(hmm, automaton, 5).chances_of(positions), alone)
+    pieces = Guide(hmm, automaton, 5, few=1, cells=1)  # of one automaton state or token
+    torch.testing.assert_close(pieces.chances_of(positions), alone)
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -216,16 +212,15 @@ def test_guides_of_one_batch_may_differ() -> None:
     torch.testing.assert_close(constraints.chances_of(guided), alone)
 
 
-def test_steps_that_cannot_be_accepted_have_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_cannot_be_accepted_have_no_rows() -> None:
     # A chain of 50 automaton states that must be read to its end: after r tokens only the last r can be accepted.
     following = torch.full((52, WORDS), 51)
     following[:50, 1] = torch.arange(1, 51)
     guide = Guide(hmms()[0], Automaton(following, torch.arange(52) == 50), 50)
     assert [len(step.log_probs) for step in guide._ahead] == [1] * 50
     assert guide.chance(guide.begin()) == pytest.approx(float(hmms()[0].log_likelihood([[1] * 50])))
-    monkeypatch.setattr(constraints, "LARGEST_GB", 1e-6)
     with pytest.raises(InputError, match=r"50 tokens, 52 automaton states and 3 HMM states need .* simpler constraint"):
-        Guide(hmms()[0], Automaton(following, torch.arange(52) == 50), 50)
+        Guide(hmms()[0], Automaton(following, torch.arange(52) == 50), 50, max_gb=1e-6)
 
 
 def test_bad_arguments_are_named() -> None:

@@ -11,7 +11,6 @@ from helpers.interpreter import in_interpreter, run_in_interpreter, starts_inter
 from torch import Tensor
 
 from hmmlm import HMM, Guide, Steering
-from hmmlm.hmm import constraints
 from hmmlm.hmm.automaton import Automaton, containing
 
 END, WORDS, LENGTH = 0, 9, 6
@@ -55,17 +54,14 @@ def run(steering: Steering, texts: Tensor, scores: Tensor, prompt: int = 2) -> l
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*before the constraint was satisfied")
-def test_steps_agree_with_log_space_also_with_triton(
-    few: int, dtype: torch.dtype, weight: float, shared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constraints, "FEW", few)
+def test_steps_agree_with_log_space_also_with_triton(few: int, dtype: torch.dtype, weight: float, shared: bool) -> None:
     hmm, generator = random_model(few), torch.Generator().manual_seed(1)
     if shared:  # columns of emissions that are stored once
         log_emission = hmm.emission.log_probs.clone()
         log_emission[:, 3:] = log_emission[:, 3:4]
         hmm = HMM(hmm.log_start, hmm.transition, log_emission.log_softmax(1))
         assert hmm.emission.column_of_word is not None
-    guides = [Guide(hmm, line, LENGTH) for line in lines()]
+    guides = [Guide(hmm, line, LENGTH, few=few) for line in lines()]
     pairs = [(guide, guide.begin()) for guide in guides]
     # The first two rows are of one guide; those that end are not constrained any more.
     texts = torch.tensor(

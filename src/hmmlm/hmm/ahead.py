@@ -1,7 +1,7 @@
 """The recursion of a guide: p(r more tokens end in an accepting automaton state | automaton state, HMM state).
 
-See constraints.py for the formula. With probabilities relative to the largest of each row, a step takes a few products.
-If one of its sums may have lost anything to underflow, or there are many steps, it runs with log-probabilities instead.
+See constraints.py for the formula. It is written over a semiring, with values relative to the largest of each row. For
+a matrix it runs in probabilities; where a sum may have lost anything to underflow, and for other kinds, in log space.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from hmmlm.emissions.columns import log_group_sums
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.hmm import HMM
 from hmmlm.numerics.logmatrix import least_sum
-from hmmlm.numerics.semirings import LOG
-from hmmlm.ops.common import FLOOR, NEG_INF, exp, logsumexp
+from hmmlm.numerics.semirings import LOG, PROBABILITY, Semiring
+from hmmlm.ops.common import FLOOR, NEG_INF, exp, finite, logsumexp
 from hmmlm.transitions import Dense
 
 CELLS = 2**24  # largest intermediate
-_CACHED = 2**18  # largest one on a CPU: several operations read it again
+_CACHED = 2**18  # largest intermediate on a CPU: several operations read it again
 LONG = 256  # tokens of a constraint above which its recursion is in float64
 NEGLIGIBLE = 1e-6  # change of a log-probability
 _FIRST_ROWS = 256  # of a table, which mostly decide whether it has changed
-_CHECKED = 16  # steps from one test for convergence to the next
+_CHECKED = 16  # steps from one look at the results to the next
 _BLOCK = 1024  # states of a program
 
 
@@ -37,121 +37,98 @@ class Ahead(NamedTuple):
     log_probs: Tensor  # [rows, Z]
 
 
+class Values(NamedTuple):
+    """Values of a semiring, relative to exp(offset) of each row.
+
+    Log-probabilities of many tokens are large numbers, whose rounding errors would add up.
+    """
+
+    relative: Tensor  # [rows, Z]
+    offset: Tensor  # [rows] float64
+
+
 def tables_ahead(hmm: HMM, automaton: Automaton, edges: Edges, live: Sequence[Tensor], length: int) -> list[Ahead]:
     """Compute the recursion for 0, 1, … more tokens: up to `length` − 1, or until all that follow are the same.
-
-    It is linear, with coefficients of at least 0, so the relative change never grows from one step to the next: it ends
-    once this change, at every step that is left, changes nothing.
 
     Args:
         live: of `live_states`.
     """
     rows_of = [torch.where(mask, mask.cumsum(0) - 1, -1) for mask in live]
     rows_of += rows_of[-1:] * (length - len(rows_of))
-    accepting = int(automaton.accepting.sum())
-    zeros = torch.zeros(accepting, hmm.states, dtype=hmm.dtype, device=hmm.device)
-    tables = [Ahead(rows_of[0], zeros)]
-    if isinstance(hmm.transition, Dense) and length <= LONG and _add_products(hmm, edges, rows_of, tables):
-        return tables
-    del tables[1:]
     model = hmm
     if length > LONG and hmm.dtype == torch.float32:  # rounding errors would hide a change, and add up
         model = hmm.to(torch.float64)
-        edges = Edges(model, automaton)
-    before = _Step(rows_of[0], zeros.to(model.dtype), zeros.new_zeros(accepting, dtype=torch.float64))
-    values = before.log_probs()
-    for r in range(1, length):
-        step = edges.read(before, rows_of[r])
-        if len(step.relative):  # without rows, nothing is accepted
-            step = _relative(step.row_of, model.transition.backward_step(LOG, step.relative), step.offset)
-        after = step.log_probs()
-        tables.append(Ahead(step.row_of, after.to(hmm.dtype)))
-        if step.row_of is before.row_of and _converged(values, after, length - r, hmm.dtype):
-            break
-        before, values = step, after
-    return tables
+        edges = Edges(model, automaton, edges.cells)
+    tables = _run(PROBABILITY, model, edges, rows_of, hmm.dtype) if isinstance(model.transition, Dense) else []
+    return tables or _run(LOG, model, edges, rows_of, hmm.dtype)
 
 
-def _add_products(hmm: HMM, edges: Edges, rows_of: Sequence[Tensor], tables: list[Ahead]) -> bool:
-    """Add tables to that of no token, from products of probabilities; return False if a sum may have underflowed.
+def _run(ring: Semiring, hmm: HMM, edges: Edges, rows_of: Sequence[Tensor], dtype: torch.dtype) -> list[Ahead]:
+    """Run the recursion in a semiring; return no table if a sum of probabilities may have underflowed.
 
-    Terms below FLOOR may be lost: one for each edge in a sum over edges, one for each state in a sum over states. Sums
-    of 10⁶ times as much have not changed.
+    It is linear, with coefficients of at least 0, so the relative change never grows from one step to the next: it ends
+    once this change, at every step that is left, changes nothing.
     """
-    length, dtype = len(rows_of), hmm.dtype
-    step = _kernel_step if hmm.has_kernels else _product_step
-    probs, offset = torch.ones_like(tables[0].log_probs), torch.zeros(len(tables[0].log_probs), dtype=torch.float64)
-    offset = offset.to(probs.device)
-    for first in range(1, length, _CHECKED):
-        doubtful = torch.zeros((), dtype=torch.int32, device=hmm.device)
-        for r in range(first, min(first + _CHECKED, length)):
-            terms = edges.find_terms(rows_of[r - 1], rows_of[r])
-            if not terms.rows:
-                return False
-            log_probs, probs, offset = step(hmm, edges, terms, probs, offset, doubtful)
-            tables.append(Ahead(rows_of[r], log_probs))
-        if bool(doubtful):
-            return False
-        before, after = tables[-2:]
-        left = length + 1 - len(tables)
-        if before.row_of is after.row_of and _converged(before.log_probs, after.log_probs, left, dtype):
+    count, device = int(rows_of[0].max()) + 1, hmm.device
+    before = torch.zeros(count, hmm.states, dtype=hmm.dtype, device=device)
+    values = Values(ring.from_log(before), torch.zeros(count, dtype=torch.float64, device=device))
+    tables, doubtful = [Ahead(rows_of[0], before.to(dtype))], torch.zeros((), dtype=torch.int32, device=device)
+    step = _kernel_step if ring is PROBABILITY and hmm.has_kernels else _step
+    for r in range(1, len(rows_of)):
+        terms = edges.find_terms(rows_of[r - 1], rows_of[r])
+        if not terms.rows:  # nothing is accepted, nor after more tokens
+            tables.append(Ahead(rows_of[r], before[:0].to(dtype)))
             break
-    return True
+        after, values = step(ring, hmm, edges, terms, values, doubtful)
+        tables.append(Ahead(rows_of[r], after.to(dtype)))
+        left = len(rows_of) - r
+        if r % _CHECKED == 0 or left == 1:
+            if bool(doubtful):
+                return []
+            if rows_of[r] is rows_of[r - 1] and _converged(before, after, left, dtype):
+                break
+        before = after
+    return [] if bool(doubtful) else tables
 
 
-def _product_step(
-    hmm: HMM, edges: Edges, terms: _Terms, probs: Tensor, offset: Tensor, doubtful: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the next table [rows, Z], and its probabilities relative to an offset of each row [rows]."""
-    total, top, _ = edges.add(probs, offset, terms)
-    assert isinstance(hmm.transition, Dense)
-    moved = hmm.transition.push_probs(total)
-    doubtful |= ~(moved.amin() >= least_sum(hmm.states + terms.most, moved.dtype))  # or NaN
+def _step(
+    ring: Semiring, hmm: HMM, edges: Edges, terms: _Terms, values: Values, doubtful: Tensor
+) -> tuple[Tensor, Values]:
+    """Return the next table [rows, Z], and its values.
+
+    Of probabilities, terms below FLOOR may be lost: one for each edge in a sum over edges, one for each state in a sum
+    over states. Sums of 10⁶ times as much have not changed; others set `doubtful`.
+    """
+    total, top = edges.add(ring, values, terms)
+    moved = hmm.transition.backward_step(ring, total)
     peak = moved.amax(1, keepdim=True)
-    offset = top + peak[:, 0].double().log()
-    probs = moved.div_(peak)
-    return probs.log().add_(offset[:, None]), probs, offset
+    if ring is LOG:
+        log_relative = relative = moved - finite(peak)
+        offset = top + finite(peak)[:, 0]
+    else:
+        doubtful |= ~(moved.amin() >= least_sum(hmm.states + terms.most, moved.dtype))  # or NaN
+        relative = moved.div_(peak)
+        log_relative, offset = relative.log(), top + peak[:, 0].double().log()
+    return log_relative + offset[:, None], Values(relative, offset)
 
 
 def _kernel_step(
-    hmm: HMM, edges: Edges, terms: _Terms, probs: Tensor, offset: Tensor, doubtful: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `_product_step`; for a GPU."""
+    ring: Semiring, hmm: HMM, edges: Edges, terms: _Terms, values: Values, doubtful: Tensor
+) -> tuple[Tensor, Values]:
+    """See `_step`; in probabilities, on a GPU."""
     from hmmlm.ops.ahead_kernels import divide_kernel, edges_kernel  # needs Triton
 
-    transition, states, top = hmm.transition, hmm.states, offset.new_empty(terms.rows)
+    transition, states, top = hmm.transition, hmm.states, values.offset.new_empty(terms.rows)
     assert isinstance(transition, Dense)
-    total, moved = torch.empty(2, terms.rows, states, device=probs.device)
+    total, moved = torch.empty(2, terms.rows, states, device=top.device)
     log_probs = torch.empty_like(total)
     edges_kernel[(terms.rows, -(-states // _BLOCK))](
-        probs, offset, edges.weights, terms.first, terms.kept, terms.from_row, total, top, states, BLOCK=_BLOCK
+        *values, edges.weights, terms.first, terms.kept, terms.from_row, total, top, states, BLOCK=_BLOCK
     )
-    torch.mm(total, transition.matrix(forward=False).scaled, out=moved)
+    torch.mm(total, transition.matrix(forward=False).probs, out=moved)
     least = least_sum(states + terms.most, torch.float32)
-    divide_kernel[(terms.rows,)](
-        moved, transition.row_peaks, top, total, log_probs, doubtful, states, least, BLOCK=_BLOCK
-    )
-    return log_probs, total, top
-
-
-class _Step(NamedTuple):
-    """The recursion after one number of tokens: log-probabilities relative to an offset of each row.
-
-    Log-probabilities of many tokens are large numbers, whose rounding errors would add up.
-    """
-
-    row_of: Tensor  # [S] as in `Ahead`
-    relative: Tensor  # [rows, Z]
-    offset: Tensor  # [rows] float64
-
-    def log_probs(self) -> Tensor:
-        return self.relative.double() + self.offset[:, None]
-
-
-def _relative(row_of: Tensor, log_probs: Tensor, offset: Tensor) -> _Step:
-    """Return log_probs [rows, Z] + offset [rows] relative to the largest value of each row."""
-    peak = log_probs.amax(1).clamp_min(torch.finfo(log_probs.dtype).min)
-    return _Step(row_of, log_probs - peak[:, None], offset + peak)
+    divide_kernel[(terms.rows,)](moved, top, total, log_probs, doubtful, states, least, BLOCK=_BLOCK)
+    return log_probs, Values(total, top)
 
 
 class _Terms(NamedTuple):
@@ -166,62 +143,77 @@ class _Terms(NamedTuple):
 
 
 class Edges:
-    """The edges of an automaton and log p(a token of the edge | z), for one step of the recursion."""
+    """The edges of an automaton and log p(a token of the edge | z), for one step of the recursion.
 
-    def __init__(self, hmm: HMM, automaton: Automaton) -> None:
+    Args:
+        cells: size of the largest intermediate.
+    """
+
+    def __init__(self, hmm: HMM, automaton: Automaton, cells: int = CELLS) -> None:
         source, target, of_cell = automaton.edges
         hopeful = automaton.hopeful()
         useful = hopeful[target] & hopeful[source]
         number = torch.full_like(source, -1)
         number[useful] = torch.arange(int(useful.sum()))
-        cells = number[of_cell]  # [S, C]; −1: leads nowhere
-        self._device = hmm.device
+        edge_of = number[of_cell]  # [S, C]; −1: leads nowhere
+        self._device, self.cells = hmm.device, cells
+        self._rows_at_once = max(1, (cells if hmm.log_start.is_cuda else min(cells, _CACHED)) // hmm.states)
         self._ends = source[useful], target[useful]
         counts = self._ends[0].bincount(minlength=automaton.states)
         self._firsts = [0, *counts.cumsum(0).tolist()]  # the first edge of each automaton state
         log_classes = hmm.emission.group_log_probs(automaton.class_of.to(hmm.device), automaton.classes)  # [C, Z]
-        edge, of_class = cells[cells >= 0], torch.arange(automaton.classes).expand_as(cells)[cells >= 0]
+        edge, of_class = edge_of[edge_of >= 0], torch.arange(automaton.classes).expand_as(edge_of)[edge_of >= 0]
         order = edge.argsort(stable=True)
-        self.log_weights = _log_sums(log_classes, of_class[order], edge[order], len(self._ends[0]))  # [E, Z]
+        self.log_weights = self._log_sums(log_classes, of_class[order], edge[order])  # [E, Z]
         self.weights = exp(self.log_weights)
         self._before = self._after = torch.empty(0)
         self._terms = _Terms(*(torch.empty(0),) * 4, 0, 0)
 
-    def read(self, before: _Step, row_of: Tensor) -> _Step:
-        """Compute log Σ_edges p(edge | z) ahead(target, z) [rows, Z], for automaton states with rows row_of [S]."""
-        terms = self.find_terms(before.row_of, row_of)
-        total, top, log_factor = self.add(before.relative.exp(), before.offset, terms)
-        faint = (total.amin(1) < least_sum(terms.most, total.dtype)).nonzero()[:, 0]
-        result = total.log_()
-        if len(faint):  # some sums may have underflowed: in log space
-            chosen = torch.isin(terms.source, faint).nonzero()[:, 0]
-            number = torch.full((terms.rows,), -1, device=self._device)
-            number[faint] = torch.arange(len(faint), device=self._device)
-            from_row, edge = terms.from_row[chosen], terms.kept[chosen]
-            log_terms = self.log_weights[edge] + before.relative[from_row] + log_factor[chosen, None]
-            result[faint] = log_group_sums(log_terms, number[terms.source[chosen]], len(faint))
-        return _Step(row_of, result, top)
+    def _log_sums(self, log_classes: Tensor, of_class: Tensor, edge: Tensor) -> Tensor:
+        """Compute log Σ p(class | z) over the classes of each edge [E, Z], for pairs of both, sorted by edge."""
+        result = log_classes.new_full((len(self._ends[0]), log_classes.shape[1]), NEG_INF)
+        first = 0
+        while first < len(edge):
+            last = min(first + self._rows_at_once, len(edge))
+            if last < len(edge) and int(edge[last]) > int(edge[first]):  # whole edges
+                last = int(torch.searchsorted(edge, edge[last]))
+            low, high = int(edge[first]), int(edge[last - 1]) + 1
+            chosen = log_classes[of_class[first:last].to(self._device)]
+            sums = log_group_sums(chosen, (edge[first:last] - low).to(self._device), high - low)
+            result[low:high] = torch.logaddexp(result[low:high], sums)
+            first = last
+        return result
 
-    def add(self, probs: Tensor, offset: Tensor, terms: _Terms) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute Σ_edges p(edge | z) ahead(target, z) [rows, Z], for probs [before, Z] relative to offset [before].
+    def add(self, ring: Semiring, values: Values, terms: _Terms) -> tuple[Tensor, Tensor]:
+        """Compute Σ_edges p(edge | z) ahead(target, z) as values of a semiring [rows, Z], relative to exp of an offset.
 
         Returns:
-            The sums, relative to the largest offset of a target [rows], which is returned too, and the offset of each
-            term [n] from it.
+            The sums, and the offset [rows]: the largest of a target.
         """
         kept, source, from_row, _, rows, _ = terms
+        probs = values.relative.exp() if ring is LOG else values.relative
         top = torch.full((rows,), NEG_INF, dtype=torch.float64, device=self._device)
-        offset = offset[from_row]
+        offset = values.offset[from_row]
         top = top.scatter_reduce(0, source, offset, "amax")
         log_factor = (offset - top[source]).to(probs.dtype)
         factor = log_factor.exp()[:, None]
         total = torch.zeros(rows, probs.shape[1], dtype=probs.dtype, device=self._device)
-        size, floor = _rows_at_once(probs), FLOOR[probs.dtype]
+        size, floor = self._rows_at_once, FLOOR[probs.dtype]
         for first in range(0, len(kept), size):
             piece = slice(first, first + size)
             each = probs[from_row[piece]].mul_(self.weights[kept[piece]]).mul_(factor[piece])
             total.index_add_(0, source[piece], threshold(each, floor, 0.0, inplace=True))  # denormal numbers are slow
-        return total, top, log_factor
+        if ring is PROBABILITY:
+            return total, top
+        faint = (total.amin(1) < least_sum(terms.most, total.dtype)).nonzero()[:, 0]
+        result = total.log_()
+        if len(faint):  # some sums may have underflowed: in log space
+            chosen = torch.isin(source, faint).nonzero()[:, 0]
+            number = torch.full((rows,), -1, device=self._device)
+            number[faint] = torch.arange(len(faint), device=self._device)
+            log_terms = self.log_weights[kept[chosen]] + values.relative[from_row[chosen]] + log_factor[chosen, None]
+            result[faint] = log_group_sums(log_terms, number[source[chosen]], len(faint))
+        return result, top
 
     def read_from(self, state: int, before: Ahead) -> Tensor:
         """Compute one row of `read` [Z], that of an automaton state."""
@@ -245,27 +237,6 @@ class Edges:
             self._terms = _Terms(kept, source, from_row, first, rows, int(counts.max()) if rows else 1)
             self._before, self._after = before, after
         return self._terms
-
-
-def _log_sums(log_classes: Tensor, of_class: Tensor, edge: Tensor, edges: int) -> Tensor:
-    """Compute log Σ p(class | z) over the classes of each edge [edges, Z], for pairs of both, sorted by edge."""
-    result = torch.full((edges, log_classes.shape[1]), NEG_INF, dtype=log_classes.dtype, device=log_classes.device)
-    size, first = _rows_at_once(log_classes), 0
-    while first < len(edge):
-        last = min(first + size, len(edge))
-        if last < len(edge) and int(edge[last]) > int(edge[first]):  # whole edges
-            last = int(torch.searchsorted(edge, edge[last]))
-        low, high = int(edge[first]), int(edge[last - 1]) + 1
-        chosen = log_classes[of_class[first:last].to(log_classes.device)]
-        sums = log_group_sums(chosen, (edge[first:last] - low).to(log_classes.device), high - low)
-        result[low:high] = torch.logaddexp(result[low:high], sums)
-        first = last
-    return result
-
-
-def _rows_at_once(values: Tensor) -> int:
-    """Return how many rows of intermediates as wide as values [n, Z] are computed at once."""
-    return max(1, (CELLS if values.is_cuda else _CACHED) // values.shape[1])
 
 
 def live_states(automaton: Automaton, length: int) -> list[Tensor]:

@@ -32,10 +32,8 @@ from hmmlm.numerics.logmatrix import log_ratio
 from hmmlm.numerics.support import restrict
 from hmmlm.ops.common import NEG_INF, logsumexp
 
-LARGEST_GB = 16.0  # memory of the recursion
 KNOWN_MOVES = 1024  # automaton states of which the tokens are kept
 KNOWN_NODES = 2**14
-FEW = 256  # tokens that lead to an automaton state; more are scored with the whole vocabulary
 
 
 class Position(NamedTuple):
@@ -66,7 +64,7 @@ class Node:
 class Moves(NamedTuple):
     """The tokens that may follow an automaton state. All but `group_of` are on the CPU."""
 
-    many: Tensor  # [m] the automaton states that more than FEW tokens lead to
+    many: Tensor  # [m] the automaton states that many tokens lead to
     group_of: Tensor  # [V] int16: the index in `many` of each token; m for the others
     few_tokens: Tensor  # [n] the other tokens
     few_states: Tensor  # [n] the automaton states that they lead to
@@ -85,11 +83,24 @@ class Guide:
 
     To steer another model, add `chances(position)` to its log-probabilities of the next token, then call
     `advance(position, token)`.
+
+    Args:
+        max_gb: memory of the recursion above which the constraint is refused.
+        few: tokens that lead to one automaton state; more are scored with the whole vocabulary.
+        cells: size of the largest intermediate.
     """
 
     @torch.no_grad()
     @check_arguments
-    def __init__(self, hmm: HMM, automaton: Automaton, length: int) -> None:
+    def __init__(
+        self,
+        hmm: HMM,
+        automaton: Automaton,
+        length: int,
+        max_gb: float = 16.0,
+        few: int = 256,
+        cells: int = CELLS,
+    ) -> None:
         if automaton.vocab_size != hmm.vocab_size:
             raise InputError(
                 f"the automaton has {automaton.vocab_size} words and the model has {hmm.vocab_size}: use the same "
@@ -97,6 +108,7 @@ class Guide:
             )
         check_count("length", length, 1)
         self.hmm, self.automaton, self.length = hmm.detach(), automaton, length
+        self._few, self._cells = few, cells
         self.end: int | None = None
         """The token after which a text is over, of a guide whose texts have one."""
         self._known_moves: dict[int, Moves] = {}
@@ -107,13 +119,13 @@ class Guide:
         live = live_states(automaton, length)
         rows = sum(int(mask.sum()) for mask in live) + int(live[-1].sum()) * (length - len(live))
         size = rows * hmm.states * hmm.dtype.itemsize / 1e9
-        if size > LARGEST_GB:
+        if size > max_gb:
             raise InputError(
                 f"{length} tokens, {automaton.states} automaton states and {hmm.states} HMM states need "
                 f"{size:.3g} GB: use fewer tokens or a simpler constraint"
             )
-        edges = Edges(self.hmm, automaton)
-        self._edges = edges if edges.log_weights.numel() <= CELLS else None  # for `reading`
+        edges = Edges(self.hmm, automaton, cells)
+        self._edges = edges if edges.log_weights.numel() <= cells else None  # for `reading`
         self._ahead = tables_ahead(self.hmm, automaton, edges, live, length)
 
     def __repr__(self) -> str:
@@ -208,8 +220,8 @@ class Guide:
             sizes = torch.tensor([len(tokens) for tokens in tokens_of])
             reached, group = following.unique(return_inverse=True)
             counts = torch.zeros_like(reached).index_add_(0, group, sizes)
-            many = (counts > FEW).nonzero()[:, 0]
-            few = (counts <= FEW)[group].nonzero()[:, 0]
+            many = (counts > self._few).nonzero()[:, 0]
+            few = (counts <= self._few)[group].nonzero()[:, 0]
             number = torch.full_like(reached, len(many), dtype=torch.int16)
             number[many] = torch.arange(len(many), dtype=torch.int16)
             known = self._known_moves[state] = Moves(
@@ -416,7 +428,7 @@ def score_positions(guided: Sequence[tuple[Guide, Position]], relative: bool = F
     row_of = [row for row, each in enumerate(reached) for _ in each.rows]
     tokens = torch.cat([each.tokens for each in reached]).to(hmm.device)
     at = [place for each in reached for place in each.rows]
-    size = max(1, CELLS // hmm.states)
+    size = max(1, guided[0][0]._cells // hmm.states)
     for start in range(0, len(row_of), size):
         piece = slice(start, start + size)
         rows, here = row_of[piece], tokens[piece]

@@ -31,8 +31,8 @@ def edges_kernel(probs, offset, weights, first, edge, from_row, total, top, STAT
 
 
 @triton.jit
-def divide_kernel(moved, row_peaks, offset, probs, log_probs, doubtful, STATES, LEAST, BLOCK: tl.constexpr):
-    """One program per row: divide moved · row_peaks by its largest value, which is added to the offset."""
+def divide_kernel(moved, offset, probs, log_probs, doubtful, STATES, LEAST, BLOCK: tl.constexpr):
+    """One program per row: divide moved by its largest value, which is added to the offset."""
     row = tl.program_id(0).to(tl.int64)
     moved += row * STATES
     high = tl.zeros([BLOCK], tl.float32)
@@ -40,7 +40,7 @@ def divide_kernel(moved, row_peaks, offset, probs, log_probs, doubtful, STATES, 
     for first in range(0, STATES, BLOCK):
         z = first + tl.arange(0, BLOCK)
         inside = z < STATES
-        value = tl.load(moved + z, mask=inside, other=0.0) * tl.load(row_peaks + z, mask=inside, other=0.0)
+        value = tl.load(moved + z, mask=inside, other=0.0)
         high = tl.maximum(high, value)
         low = tl.minimum(low, tl.where(inside, value, float("inf")))
     peak = tl.max(high, 0)
@@ -51,6 +51,6 @@ def divide_kernel(moved, row_peaks, offset, probs, log_probs, doubtful, STATES, 
     for first in range(0, STATES, BLOCK):
         z = first + tl.arange(0, BLOCK)
         inside = z < STATES
-        value = tl.load(moved + z, mask=inside, other=1.0) * tl.load(row_peaks + z, mask=inside, other=1.0) / peak
+        value = tl.load(moved + z, mask=inside, other=1.0) / peak
         tl.store(probs + row * STATES + z, value, mask=inside)
         tl.store(log_probs + row * STATES + z, (tl.log(value).to(tl.float64) + at).to(tl.float32), mask=inside)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -62,14 +61,3 @@ class Dense(TiledTransition):
 
     def maximize(self, counts: dict[str, Tensor], pseudocount: float = 0.0) -> Dense:
         return Dense(maximize_rows(counts["log_probs"], self.log_probs, pseudocount))
-
-    # --- products of probabilities, for constraints ---
-
-    @cached_property
-    def row_peaks(self) -> Tensor:
-        """The largest probability of each row [Z]."""
-        return self.matrix(forward=False).peak.exp()
-
-    def push_probs(self, values: Tensor) -> Tensor:
-        """Compute Σ_j A(i, j) values_j [n, Z] for values [n, Z] of at most 1; products below FLOOR may be lost."""
-        return (values @ self.matrix(forward=False).scaled).mul_(self.row_peaks)
