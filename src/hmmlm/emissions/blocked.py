@@ -15,10 +15,10 @@ from hmmlm.emissions.base import Emission
 from hmmlm.emissions.columns import log_group_sums
 from hmmlm.errors import InputError
 from hmmlm.numerics.distributions import check_totals
-from hmmlm.numerics.logmatrix import least_sum
 from hmmlm.numerics.support import BlockSupport, Support
-from hmmlm.ops.common import NEG_INF, exp
+from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.maximize_rows import maximize_rows
+from hmmlm.ops.underflow import exp, least_sum
 
 _CELLS = 2**24  # largest intermediate
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hmmlm.numerics.logmatrix import LogMatrix, least_sum
+from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.ops.common import NEG_INF
+from hmmlm.ops.underflow import least_sum
 
 _PROBES = 8  # rows by which columns are compared first
 _BAG = 64  # values that are added in the model's precision; their sums are added in float64

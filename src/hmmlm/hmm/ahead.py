@@ -16,9 +16,9 @@ from torch.nn.functional import threshold
 from hmmlm.emissions.columns import log_group_sums
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.hmm import HMM
-from hmmlm.numerics.logmatrix import least_sum
 from hmmlm.numerics.semirings import LOG, PROBABILITY, Semiring
-from hmmlm.ops.common import FLOOR, NEG_INF, exp, finite, logsumexp
+from hmmlm.ops.common import NEG_INF, finite, logsumexp
+from hmmlm.ops.underflow import FLOOR, exp, least_sum
 from hmmlm.transitions import Dense
 
 CELLS = 2**24  # largest intermediate

@@ -25,23 +25,18 @@ from hmmlm.hmm.union_scan import Segments
 from hmmlm.numerics.semirings import BOOLEAN, LOG, PROBABILITY
 from hmmlm.numerics.support import BlockSupport, Support, first_rows, some_rows, spread
 from hmmlm.ops.common import (
-    FLOOR,
     NEG_INF,
     Carry,
     Scan,
     capturing,
     finite,
-    flush,
     last_tokens,
     log_normalize,
     logsumexp,
     without_autocast,
 )
-from hmmlm.ops.scan.scaled import TOLERANCE
+from hmmlm.ops.underflow import FLOOR, LIFT, TOLERANCE, flush
 from hmmlm.transitions.tiled import TiledTransition
-
-LIFT = {torch.float32: 1e30, torch.float64: 1e280}
-"""Emission probabilities are relative to the largest of their row, times this: they underflow far below FLOOR."""
 
 
 def generic_scan(

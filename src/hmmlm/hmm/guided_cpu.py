@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hmmlm.emissions import Categorical
 from hmmlm.hmm.guided_step import StepResult, StepRows
-from hmmlm.numerics.logmatrix import least_sum
-from hmmlm.ops.common import FLOOR, NEG_INF
+from hmmlm.ops.common import NEG_INF
+from hmmlm.ops.underflow import FLOOR, least_sum
 from hmmlm.transitions import Dense
 
 if TYPE_CHECKING:

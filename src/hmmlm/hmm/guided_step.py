@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hmmlm.emissions import Categorical
-from hmmlm.numerics.logmatrix import least_sum
 from hmmlm.ops.graph import record
+from hmmlm.ops.underflow import least_sum
 from hmmlm.transitions import Dense
 
 AnyPlan = TypeVar("AnyPlan")

@@ -17,12 +17,12 @@ from torch.nn.functional import threshold
 
 from hmmlm.emissions import Categorical
 from hmmlm.hmm.lattice import Lattice, SortedBatch
-from hmmlm.numerics.logmatrix import LogMatrix, least_sum
+from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.numerics.semirings import LOG
-from hmmlm.ops.common import FLOOR
 from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.scan.api import refusal
 from hmmlm.ops.scan.scaled import distinct
+from hmmlm.ops.underflow import FLOOR, least_sum
 from hmmlm.transitions import Dense
 
 if TYPE_CHECKING:

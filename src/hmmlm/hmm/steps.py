@@ -11,7 +11,7 @@ from torch import Tensor
 from hmmlm.hmm.lattice import Lattice, Observed, Step, condition, stack_together
 from hmmlm.numerics.semirings import LOG, PROBABILITY, Semiring
 from hmmlm.numerics.support import BlockSupport, Support, first_rows, some_rows
-from hmmlm.ops.common import exp
+from hmmlm.ops.underflow import exp
 from hmmlm.transitions import Transition
 from hmmlm.transitions.tiled import TiledTransition
 

@@ -5,19 +5,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hmmlm.ops.common import FLOOR, NEG_INF, exp, flush
+from hmmlm.ops.common import NEG_INF
+from hmmlm.ops.underflow import FLOOR, exp, flush, least_sum
 
-_TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}  # relative mass that a sum may lose to underflow
 _WIDE = 4  # columns per row of a wide matrix
 _FEW_STATES = 100  # rows up to which a wide matrix is stored as others are
 _FEW_ROWS, _MANY_ROWS = 3, 48  # of weights, between which a transposed product with a wide matrix is faster
 _CELLS = 2**22  # largest intermediate when sums are recomputed in log space
 _DOUBLE_CELLS = 2**26  # largest matrix of which a float64 copy is kept
-
-
-def least_sum(n: int, dtype: torch.dtype) -> float:
-    """Return the least sum of n products of scaled values that underflow cannot have changed beyond the tolerance."""
-    return FLOOR[dtype] * n / _TOLERANCE[dtype]
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

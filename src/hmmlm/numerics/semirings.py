@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hmmlm.numerics.logmatrix import LogMatrix
-from hmmlm.ops.common import NEG_INF, finite, flush, logsumexp
+from hmmlm.ops.common import NEG_INF, finite, logsumexp
+from hmmlm.ops.underflow import flush
 
 _CELLS = 2**24  # largest intermediate
 _CACHE_CELLS = 2**17  # largest intermediate of `best_origins` on a CPU: fits in its cache

@@ -1,9 +1,8 @@
 """Helpers shared by all operations.
 
-Choice of implementation, log-space sums, precision of products, small probabilities.
+Choice of implementation, log-space sums, precision of products.
 """
 
-import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -19,8 +18,6 @@ from torch.autograd.function import once_differentiable
 from hmmlm.errors import InputError
 
 NEG_INF = float("-inf")
-FLOOR = {torch.float32: 1e-36, torch.float64: 1e-300}
-"""Scaled probabilities below this value count as underflowed."""
 _PRODUCT_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 Impl = Literal["auto", "naive", "scaled", "compiled", "triton"]
@@ -167,22 +164,6 @@ def finite(log_total: Tensor) -> Tensor:
 def log_normalize(log_weights: Tensor) -> Tensor:
     """Return log-distributions over the last dimension; all −inf where every weight is."""
     return log_weights - finite(torch.logsumexp(log_weights, -1, keepdim=True))
-
-
-def flush(values: Tensor) -> Tensor:
-    """Set values below FLOOR to zero: denormal numbers would be slow and inaccurate."""
-    return torch.nn.functional.threshold(values, FLOOR[values.dtype], 0.0)
-
-
-def exp(scores: Tensor) -> Tensor:
-    """Compute exp(scores); on the CPU, set results below FLOOR to zero.
-
-    Denormal numbers are a hundred times slower on CPUs.
-    """
-    lowest = math.log(FLOOR[scores.dtype])
-    if scores.is_cuda or not scores.numel() or bool(scores.amin() >= lowest):
-        return scores.exp()
-    return scores.clamp_min(lowest).exp_().masked_fill_(scores < lowest, 0.0)
 
 
 # --- products with narrow operands and wide sums ---

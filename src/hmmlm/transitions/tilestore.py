@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
-from hmmlm.numerics.logmatrix import LogMatrix, least_sum
-from hmmlm.ops.common import FLOOR, NEG_INF
+from hmmlm.numerics.logmatrix import LogMatrix
+from hmmlm.ops.common import NEG_INF
+from hmmlm.ops.underflow import FLOOR, least_sum
 
 
 class TileStore:

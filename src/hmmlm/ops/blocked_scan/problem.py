@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hmmlm.ops.common import FLOOR, wide
+from hmmlm.ops.common import wide
+from hmmlm.ops.underflow import FLOOR
 
 NOTHING, ENTRY, START = -3, -2, -1  # sources of positions that are not steps: beyond the length, an entry, a start
 

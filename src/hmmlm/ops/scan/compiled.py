@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from hmmlm.ops import loops
-from hmmlm.ops.common import FLOOR
 from hmmlm.ops.lanes import LANES, ROWS
 from hmmlm.ops.scan import scaled
 from hmmlm.ops.scan.problem import Evidence, Parameters
 from hmmlm.ops.scan.scaled import ScaledForward, sort_by_length
 from hmmlm.ops.threads import run_parts
 from hmmlm.ops.tiles import pack, packed_shape, padded_width
+from hmmlm.ops.underflow import FLOOR, least_sum
 
 STEPS_PER_SHIFT = 16  # of Viterbi, between two subtractions of the largest score: float32 then suffices for any length
 MOST_ROWS = 64  # sequences that go through a step together: what they share is read once
@@ -123,7 +123,7 @@ def doubtful(parameters: Parameters, chain: CompiledChain, result: CompiledForwa
     """Return a mask [B] as `scaled.doubtful`, whose cheap bound decides for most batches."""
     (states,), dtype = parameters.log_start.shape, parameters.log_start.dtype
     floor = FLOOR[dtype]
-    margin = math.log(scaled.least_mass(floor, states, dtype)) + chain.log_ratio
+    margin = math.log(least_sum(states, dtype, floor)) + chain.log_ratio
     least = float(result.scale.min())  # NaN if one is
     if least > 0 and math.log(least) >= margin:
         return torch.zeros(chain.words.shape[1], dtype=torch.bool)

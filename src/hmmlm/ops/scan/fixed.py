@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hmmlm.ops.common import FLOOR, Impl, capturing, without_autocast
+from hmmlm.ops.common import Impl, capturing, without_autocast
 from hmmlm.ops.scan.api import choose_recursions
 from hmmlm.ops.scan.problem import Evidence, Parameters
-from hmmlm.ops.scan.scaled import least_mass, log_column_ratio
+from hmmlm.ops.scan.scaled import log_column_ratio
+from hmmlm.ops.underflow import FLOOR, least_sum
 
 
 class FixedModel(NamedTuple):
@@ -51,12 +52,12 @@ def prepare(parameters: Parameters, products: torch.dtype) -> FixedModel | None:
     from hmmlm.ops.scan.kernel_chain import scores_by_word, transition_probs
 
     states, dtype = len(parameters.log_start), parameters.log_start.dtype
-    log_least = math.log(least_mass(FLOOR[dtype], states, dtype)) + float(log_column_ratio(parameters.log_transition))
+    log_least = math.log(least_sum(states, dtype, FLOOR[dtype])) + float(log_column_ratio(parameters.log_transition))
     if not log_least < 0:  # a scale is at most 1; NaN: the model is broken, which `scan` reports
         return None
     transition = transition_probs(parameters.log_transition, products)
     scores, log_peak = scores_by_word(parameters.log_emission)
-    least = least_mass(FLOOR[dtype], states, dtype)
+    least = least_sum(states, dtype, FLOOR[dtype])
     return FixedModel(parameters.log_start.exp(), transition, scores, log_peak, math.exp(log_least), least)
 
 

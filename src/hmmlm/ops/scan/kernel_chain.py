@@ -6,13 +6,14 @@ import torch
 import triton
 from torch import Tensor
 
-from hmmlm.ops.common import FLOOR, NEG_INF
+from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.graph import side_by_side
 from hmmlm.ops.scan.kernels import gather_kernel
 from hmmlm.ops.scan.problem import Evidence, Parameters
 from hmmlm.ops.scan.row_kernels import softmax_kernel
 from hmmlm.ops.scan.scaled import carried_probs
 from hmmlm.ops.scan.word_kernels import mark_words_kernel, normalizer_kernel
+from hmmlm.ops.underflow import FLOOR
 
 # Number of states from which products use the library. The fused kernel reads its operands Z/64 and B/128 times from
 # the cache: 100 MB for a step of 200 sequences with 2,048 states, which takes longer than two additional launches.

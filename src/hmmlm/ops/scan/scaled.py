@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hmmlm.ops.common import FLOOR, NEG_INF, capturing, exp, log_normalize
+from hmmlm.ops.common import NEG_INF, capturing, log_normalize
 from hmmlm.ops.scan.problem import Evidence, Parameters
+from hmmlm.ops.underflow import FLOOR, TOLERANCE, exp, least_sum
 
-# Relative loss of mass that is tolerated without recomputing the sequence.
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 GROUP = 4  # steps between two normalizations
 LEAST = {torch.float32: 1e-12, torch.float64: 1e-100}  # mass below which every step is normalized
 SURE_RATIO = 1e8  # max/min ratio of a transition column up to which `suspicious` is a proof
@@ -307,7 +306,7 @@ def faint(parameters: Parameters, scale: Tensor, floor: float) -> Tensor:
     at most Z·floor·ρ of every state's mass, and stays so. The loss is negligible if every scale is well above that.
     """
     log_transition = parameters.log_transition
-    margin = math.log(least_mass(floor, len(log_transition), log_transition.dtype)) + log_column_ratio(log_transition)
+    margin = math.log(least_sum(len(log_transition), log_transition.dtype, floor)) + log_column_ratio(log_transition)
     return scale.amin(0).log() < margin
 
 
@@ -315,11 +314,6 @@ def log_column_ratio(log_transition: Tensor) -> Tensor:
     """Compute log ρ []: the largest ratio of two entries of a column of the transition matrix."""
     # A column of zeros (NaN here) belongs to a state without incoming transitions, which has no mass to lose.
     return (log_transition.amax(0) - log_transition.amin(0)).nan_to_num(nan=0.0, posinf=math.inf).amax()
-
-
-def least_mass(floor: float, states: int, dtype: torch.dtype) -> float:
-    """Return the least sum over states for which losing up to `floor` per state is within TOLERANCE."""
-    return floor * states / TOLERANCE[dtype]
 
 
 def suspicious(result: ScaledForward) -> Tensor:
@@ -330,7 +324,7 @@ def suspicious(result: ScaledForward) -> Tensor:
     explain its word must have been lost (or no state explains it).
     """
     dtype, states = result.scale.dtype, result.predicted.shape[1]
-    return ~(result.scale.amin(0) >= least_mass(result.floor, states, dtype) * SURE_RATIO)  # negated: NaN is suspect
+    return ~(result.scale.amin(0) >= least_sum(states, dtype, result.floor) * SURE_RATIO)  # negated: NaN is suspect
 
 
 def doubtful(parameters: Parameters, chain: ScaledChain, result: ScaledForward) -> Tensor:
@@ -368,7 +362,7 @@ def log_carry(parameters: Parameters, evidence: Evidence, predicted: Tensor) -> 
 def lost_in_carry(parameters: Parameters, evidence: Evidence, predicted: Tensor, floor: float) -> Tensor:
     """Return a mask [B]: True where a state that is possible may have lost its share of `predicted` [B, Z]."""
     dtype = predicted.dtype
-    least = least_mass(floor, predicted.shape[1], dtype)
+    least = least_sum(predicted.shape[1], dtype, floor)
     low = ~(predicted >= least * predicted.sum(1, keepdim=True))
     if bool(low.any()):
         chain = make_chain(parameters, evidence, dtype)

@@ -18,13 +18,14 @@ import torch
 import triton
 from torch import Tensor
 
-from hmmlm.ops.common import FLOOR, NEG_INF, dot_precision
+from hmmlm.ops.common import NEG_INF, dot_precision
 from hmmlm.ops.graph import side_by_side
 from hmmlm.ops.scan import scaled
 from hmmlm.ops.scan.kernel_chain import LIBRARY_STATES, KernelChain, KernelForward, make_chain
 from hmmlm.ops.scan.kernel_counts import accumulate, accumulate_words
 from hmmlm.ops.scan.kernels import divide_kernel, finish_kernel, meet_kernel, step_kernel
 from hmmlm.ops.scan.problem import Parameters
+from hmmlm.ops.underflow import FLOOR, least_sum
 
 __all__ = ["accumulate", "accumulate_words", "doubtful", "forward", "make_chain", "suspicious"]
 
@@ -69,7 +70,7 @@ def forward(chain: KernelChain, keep: bool = True) -> KernelForward:
     log_likelihood, meeting = like.new_empty(2, batch)
     carry = like.new_empty(batch, states, dtype=torch.float64)
     suspect = torch.empty(batch, dtype=torch.uint8, device=like.device)
-    least = scaled.least_mass(_FLOOR, states, like.dtype)
+    least = least_sum(states, like.dtype, _FLOOR)
     finish_kernel[(batch,)](
         partial,
         chain.log_peak,
@@ -217,7 +218,7 @@ def doubtful(parameters: Parameters, chain: KernelChain, result: KernelForward) 
     flushed to zero in the backward recursion. Each step loses at most _FLOOR per state from a sum over states, the
     `meeting`, so this test is a proof for any matrix.
     """
-    least = scaled.least_mass(_FLOOR, len(chain.start), chain.start.dtype)
+    least = least_sum(len(chain.start), chain.start.dtype, _FLOOR)
     apart = ~(result.meeting >= least) & (result.log_likelihood > NEG_INF)
     suspect = scaled.faint(parameters, result.scale, _FLOOR)
     if bool(suspect.any()):
