@@ -14,9 +14,10 @@ from torch import Tensor
 
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, WordTokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, constraints
+from hmmlm.hmm import HMM
 from hmmlm.hmm.automaton import Automaton, anything, containing
 from hmmlm.hmm.constraints import Guide
+from hmmlm.hmm.guided import log_chances
 from hmmlm.hmm.spelling import Spelling, containing_text
 from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.text.constraint import Constraint
@@ -209,7 +210,9 @@ def test_guides_of_one_batch_may_differ() -> None:
     guides = [Guide(hmm, containing([1, 2], WORDS).until(0), 5), Guide(hmm, avoiding([3], WORDS).until(0), 3)]
     guided = [(guides[0], guides[0].begin([1])), (guides[1], guides[1].begin()), (guides[0], guides[0].begin())]
     alone = torch.stack([guide.chances(position) for guide, position in guided])
-    torch.testing.assert_close(constraints.chances_of(guided), alone)
+    plans = [guide.plan(guide.node(position.automaton, position.remaining)) for guide, position in guided]
+    log_states = torch.stack([position.log_state for _, position in guided])
+    torch.testing.assert_close(log_chances(hmm, log_states, plans), alone)
 
 
 def test_steps_that_cannot_be_accepted_have_no_rows() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hmmlm import HMM, Guide, InputError, InputWarning, Steering
 from hmmlm.data.tokenizers import WordTokenizer
+from hmmlm.hmm import guided
 from hmmlm.hmm.automaton import containing
 from hmmlm.text import steering
 from hmmlm.text.lm import LanguageModel
@@ -65,8 +66,9 @@ def test_texts_in_turn_and_texts_that_go_far_back_keep_their_positions(monkeypat
     guide = Guide(hmm, containing([1, 2], WORDS).until(END), 200)
     texts = torch.randint(2, WORDS, (2, 150), generator=torch.Generator().manual_seed(0)).tolist()
     scores, advanced = torch.zeros(1, WORDS, dtype=torch.float64), list[int]()
-    inner = steering.advance_states
-    monkeypatch.setattr(steering, "advance_states", lambda *given: advanced.append(len(given[2])) or inner(*given))
+    inner = guided.advance_states
+    for module in (guided, steering):
+        monkeypatch.setattr(module, "advance_states", lambda *given: advanced.append(len(given[2])) or inner(*given))
     kept = Steering(guide, guide.begin())
     kept(rows([]), scores)
     for length in range(1, 151):

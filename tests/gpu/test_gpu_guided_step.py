@@ -31,7 +31,7 @@ def test_steps_agree_with_log_space(states: int, equal: int, rows: int) -> None:
     line = (containing([1, 2], WORDS) & containing([30], WORDS) & ~containing([5], WORDS)).until(END)
     guide = Guide(hmm, line, LENGTH)
     kernels, portable = Steering(guide, guide.begin()), Steering(guide, guide.begin())
-    portable._steps = None
+    portable._kernels = None
     texts = torch.randint(6, WORDS, (rows, LENGTH - 1), generator=generator)
     texts[0, 3:5], texts[-1, 2] = torch.tensor([1, 2]), 30
     texts = torch.cat([torch.full((rows, 2), 7), texts], 1).cuda()

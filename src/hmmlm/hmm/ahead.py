@@ -15,13 +15,13 @@ from torch.nn.functional import threshold
 
 from hmmlm.emissions.columns import log_group_sums
 from hmmlm.hmm.automaton import Automaton
+from hmmlm.hmm.guided import CELLS
 from hmmlm.hmm.hmm import HMM
 from hmmlm.numerics.semirings import LOG, PROBABILITY, Semiring
 from hmmlm.ops.common import NEG_INF, finite, logsumexp
 from hmmlm.ops.underflow import FLOOR, exp, least_sum
 from hmmlm.transitions import Dense
 
-CELLS = 2**24  # largest intermediate
 _CACHED = 2**18  # largest intermediate on a CPU: several operations read it again
 LONG = 256  # tokens of a constraint above which its recursion is in float64
 NEGLIGIBLE = 1e-6  # change of a log-probability

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import chain
 from threading import Lock
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hmmlm.emissions import Categorical
+from hmmlm.hmm.guided import StepResult, StepRows, Targets
 from hmmlm.ops.graph import record
 from hmmlm.ops.underflow import least_sum
 from hmmlm.transitions import Dense
 
-AnyPlan = TypeVar("AnyPlan")
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 """Types of scores."""
 MOST_PLACES = 8  # automaton states that many tokens of a row lead to
@@ -38,54 +37,27 @@ _EMIT = {
 }
 
 
-class Plan(NamedTuple):
-    """The rows of a table of the recursion that score the tokens which may follow an automaton state."""
+class Packed(NamedTuple):
+    """Targets for the kernels."""
 
-    table: Tensor  # [rows, Z]
-    group_of: Tensor  # [V] int16: the place of each token
-    places: int  # rows for many tokens, rounded up to a power of 2
+    rows: int  # for many tokens, rounded up to a power of 2
     alone: int  # tokens that are scored alone
     programs: int  # that score these
-    numbers: Tensor  # for the kernels (see `ops.guided_kernels`)
-    addresses: tuple[int, int, int]  # of group_of, table and numbers
-
-    def with_table(self, table: Tensor) -> Plan:
-        """Return the plan of another table, whose rows are of the same automaton states."""
-        _, group_of, places, alone, programs, numbers, addresses = self
-        return Plan(table, group_of, places, alone, programs, numbers, (addresses[0], table.data_ptr(), addresses[2]))
+    numbers: Tensor  # see `ops.guided_kernels`
+    addresses: tuple[int, int]  # of number_of and numbers
 
 
-def make_plan(table: Tensor, group_of: Tensor, places: Sequence[int], alone: Sequence[tuple[int, int]]) -> Plan:
-    """Return the plan of a table [rows, Z].
-
-    Args:
-        group_of: [V] int16, the index in `places` of each token.
-        places: rows; −1: not accepted any more.
-        alone: the tokens that are scored alone, and their rows.
-    """
-    filled = [*places, *[-1] * MOST_PLACES][:MOST_PLACES]
-    numbers = torch.tensor([len(alone), *filled, *chain.from_iterable(alone)], device=table.device)
-    addresses = group_of.data_ptr(), table.data_ptr(), numbers.data_ptr()
-    programs = next((size for size in _PROGRAMS if size >= len(alone)), _PROGRAMS[-1])
-    return Plan(table, group_of, _power_of_2(max(1, len(places))), len(alone), programs, numbers, addresses)
-
-
-class StepRows(NamedTuple, Generic[AnyPlan]):
-    """The rows of a call."""
-
-    log_states: Tensor  # [n, Z]
-    of_row: Sequence[int]  # [B] the index in log_states of each row
-    tokens: Sequence[int] | None  # [B] read first by the rows with a plan
-    plans: Sequence[AnyPlan | None]  # [B]; None: no token is constrained any more
-
-
-class StepResult(NamedTuple):
-    """Steered scores."""
-
-    scores: Tensor  # [B, V] log-probabilities
-    log_states: Tensor  # [B, Z] log p(z of the next token | tokens so far)
-    changed: int  # rows whose most likely token became another
-    log_masses: Tensor  # [B] log Σ p(token) · chance, which normalized the scores; 0 without a plan
+def pack(targets: Targets) -> Packed:
+    """Return targets for the kernels, which keep them."""
+    if targets.packed is None:
+        alone = torch.stack([targets.tokens, targets.token_rows], 1).flatten().tolist()
+        filled = [*targets.rows, *[-1] * MOST_PLACES][:MOST_PLACES]
+        count = len(targets.tokens)
+        numbers = torch.tensor([count, *filled, *alone], device=targets.tokens.device)
+        programs = next((size for size in _PROGRAMS if size >= count), _PROGRAMS[-1])
+        addresses = targets.number_of.data_ptr(), numbers.data_ptr()
+        targets.packed = Packed(_power_of_2(max(1, len(targets.rows))), count, programs, numbers, addresses)
+    return targets.packed  # type: ignore[no-any-return]
 
 
 class GuidedSteps:
@@ -102,7 +74,7 @@ class GuidedSteps:
     def __setstate__(self, parts: tuple[Dense, Categorical]) -> None:
         self.__init__(*parts)  # type: ignore[misc]
 
-    def run(self, rows: StepRows[Plan], scores: Tensor, weight: float) -> StepResult | None:
+    def run(self, rows: StepRows, scores: Tensor, weight: float) -> StepResult | None:
         """Return steered scores for scores [B, V]; None if the kernels do not serve.
 
         They do not where underflow may have changed a sum, or a text is impossible. Some row must have a plan; the
@@ -111,8 +83,9 @@ class GuidedSteps:
         places = alone = programs = 0
         for plan in rows.plans:
             if plan is not None:
-                places, programs = max(places, plan.places), max(programs, plan.programs)
-                alone += plan.alone
+                packed = pack(plan.targets)
+                places, programs = max(places, packed.rows), max(programs, packed.programs)
+                alone += packed.alone
         if places > MOST_PLACES or alone > _MOST_ALONE or scores.dtype not in KINDS:
             return None
         count, width = scores.shape
@@ -173,7 +146,7 @@ class _Step:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs = 0
 
-    def run(self, rows: StepRows[Plan], scores: Tensor) -> StepResult | None:
+    def run(self, rows: StepRows, scores: Tensor) -> StepResult | None:
         """Run the kernels for rows and scores [B, V]."""
         out, log_states = torch.empty_like(scores), torch.empty_like(self.probs)
         log_masses = self.probs.new_empty(self.shape.rows)
@@ -287,7 +260,7 @@ def _has_blocks(rows: int, states: int) -> bool:
     return rows <= _MOST_ROWS and (rows > 2 or states > _SMALL)
 
 
-def packet_of(rows: StepRows[Plan], tensors: Sequence[Tensor]) -> list[int]:
+def packet_of(rows: StepRows, tensors: Sequence[Tensor]) -> list[int]:
     """Return the packet (see `ops.guided_kernels`) of rows; `tensors`: scores, results, log-states and masses."""
     numbers = [tensor.data_ptr() for tensor in tensors]
     log_states, of_row, tokens, plans = rows
@@ -296,5 +269,6 @@ def packet_of(rows: StepRows[Plan], tensors: Sequence[Tensor]) -> list[int]:
         if plan is None:
             numbers += (begin + stride * number, -1, 0, 0, 0)
         else:
-            numbers += (begin + stride * number, token, *plan.addresses)
+            number_of, targets = pack(plan.targets).addresses
+            numbers += (begin + stride * number, token, number_of, plan.table.data_ptr(), targets)
     return numbers

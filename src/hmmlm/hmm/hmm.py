@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 from hmmlm.arguments import check_arguments
-from hmmlm.emissions import Emission, UnionEmission
+from hmmlm.emissions import Categorical, Emission, UnionEmission
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import ArrayLike, as_log_probs, check_batch, check_count, check_number
-from hmmlm.hmm.guided_cpu import CpuSteps
 from hmmlm.hmm.guided_step import GuidedSteps
 from hmmlm.hmm.implementations import Choice, Problem, choose
 from hmmlm.hmm.queries import Queries
 from hmmlm.numerics.distributions import check_distributions
 from hmmlm.ops.common import NEG_INF, Carry, Impl, Scan, installed
 from hmmlm.ops.maximize_rows import maximize_rows
-from hmmlm.transitions import BlockDiagonal, Transition
+from hmmlm.transitions import BlockDiagonal, Dense, Transition
 
 _RANDOM_CELLS = 2**30  # probabilities of a random model: 8 GB while they are drawn
 _BULK_CELLS = 2**25  # tokens × states of the sequences whose counts are computed together
@@ -256,13 +255,15 @@ class HMM(Queries):
         return self.matrices() is not None and there and self.dtype == torch.float32 and installed("triton")
 
     @cached_property
-    def guided_steps(self) -> GuidedSteps | CpuSteps | None:
-        """The fast steps of a token under constraints; None if there are none for this model."""
-        if self.has_kernels:
-            return GuidedSteps(self.transition, self.emission)  # type: ignore[arg-type]
-        if self.matrices() is None or self.device.type != "cpu" or self.dtype != torch.float32:
-            return None
-        return CpuSteps(self.transition, self.emission)  # type: ignore[arg-type]
+    def cpu_matrices(self) -> tuple[Dense, Categorical] | None:
+        """The transition and the emission of a model of two matrices on a CPU; None for others."""
+        there = self.matrices() is not None and self.device.type == "cpu"
+        return (self.transition, self.emission) if there else None  # type: ignore[return-value]
+
+    @cached_property
+    def guided_steps(self) -> GuidedSteps | None:
+        """The recorded steps of a token under constraints; None if the kernels do not serve this model."""
+        return GuidedSteps(self.transition, self.emission) if self.has_kernels else None  # type: ignore[arg-type]
 
 
 def _by_name(counts: Any, part: Transition | Emission) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,12 +17,11 @@ from hmmlm.arguments import check_arguments, is_sequence
 from hmmlm.errors import InputError, InputWarning
 from hmmlm.hmm.automaton import check_words
 from hmmlm.hmm.checks import check_number
-from hmmlm.hmm.constraints import Guide, Node, Position, advance_states, chances_of
-from hmmlm.hmm.guided_cpu import steer
-from hmmlm.hmm.guided_step import StepRows
+from hmmlm.hmm.constraints import Guide, Node, Position
+from hmmlm.hmm.guided import StepRows, advance_states, steer
 from hmmlm.ops.common import NEG_INF
 
-_DOUBTFUL = 4  # calls whose sums may have underflowed in the fast steps, after which these are not tried again
+_DOUBTFUL = 4  # calls whose sums may have underflowed in the kernels, after which these are not tried again
 _INTEGERS = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
 _KEPT_TOKENS = 64  # positions of texts shorter than the current ones by more are computed again if needed
 
@@ -123,8 +122,8 @@ class Steering:
         if any(guide.hmm is not self.guides[0].hmm for guide in self.guides):
             raise InputError("the guides of a batch need the same HMM: make them with one LanguageModel")
         self._positions, self._words = [position for _, position in guided], self.guides[0].automaton.vocab_size
-        self._changed: int | Tensor = 0
-        self._steps, self._device = self.guides[0].hmm.guided_steps, self.guides[0].hmm.device
+        self._changed = 0
+        self._kernels, self._device = self.guides[0].hmm.guided_steps, self.guides[0].hmm.device
         self._doubtful = 0  # calls for which they did not serve
         self._tokens = 0
         self.log_masses: Tensor | None = None
@@ -141,7 +140,7 @@ class Steering:
     @property
     def report(self) -> SteeringReport:
         """How often the most likely token became another, over all calls."""
-        return SteeringReport(self._tokens, int(self._changed))
+        return SteeringReport(self._tokens, self._changed)
 
     @check_arguments
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -166,12 +165,7 @@ class Steering:
         before, numbers = self._find(ids)
         while before.length < ids.shape[1] - 1:
             before, numbers = self._keep(self._advance(before, numbers, ids[:, : before.length + 1])), range(len(ids))
-        replayed = self._replay(before, numbers, ids, scores)
-        if replayed is None:
-            texts = self._advance(before, numbers, ids)
-            steered = self._score(texts, scores)
-        else:
-            texts, steered = replayed
+        texts, steered = self._steer(before, numbers, ids, scores)
         if before.length < texts.length:
             self._keep(texts)
         self._progress.last = texts
@@ -278,74 +272,43 @@ class Steering:
             nodes.append(node)
         return nodes
 
-    def _replay(
-        self, before: _Texts, numbers: Sequence[int], ids: np.ndarray, scores: Tensor
-    ) -> tuple[_Texts, Tensor] | None:
-        """Return texts of ids [B, T] and steered scores [B, V], by fast steps; None if these do not serve.
+    def _steer(self, before: _Texts, numbers: Sequence[int], ids: np.ndarray, scores: Tensor) -> tuple[_Texts, Tensor]:
+        """Return texts of ids [B, T] and steered scores [B, V].
 
         Args:
             before: of `_find`: texts of T or T − 1 tokens.
             numbers: [B] of the beginnings in `before`.
         """
-        if self._steps is None or scores.device != self._device:
-            return None
         roots = [before.roots[number] for number in numbers]
         tokens: list[int] | None = ids[:, -1].tolist() if before.length < ids.shape[1] else None
         nodes = [before.nodes[n] for n in numbers] if tokens is None else self._nodes_after(before, numbers, tokens)
-        guides, rows = self.guides, zip(roots, nodes, strict=True)
-        plans: list[Any] = [None if node.settled else node.plan or guides[root].plan(node) for root, node in rows]
+        guides, pairs = self.guides, zip(roots, nodes, strict=True)
+        plans = [None if node.settled else node.plan or guides[root].plan(node) for root, node in pairs]
         constrained = len(plans) - plans.count(None)
         if not constrained:
             self.log_masses = torch.zeros(len(ids), device=scores.device)
             return _Texts(ids, roots, nodes, before.take(numbers).log_states), scores
-        result = self._steps.run(StepRows(before.log_states, numbers, tokens, plans), scores, self.weight)
+        rows = StepRows(before.log_states, numbers, tokens, plans)
+        kernels = self._kernels if scores.device == self._device else None
+        result = None if kernels is None else kernels.run(rows, scores, self.weight)
         if result is None:
-            self._doubtful += 1
+            self._doubtful += kernels is not None
             if self._doubtful == _DOUBTFUL:
-                self._steps = None
-            return None
+                self._kernels = None
+            result = steer(self.guides[0].hmm, rows, scores, self.weight)
         self._tokens, self._changed = self._tokens + constrained, self._changed + result.changed
         self.log_masses = result.log_masses
         return _Texts(ids, roots, nodes, result.log_states), result.scores
 
     def _advance(self, before: _Texts, numbers: Sequence[int], ids: np.ndarray) -> _Texts:
-        """Return texts of ids [B, T] from their beginnings; see `_replay`."""
-        begun = before.take(numbers)
-        if before.length == ids.shape[1]:
-            return begun
-        tokens: list[int] = ids[:, -1].tolist()
-        nodes = self._nodes_after(before, numbers, tokens)
+        """Return texts of ids [B, T] from their beginnings, texts of T − 1 tokens; see `_steer`."""
+        begun, tokens = before.take(numbers), ids[:, -1].tolist()
         going = [number for number, node in enumerate(begun.nodes) if not node.settled]
-        hmm, log_states = self.guides[0].hmm, begun.log_states
-        if len(going) == len(ids):
-            log_states = advance_states(hmm, log_states, tokens)
-        elif going:
-            log_states = log_states.clone()
-            log_states[going] = advance_states(hmm, log_states[going], [tokens[number] for number in going])
-        return _Texts(ids, begun.roots, nodes, log_states)
-
-    @torch.no_grad()
-    def _score(self, texts: _Texts, scores: Tensor) -> Tensor:
-        """Return steered scores [B, V] of texts."""
-        self.log_masses = masses = scores.new_zeros(len(scores))
-        open_rows = [number for number, node in enumerate(texts.nodes) if not node.settled]
-        if not open_rows:
-            return scores
-        keys = _keys(texts.ids, texts.roots)
-        distinct = {key: number for number, key in enumerate(dict.fromkeys(keys[number] for number in open_rows))}
-        chosen = [texts.number_of[key] for key in distinct]
-        positions = [Position(texts.log_states[n], texts.nodes[n].automaton, texts.nodes[n].remaining) for n in chosen]
-        guides = [self.guides[texts.roots[number]] for number in chosen]
-        chances = chances_of(list(zip(guides, positions, strict=True))).to(scores)
-        if len(distinct) < len(open_rows):
-            chances = chances[[distinct[keys[number]] for number in open_rows]]
-        whole = len(open_rows) == len(scores)
-        before = scores if whole else scores[open_rows]
-        after, masses[open_rows] = self._combine(before, chances)
-        self._tokens += len(open_rows)
-        kept = after.gather(1, _choices(before)[:, None])[:, 0] == after.amax(1)
-        self._changed = self._changed + (len(kept) - kept.sum())
-        return after if whole else scores.index_copy(0, torch.tensor(open_rows, device=scores.device), after)
+        log_states = begun.log_states.clone()
+        if going:
+            own = [tokens[number] for number in going]
+            log_states[going] = advance_states(self.guides[0].hmm, log_states[going], own)
+        return _Texts(ids, begun.roots, self._nodes_after(before, numbers, tokens), log_states)
 
     def _end(self, texts: _Texts, scores: Tensor) -> Tensor:
         """Return scores [B, V] that allow texts which are over no token but their end, again.
@@ -361,29 +324,6 @@ class Steering:
         scores[over] = NEG_INF
         scores[over, [ends[n] for n in over]] = 0.0
         return scores
-
-    def _combine(self, scores: Tensor, chances: Tensor) -> tuple[Tensor, Tensor]:
-        """Return normalized scores [n, V] weighted by chances [n, W ≤ V], and `log_masses` [n]. Overwrites chances."""
-        possible = chances.amax(1) > NEG_INF
-        steered = steer(scores, chances, self.weight)
-        top = steered.amax(1)
-        if bool(((top == NEG_INF) & possible).any()):
-            raise InputError(
-                "the model gives probability zero to every token that the constraint allows: look for what forbids "
-                "tokens in generate, such as min_new_tokens, bad_words_ids or suppress_tokens"
-            )
-        # Normalized, so that the scores of beams, which are sums over tokens, are log-probabilities.
-        steered = steered.log_softmax(1)
-        return steered, top - steered.amax(1)
-
-
-def _choices(scores: Tensor) -> Tensor:
-    """Return the first of the likeliest tokens [n] of scores [n, V]."""
-    if scores.device.type != "cpu":
-        return scores.argmax(1)
-    # NumPy's argmax takes a fifteenth of the time of torch's, and does not know bfloat16.
-    known = torch.promote_types(scores.dtype, torch.float32)
-    return torch.from_numpy(scores.detach().to(known).numpy().argmax(1))
 
 
 def _equal(one: np.ndarray, two: np.ndarray) -> bool:
