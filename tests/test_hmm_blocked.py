@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hmmlm.emissions import Blocked, blocked
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, Carry, word_products
+from hmmlm.hmm import HMM, Carry
+from hmmlm.hmm.word_products import WordProducts
 from hmmlm.numerics.semirings import LOG
 from hmmlm.transitions import Factored, base, factored, tiled, tiles
 
@@ -134,12 +135,12 @@ def test_blocks_without_words_are_counted_if_their_number_is_given() -> None:
     assert Blocked(scores, torch.tensor([0, 1]), 4).num_states == 12
 
 
-def test_predictions_do_not_depend_on_the_products_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_do_not_depend_on_the_products_that_are_kept() -> None:
     hmm = make()
     tokens = torch.arange(hmm.vocab_size)[:, None]
     want = hmm.dense().next_token(tokens)
     for cells in (0, 2**25):
-        monkeypatch.setattr(word_products, "_KEPT_CELLS", cells)
+        hmm._word_products = WordProducts(hmm, cells)  # type: ignore[misc]
         for _ in range(2):
             torch.testing.assert_close(hmm.next_token(tokens), want, atol=1e-5, rtol=1e-5)
     assert len(hmm._word_products._kept) > 1

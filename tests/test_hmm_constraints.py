@@ -215,6 +215,15 @@ def test_guides_of_one_batch_may_differ() -> None:
     torch.testing.assert_close(log_chances(hmm, log_states, plans), alone)
 
 
+@pytest.mark.parametrize("number", range(4))
+def test_chances_do_not_depend_on_autocast(number: int) -> None:
+    hmm = hmms()[number].to(torch.float32)
+    guide = Guide(hmm, containing([1, 2], hmm.vocab_size).until(0), 5, few=0)
+    expected = guide.chances(guide.begin([1, 3]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(guide.chances(guide.begin([1, 3])), expected)
+
+
 def test_steps_that_cannot_be_accepted_have_no_rows() -> None:
     # A chain of 50 automaton states that must be read to its end: after r tokens only the last r can be accepted.
     following = torch.full((52, WORDS), 51)

@@ -20,7 +20,7 @@ from hmmlm.hmm.lattice import condition
 from hmmlm.numerics.logmatrix import log_ratio
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import restrict
-from hmmlm.ops.common import NEG_INF, logsumexp
+from hmmlm.ops.common import NEG_INF, logsumexp, without_autocast
 
 if TYPE_CHECKING:
     from hmmlm.hmm.hmm import HMM
@@ -135,9 +135,13 @@ def steer(hmm: HMM, rows: StepRows, scores: Tensor, weight: float) -> StepResult
 
 def advance_states(hmm: HMM, log_states: Tensor, tokens: Sequence[int]) -> Tensor:
     """Compute log p(z of the next token | tokens so far) [n, Z] after one more token each, from log_states [n, Z]."""
-    moved = advance_products(*hmm.cpu_matrices, log_states, tokens) if hmm.cpu_matrices else None
-    if moved is not None:
-        return moved
+    with without_autocast(log_states):
+        moved = advance_products(*hmm.cpu_matrices, log_states, tokens) if hmm.cpu_matrices else None
+        return _advance(hmm, log_states, tokens) if moved is None else moved
+
+
+def _advance(hmm: HMM, log_states: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Compute `advance_states` in log space."""
     support, scores = hmm.emission.score(torch.tensor(tokens, device=hmm.device), missing=False)
     filtered, log_prob = condition(LOG, restrict(log_states, support), scores)
     impossible = (log_prob == NEG_INF).nonzero().flatten().tolist()
@@ -159,9 +163,10 @@ def log_chances(
         cells: size of the largest intermediate.
     """
     matrices = hmm.cpu_matrices if relative else None
-    columns = None if matrices is None else column_chances(matrices[1], log_states, plans)
-    if columns is None:
-        columns = _score_columns(hmm, log_states, plans, relative)
+    with without_autocast(log_states):
+        columns = None if matrices is None else column_chances(matrices[1], log_states, plans)
+        if columns is None:
+            columns = _score_columns(hmm, log_states, plans, relative)
     result = _spread(columns, plans)
     if matrices is not None and max(plan.targets.singles for plan in plans) * log_states.shape[1] <= cells:
         states, found = log_states.numpy(), result.numpy()
