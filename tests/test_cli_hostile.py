@@ -17,6 +17,7 @@ from helpers.commands import failure, python_environment, run_python
 
 from hmmlm.cli.main import main
 from hmmlm.data import text
+from hmmlm.data.text import Pipe
 from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
@@ -285,15 +286,16 @@ def test_a_vocabulary_that_cannot_fit_is_refused_before_the_model_is_made(
     assert not (place / "new").exists()
 
 
-def test_more_blocks_than_words_are_refused_before_clustering(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_blocks_than_words_are_refused_before_clustering(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["train", "--data", str(place / "text.txt"), "--out", str(place / "new"), "--model.states", "60000"]
     argv += ["--model.kind", "neural", "--model.hidden", "2"]
     message = "model.blocks is 60,000, but the training text has 19 different words: set it to 9 or less"
     assert message in failure(capsys, *argv, "--model.blocks", "60000")
-    monkeypatch.setattr("hmmlm.learning.prepare.MAX_CLUSTERS", 5)
-    assert "into more than 5 takes hours" in failure(capsys, *argv, "--model.blocks", "8")
+    (place / "words.txt").write_text("".join(f"word{i}\n" for i in range(12_000)))
+    argv[2] = str(place / "words.txt")
+    assert "into more than 4,096 takes hours" in failure(
+        capsys, *argv, "--model.blocks", "5000", "--tokenizer.min-count", "1"
+    )
 
 
 def test_a_constraint_of_a_million_tokens_takes_no_longer_than_its_recursion_needs(
@@ -430,28 +432,21 @@ def test_a_pipe_without_a_writer(place: Path, capsys: pytest.CaptureFixture[str]
     )
 
 
-def test_a_writer_that_is_silent(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(text, "PIPE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(text, "SILENCE_S", 0.2)
+def test_a_writer_that_is_silent(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = os.open(place / "pipe", os.O_RDWR)
-    try:
-        message = failure(capsys, "eval", str(place / "model"), "--data", str(place / "pipe"))
-    finally:
-        os.close(writer)
-    assert re.search(r"nothing was written to .*/pipe in 0 s: give a file", message)
+    message = r"nothing was written to .*/pipe in 0 s: give a file"
+    with Pipe(place / "pipe", timeout_s=0.05, silence_s=0.2) as pipe, pytest.raises(InputError, match=message):
+        pipe.read()
+    os.close(writer)
     assert "waiting for text from" in caplog.text
 
 
-def test_a_writer_that_never_ends(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(text, "MAX_PIPE", 1 << 20)
+def test_a_writer_that_never_ends(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    message = "pipe has more than 1 MiB of text, maybe no end: save it"
     with (place / "pipe").open("rb+", buffering=0) as pipe, subprocess.Popen(["yes", "the cat"], stdout=pipe) as yes:
-        message = failure(capsys, "eval", str(place / "model"), "--data", str(place / "pipe"))
+        with Pipe(place / "pipe", most=1 << 20) as reader, pytest.raises(InputError, match=message):
+            reader.readall()
         yes.kill()
-    assert "pipe has more than 1 MiB of text, maybe no end: save it" in message
     assert "of text read from" in caplog.text
 
 

@@ -14,8 +14,18 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hmmlm.data import batches as batches_module
-from hmmlm.data.batches import Batch, Batches, ChunkBatches, Share, StreamBatches
+from hmmlm.data.batches import (
+    SHUFFLED_AT_ONCE,
+    Batch,
+    Batches,
+    ChunkBatches,
+    Share,
+    StreamBatches,
+    _BlockOrder,
+    _ChunkOrder,
+    _next_example,
+    _order,
+)
 from hmmlm.data.tokenfile import TokenFile, write_tokens
 from hmmlm.errors import InputError
 
@@ -273,16 +283,14 @@ def test_shares_are_the_rows_of_the_whole_batch(count: int, reset: bool) -> None
                     assert torch.equal(part.restart, whole.restart[rank::count, :width])
 
 
-def test_very_many_documents_are_shuffled_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_very_many_documents_are_shuffled_in_blocks() -> None:
+    many = np.arange(SHUFFLED_AT_ONCE + 1)
+    assert isinstance(_order(TokenFile.from_arrays(np.zeros(many[-1], np.uint8), many, 1), 3, 0), _BlockOrder)
     sizes = [1 + i % 5 for i in range(101)]
     corpus = numbered(sizes)
-    monkeypatch.setattr(batches_module, "SHUFFLED_AT_ONCE", 50)
-    monkeypatch.setattr(batches_module, "BLOCK_DOCUMENTS", 8)
-    monkeypatch.setattr(batches_module, "BLOCKS_IN_MEMORY", 2)
     orders = []
     for epoch in (0, 1, 0):
-        order = batches_module._order(corpus, 3, epoch)
-        assert isinstance(order, batches_module._BlockOrder)
+        order = _BlockOrder(corpus, 3, epoch, block_documents=8, blocks_in_memory=2)
         places = order.places(np.arange(len(corpus))[None])[0]
         assert sorted(places.tolist()) == list(range(len(corpus)))
         starts = np.flatnonzero(np.diff(places, prepend=-2) != 1)
@@ -293,16 +301,14 @@ def test_very_many_documents_are_shuffled_in_blocks(monkeypatch: pytest.MonkeyPa
     assert len([1 for a, b in itertools.pairwise(blocks) if a != b]) == 12  # each of 13 blocks is read once
 
 
-def test_very_many_chunks_are_shuffled_without_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches_module, "SHUFFLED_AT_ONCE", 10)
+def test_very_many_chunks_are_shuffled_without_a_list() -> None:
     for count in (11, 64, 1000, 4097):
-        orders = [batches_module._ChunkOrder(count, 3, epoch)(np.arange(count)).tolist() for epoch in (0, 1)]
+        orders = [_ChunkOrder(count, 3, epoch, most_listed=10)(np.arange(count)).tolist() for epoch in (0, 1)]
         assert all(sorted(order) == list(range(count)) for order in orders) and orders[0] != orders[1]
     moved = np.abs(np.asarray(orders[0]) - np.arange(4097))
     assert moved.mean() == pytest.approx(4097 / 3, rel=0.05)  # as in a uniform permutation
-    batches = ChunkBatches(numbered([1002]), 4, 5, shuffle=True, seed=1)
-    tokens = torch.cat([batch.tokens.flatten() for batch in batches.epoch(2)])
-    assert sorted(tokens[tokens >= 0].tolist()) == list(range(1002))
+    some = np.array([4096, 0, 17])
+    assert _ChunkOrder(4097, 3, 1, most_listed=10)(some).tolist() == [orders[1][i] for i in some]
 
 
 def test_streams_for_evaluation_start_with_examples() -> None:
@@ -312,4 +318,4 @@ def test_streams_for_evaluation_start_with_examples() -> None:
     corpus = TokenFile.from_arrays(tokens, [0, 10, 11, 1500, 2999, 3000], 10)
     begins = np.union1d(np.flatnonzero(tokens == EOS) + 1, corpus.documents)
     for place in range(1, 3000, 7):
-        assert batches_module._next_example(corpus, place, EOS) == begins[np.searchsorted(begins, place)]
+        assert _next_example(corpus, place, EOS) == begins[np.searchsorted(begins, place)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import logging
 import lzma
 import os
@@ -20,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from hmmlm.data import corpora, public
+from hmmlm.data import public
 from hmmlm.data.corpora import encode_documents, file_documents, load_text
 from hmmlm.data.embedded import _paragraphs, embedded_corpus
-from hmmlm.data.public import PublicCorpus, fetch
+from hmmlm.data.public import PublicCorpus, download, fetch, locate
 from hmmlm.data.text import held_out, read_documents, read_lines
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import WordTokenizer
@@ -199,8 +200,7 @@ def test_a_local_file_with_another_checksum_is_used_with_a_warning(
         assert list(load_text("ptb")["test"]) == [["a"]]
         assert "ptb.train.txt does not have the checksum of the train split of ptb" in caplog.text
         caplog.clear()
-        monkeypatch.setattr(corpora, "PTB", usual)
-        load_text("ptb")
+        locate(usual, None, download=False)
         assert not caplog.records
 
 
@@ -218,9 +218,9 @@ def remote(tmp_path: Path) -> PublicCorpus:
     return replace(corpus, addresses=(f"{(tmp_path / 'remote' / 'ptb').as_uri()}/{{file}}",))
 
 
-def test_download(tmp_path: Path, remote: PublicCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download(tmp_path: Path, remote: PublicCorpus) -> None:
     dead = (tmp_path / "nothing").as_uri() + "/{file}"
-    monkeypatch.setattr(corpora, "PTB", replace(remote, addresses=(dead, *remote.addresses)))
+    locate(replace(remote, addresses=(dead, *remote.addresses)), tmp_path / "data", download=True)
     assert list(load_text("ptb", folder=tmp_path / "data", download=True)["valid"]) == [["a b"]]
     assert sorted(os.listdir(tmp_path / "data" / "ptb")) == sorted(remote.files.values())
 
@@ -257,7 +257,7 @@ def test_a_download_with_another_checksum_leaves_nothing(tmp_path: Path, remote:
     ("length", "message"), [("abc", "has an unexpected checksum"), ("9" * 30, "checksum|respond"), (None, "checksum")]
 )
 def test_a_server_that_lies_about_the_size(
-    tmp_path: Path, remote: PublicCorpus, monkeypatch: pytest.MonkeyPatch, length: str | None, message: str
+    tmp_path: Path, remote: PublicCorpus, length: str | None, message: str
 ) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -266,19 +266,21 @@ def test_a_server_that_lies_about_the_size(
                 self.send_header("Content-Length", length)
             self.end_headers()
             with suppress(ConnectionError):
-                self.wfile.write(b"a" * (1 << 20))
+                for _ in range(mebibytes):
+                    self.wfile.write(bytes(1 << 20))
 
         def log_message(self, *args: object) -> None:
             pass
 
+    mebibytes = 1
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         corpus = replace(remote, addresses=(f"http://127.0.0.1:{server.server_port}/{{file}}",))
         with pytest.raises(InputError, match=f"cannot download ptb: .*({message}).*--data-folder"):
             fetch(corpus, tmp_path / "data")
-        monkeypatch.setattr(public, "MAX_DOWNLOAD", 1 << 16)
-        with pytest.raises(InputError, match="sends more than"):
+        mebibytes = 65
+        with pytest.raises(InputError, match="sends more than 64 MiB"):
             fetch(corpus, tmp_path / "data")
     finally:
         server.shutdown()
@@ -287,9 +289,7 @@ def test_a_server_that_lies_about_the_size(
 
 
 @pytest.mark.parametrize(("part", "message"), [("headers", "no answer in 1 s"), ("body", "is too slow")])
-def test_servers_that_send_a_byte_at_a_time(
-    part: str, message: str, remote: PublicCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_that_send_a_byte_at_a_time(part: str, message: str) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -304,25 +304,21 @@ def test_servers_that_send_a_byte_at_a_time(
             pass
 
     ended = threading.Event()
-    monkeypatch.setattr(public, "TIMEOUT_S", 0.3)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        corpus = replace(remote, addresses=(f"http://127.0.0.1:{server.server_port}/{{file}}",))
-        with pytest.raises(InputError, match=f"cannot download ptb: .*{message}.*--data-folder"):
-            fetch(corpus, tmp_path / "data")
+        with pytest.raises(InputError, match=message):
+            download(f"http://127.0.0.1:{server.server_port}", io.BytesIO(), timeout_s=0.3)
     finally:
         ended.set()
         server.shutdown()
         server.server_close()
 
 
-def test_a_zip_with_a_huge_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with zipfile.ZipFile(tmp_path / "w.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in public.WIKITEXT_2.files.values():
-            archive.writestr(f"wikitext-2/{file}", bytes(1 << 20))
-    monkeypatch.setattr(public, "MAX_DOWNLOAD", 1 << 16)
-    with pytest.raises(InputError, match="is not the expected zip"):
+def test_a_zip_with_a_huge_file(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "w.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        archive.writestr("wikitext-2/wiki.train.tokens", bytes(public.MAX_DOWNLOAD + 1))
+    with pytest.raises(InputError, match=r"is not the expected zip .a file of more than 64 MiB"):
         fetch(replace(public.WIKITEXT_2, addresses=((tmp_path / "w.zip").as_uri(),)), tmp_path / "data")
 
 

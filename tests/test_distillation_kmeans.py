@@ -85,11 +85,9 @@ def test_nearest_against_all_distances() -> None:
         torch.testing.assert_close(distance[group == g], every.min(1).values, rtol=1e-4, atol=1e-5)
 
 
-def test_chunks_of_distances_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_distances_do_not_matter() -> None:
     points, centroids = normal(50, 3), normal(1, 4, 3, seed=1)
-    expected = nearest(points, centroids)
-    monkeypatch.setattr("hmmlm.distillation.kmeans.CHUNK", 28)
-    assert all(map(torch.equal, nearest(points, centroids), expected))
+    assert all(map(torch.equal, nearest(points, centroids, chunk=28), nearest(points, centroids)))
 
 
 def test_empty_clusters_go_to_the_farthest_points() -> None:
@@ -117,10 +115,9 @@ def test_groups_are_clustered_separately_and_small_ones_repeat() -> None:
     torch.testing.assert_close(found.centroids[2], (points[group == 2][:1] - found.mean).expand(3, 6))
 
 
-def test_initial_centroids_from_a_small_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hmmlm.distillation.kmeans.SAMPLE_POINTS", 10)
+def test_initial_centroids_from_a_small_sample() -> None:
     points, _ = blobs(4, 50)
-    found = fit_clusters(cut(points, 30), 4, passes=5)
+    found = fit_clusters(cut(points, 30), 4, passes=5, sample_points=10)
     assert found.points == 200 and int(found.sizes.sum()) == 200  # every pass sees all points
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
@@ -16,15 +17,19 @@ from helpers.report_models import sentence_model
 
 import hmmlm
 from hmmlm.cli.main import main
+from hmmlm.data.words import WordTokenizer
+from hmmlm.emissions import Categorical
 from hmmlm.errors import InputError
-from hmmlm.explorer import generation, index
 from hmmlm.explorer.endpoints import ENDPOINTS, answer
 from hmmlm.explorer.explorer import Explorer
+from hmmlm.explorer.generation import GenerateQuery, chosen_constraints, constraint_kinds
+from hmmlm.explorer.index import StateIndex
 from hmmlm.explorer.layout import embed
 from hmmlm.hmm import HMM
 from hmmlm.report.explain import explain_states
 from hmmlm.text.constraint import Constraint
 from hmmlm.text.lm import LanguageModel
+from hmmlm.transitions import LowRank
 
 ROOT = Path(__file__).parent.parent
 TEXT = "the cat sees the dog ."
@@ -41,8 +46,10 @@ def explorer(run: Path) -> Explorer:
 
 
 @pytest.fixture(scope="module")
-def blocked() -> Explorer:
-    return Explorer(blocked_model())
+def blocked() -> Iterator[Explorer]:
+    explorer = Explorer(blocked_model())
+    yield explorer
+    explorer.close()
 
 
 def ready(explorer: Explorer) -> Explorer:
@@ -174,11 +181,9 @@ def test_neighbours_are_near_on_the_map() -> None:
         assert embed(vectors[:count], Event()).isfinite().all()
 
 
-def test_the_estimated_share_approximates_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimated_share_approximates_the_exact_one() -> None:
     lm = blocked_model(256)
-    exact = index.StateIndex(lm)
-    monkeypatch.setattr(index, "EXACT_STATES", 10)
-    estimated = index.StateIndex(lm)
+    exact, estimated = StateIndex(lm), StateIndex(lm, exact_states=10)
     assert exact.exact and not estimated.exact
     assert float((exact.share - estimated.share).abs().sum()) < 0.15
 
@@ -246,7 +251,7 @@ def test_constraints_are_followed_token_by_token(explorer: Explorer) -> None:
 
 
 def test_every_constraint_of_the_model_is_offered(explorer: Explorer) -> None:
-    kinds = generation.constraint_kinds()
+    kinds = constraint_kinds()
     assert kinds["must"] == kinds["never"] == "list" and kinds["regex"] == "text" and kinds["words"] == "bounds"
     assert set(kinds) == {field.name for field in fields(Constraint)} - {"automaton"}  # which is not JSON
     constraints = {"regex": "[a-z ]+", "words": [3, 4], "must": ["ca"], "match": "prefix"}
@@ -317,15 +322,23 @@ def test_bad_requests_are_refused(explorer: Explorer, name: str, fields: dict[st
         answer(explorer, name, fields)
 
 
-def test_samples_that_take_too_long_are_refused(monkeypatch: pytest.MonkeyPatch, explorer: Explorer) -> None:
-    monkeypatch.setattr(generation, "MAX_PREDICTED", 100)
-    assert answer(explorer, "generate", {})["samples"]
+def test_samples_that_take_too_long_are_refused(blocked: Explorer) -> None:
+    size = {"num": 8, "max_new_tokens": 200}
+    assert answer(blocked, "generate", size)["samples"]
     for slow in ({"unknown": False}, {"temperature": 0.5}, {"top_k": 2}):
         with pytest.raises(InputError, match="take too long here"):
-            answer(explorer, "generate", slow)
-    monkeypatch.setattr(generation, "MAX_WORK", 100)
+            answer(blocked, "generate", size | slow)
+
+
+def test_a_constraint_that_takes_too_long_is_refused() -> None:
+    states, words = 8192, ["<unk>", "<eos>", "cat"]
+    transition = LowRank(torch.zeros(states, 1), torch.full((1, states), -math.log(states)))
+    emission = Categorical(torch.full((states, len(words)), -math.log(len(words))))
+    lm = LanguageModel(HMM(torch.full((states,), -math.log(states)), transition, emission), WordTokenizer(words))
+    constraints = {"must": ["cat"]}
+    assert chosen_constraints(lm, GenerateQuery(max_new_tokens=100, constraints=constraints)) == constraints
     with pytest.raises(InputError, match="takes too long here"):
-        answer(explorer, "generate", {"constraints": {"must": ["cat"]}})
+        chosen_constraints(lm, GenerateQuery(max_new_tokens=200, constraints=constraints))
 
 
 @pytest.mark.parametrize("page", ["docs/guide/explore.md"])

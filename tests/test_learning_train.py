@@ -17,12 +17,12 @@ from helpers.runs import fit_planted, planted, random_hmm, records, tiny_config,
 import hmmlm
 from hmmlm.errors import InputError
 from hmmlm.hmm import implementations
-from hmmlm.learning import learners, prepare
+from hmmlm.learning import learners
 from hmmlm.learning.baum_welch import maximize
 from hmmlm.learning.evaluate import Evaluation, evaluate
 from hmmlm.learning.fit import Fit, TrainingError
 from hmmlm.learning.learners import AdamWLearner, HmmLearner
-from hmmlm.learning.prepare import make_batches
+from hmmlm.learning.prepare import evaluation_batches, make_batches
 from hmmlm.learning.schedules import rate_factor
 from hmmlm.learning.train import make_fabric, train
 from hmmlm.models import base, scalar
@@ -121,14 +121,12 @@ def test_full_batch_baum_welch_is_em_over_the_corpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fewest, size", [(16, 17), (26, 50)])  # tokens of the shortest stream allowed
-def test_evaluation_with_a_carry_is_the_likelihood_of_whole_streams(
-    fewest: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prepare, "MIN_STREAM_TOKENS", fewest)
+def test_evaluation_with_a_carry_is_the_likelihood_of_whole_streams(fewest: int, size: int) -> None:
     hmm = random_hmm(3, 6, seed=4)
     data = planted(hmm, 20, 10)
     config = tiny_config("unused", batches={"batch_size": 3, "length": 7})
-    result = evaluate(hmm, make_batches(config, data, "valid").epoch(0))
+    batches = evaluation_batches(config.batches, data.tokens["valid"], data.tokenizer.eos_id, min_stream_tokens=fewest)
+    result = evaluate(hmm, batches.epoch(0))
     streams = torch.from_numpy(data.tokens["valid"].tokens.astype("int64")).split(size)
     expected = sum(hmm.log_likelihood(stream[None]).item() for stream in streams)
     assert result.tokens == 50

@@ -16,13 +16,12 @@ from helpers.ranks import DEADLINE, end_ranks, run_ranks, start_ranks
 from helpers.runs import tiny_config, write_text
 from test_ranks_training import MINI_BATCH, assert_close, train_in_float64
 
-from hmmlm import ranks
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
 from hmmlm.errors import InputError
 from hmmlm.learning.fit import Fit
 from hmmlm.learning.train import train
-from hmmlm.ranks import FirstRankError, LostRankError, world
+from hmmlm.ranks import FirstRankError, LostRankError, connected, world
 from hmmlm.runs.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -161,10 +160,12 @@ def test_several_devices_from_python(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_starts_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "CONNECTION_WAIT", timedelta(seconds=1))
     given = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
     for name, value in given.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(InputError, match="rank 0 of 2 waited in vain for the others"), ranks.connected(on_gpu=False):
+    with (
+        pytest.raises(InputError, match="rank 0 of 2 waited in vain for the others"),
+        connected(connection_wait=timedelta(seconds=1)),
+    ):
         pass

@@ -8,7 +8,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hmmlm.errors import InputError
-from hmmlm.structure import bigrams as bigrams_module
 from hmmlm.structure.bigrams import (
     average_mutual_information,
     cluster_table,
@@ -154,14 +153,14 @@ def test_as_many_clusters_as_words_or_one():
     assert one.mutual_information == pytest.approx(0.0, abs=1e-12)
 
 
-def test_bigrams_of_a_large_text_are_counted_in_pieces(monkeypatch):
+def test_bigrams_of_a_large_text_are_counted_in_pieces():
     rng = np.random.default_rng(0)
     tokens = np.where(rng.random(1000) < 0.05, -1, rng.zipf(1.5, 1000) % 50)
     documents = np.sort(rng.choice(1000, 40, replace=False))
     whole = count_bigrams(tokens, 50, documents)
     for piece in (1, 7, 64, 999, 1000):
-        monkeypatch.setattr(bigrams_module, "PIECE", piece)
-        for ours, theirs in zip(vars(count_bigrams(tokens, 50, documents)).values(), vars(whole).values(), strict=True):
+        found = count_bigrams(tokens, 50, documents, piece)
+        for ours, theirs in zip(vars(found).values(), vars(whole).values(), strict=True):
             assert np.array_equal(ours, theirs)
 
 

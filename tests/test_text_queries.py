@@ -46,9 +46,7 @@ TEXT = "the cat sat\ndog\n\nthe dog sat the cat\ncat"
 @pytest.mark.slow
 @both_kinds
 @all_readings
-def test_perplexity_is_that_of_evaluation(
-    kind: str, reading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_perplexity_is_that_of_evaluation(kind: str, reading: str, tmp_path: Path) -> None:
     lm = make_lm(kind, reading)
     text = "\n".join([TEXT] * 300)  # long enough for several streams in validation
     documents = [lm.encode(line) for line in text.split("\n") if line]
@@ -57,8 +55,7 @@ def test_perplexity_is_that_of_evaluation(
     assert result.tokens == len(lm.encode(text))
     assert lm.perplexity([text]) == pytest.approx(result.perplexity, rel=1e-9)
     for part in (1 << 20, 7, 1):
-        monkeypatch.setattr("hmmlm.report.results.PART_TOKENS", part)
-        score = score_tokens(lm, tokens)
+        score = score_tokens(lm, tokens, part)
         assert score.tokens == result.tokens
         assert score.perplexity == pytest.approx(result.perplexity, rel=1e-9)
 

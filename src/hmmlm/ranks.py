@@ -27,7 +27,6 @@ from hmmlm.errors import InputError
 
 Result = TypeVar("Result")
 CONNECTION_WAIT = timedelta(minutes=10)
-"""How long ranks wait for each other at the start."""
 COLLECTIVE_WAIT = timedelta(minutes=1)
 """How long ranks wait for each other in a step."""
 LONGEST_WAIT = timedelta(days=7)
@@ -135,17 +134,18 @@ def started_by_torchrun() -> bool:
 
 
 @contextmanager
-def connected(on_gpu: bool = False) -> Iterator[Ranks]:
+def connected(on_gpu: bool = False, connection_wait: timedelta = CONNECTION_WAIT) -> Iterator[Ranks]:
     """Connect the processes that torchrun started, until the outermost block ends.
 
     Args:
         on_gpu: whether ranks compute on GPUs.
+        connection_wait: how long ranks wait for each other at the start.
     """
     global _current
     if _current.count > 1 or not started_by_torchrun():
         yield _current
         return
-    _current = ranks = _connect(on_gpu)
+    _current = ranks = _connect(on_gpu, connection_wait)
     try:
         yield ranks
         ranks.gather(None)  # nobody leaves before the last one is done
@@ -155,12 +155,12 @@ def connected(on_gpu: bool = False) -> Iterator[Ranks]:
             dist.destroy_process_group()
 
 
-def _connect(on_gpu: bool) -> Ranks:
+def _connect(on_gpu: bool, connection_wait: timedelta) -> Ranks:
     rank, count, local, here = (_variable(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     try:
-        dist.init_process_group("gloo", timeout=CONNECTION_WAIT)
+        dist.init_process_group("gloo", timeout=connection_wait)
         assert dist.group.WORLD is not None
-        waiting = dist.new_group(timeout=CONNECTION_WAIT)
+        waiting = dist.new_group(timeout=connection_wait)
         waiting.set_timeout(LONGEST_WAIT)
         dist.group.WORLD.set_timeout(COLLECTIVE_WAIT)
     except (RuntimeError, ValueError) as error:

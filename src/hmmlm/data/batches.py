@@ -319,9 +319,9 @@ class _ChunkOrder:
 
     ROUNDS = 6
 
-    def __init__(self, count: int, seed: int, epoch: int) -> None:
+    def __init__(self, count: int, seed: int, epoch: int, most_listed: int = SHUFFLED_AT_ONCE) -> None:
         self.count, generator = count, _generator(seed, epoch)
-        self.listed = generator.permutation(count) if count <= SHUFFLED_AT_ONCE else None
+        self.listed = generator.permutation(count) if count <= most_listed else None
         # A Feistel network permutes the numbers of two halves of `bits` bits each; those beyond `count` are mapped
         # again until they are below it.
         self.bits = (max(count - 1, 1).bit_length() + 1) // 2
@@ -358,19 +358,27 @@ class _BlockOrder:
     The streams of a batch are in different blocks.
     """
 
-    def __init__(self, token_file: TokenFile, seed: int, epoch: int) -> None:
+    def __init__(
+        self,
+        token_file: TokenFile,
+        seed: int,
+        epoch: int,
+        block_documents: int = BLOCK_DOCUMENTS,
+        blocks_in_memory: int = BLOCKS_IN_MEMORY,
+    ) -> None:
         self._documents, self._seed, self._epoch = token_file.documents, seed, epoch
-        bounds = np.append(self._documents[:-1:BLOCK_DOCUMENTS], self._documents[-1:])
+        self._block_documents = block_documents
+        bounds = np.append(self._documents[:-1:block_documents], self._documents[-1:])
         release_pages(self._documents)
         self._blocks = _generator(seed, epoch).permutation(len(bounds) - 1)
         self._ends = np.cumsum(np.diff(bounds)[self._blocks])
         self._begins = np.append(0, self._ends[:-1])
-        self._block = lru_cache(BLOCKS_IN_MEMORY)(self._read_block)
+        self._block = lru_cache(blocks_in_memory)(self._read_block)
 
     def _read_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the ends of the documents of a block in their order, and the shifts to their places in the file."""
-        first = block * BLOCK_DOCUMENTS
-        last = min(first + BLOCK_DOCUMENTS, len(self._documents) - 1)
+        first = block * self._block_documents
+        last = min(first + self._block_documents, len(self._documents) - 1)
         documents = np.asarray(self._documents[first : last + 1])
         order = np.random.default_rng([self._seed, self._epoch, block]).permutation(len(documents) - 1)
         ends = np.cumsum(np.diff(documents)[order])

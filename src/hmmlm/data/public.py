@@ -122,7 +122,7 @@ def _fetch_from(address: str, corpus: PublicCorpus, parts: Mapping[str, Path]) -
     """Download the file of every split from one address to `parts`, and verify the checksums."""
     if corpus.member:
         with tempfile.TemporaryFile() as archive:
-            _download(address, cast(BinaryIO, archive))
+            download(address, cast(BinaryIO, archive))
             try:
                 with zipfile.ZipFile(archive) as opened:
                     for split, part in parts.items():
@@ -136,20 +136,20 @@ def _fetch_from(address: str, corpus: PublicCorpus, parts: Mapping[str, Path]) -
     else:
         for split, part in parts.items():
             with part.open("wb") as out:
-                _download(address.format(file=corpus.files[split]), out)
+                download(address.format(file=corpus.files[split]), out)
     for split, part in parts.items():
         if _sha256(part) != corpus.sha256[split]:
             raise InputError(f"{corpus.files[split]} from {address} has an unexpected checksum")
 
 
-def _download(address: str, out: BinaryIO) -> None:
-    """Download an address to an open file, with a progress bar."""
+def download(address: str, out: BinaryIO, timeout_s: float = TIMEOUT_S) -> None:
+    """Download an address to an open file, with a progress bar; raise an InputError if its answer is too slow."""
     # Some hosts reject urllib's default user agent.
     request = urllib.request.Request(address, headers={"User-Agent": "Mozilla/5.0 (hmmlm)"})
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     try:
         with (
-            _open(request) as answer,
+            _open(request, timeout_s) as answer,
             Progress(*columns, console=Console(stderr=True), transient=True) as progress,
         ):
             given = str(answer.headers.get("Content-Length"))
@@ -159,7 +159,7 @@ def _download(address: str, out: BinaryIO) -> None:
             while block := answer.read1(1 << 16):
                 received += len(block)
                 seconds = time.monotonic() - began
-                if seconds > TIMEOUT_S and received < LEAST_SPEED * seconds:
+                if seconds > timeout_s and received < LEAST_SPEED * seconds:
                     raise InputError(f"{address} is too slow ({received:,} bytes in {seconds:.0f} s)")
                 if received > MAX_DOWNLOAD:
                     raise InputError(f"{address} sends more than {MAX_DOWNLOAD >> 20} MiB, which is not the corpus")
@@ -171,21 +171,21 @@ def _download(address: str, out: BinaryIO) -> None:
         raise InputError(f"{address} does not respond ({getattr(error, 'reason', None) or error})") from None
 
 
-def _open(request: urllib.request.Request) -> HTTPResponse:
+def _open(request: urllib.request.Request, timeout_s: float) -> HTTPResponse:
     """Return the answer to a request; raise a TimeoutError unless it begins in time, however slowly it comes."""
     done: queue.Queue[Any] = queue.Queue()
 
     def ask() -> None:
         try:
-            done.put(urllib.request.urlopen(request, timeout=TIMEOUT_S))
+            done.put(urllib.request.urlopen(request, timeout=timeout_s))
         except Exception as error:
             done.put(error)
 
     threading.Thread(target=ask, daemon=True).start()  # a server may send its headers byte by byte
     try:
-        answer = done.get(timeout=2 * TIMEOUT_S)
+        answer = done.get(timeout=2 * timeout_s)
     except queue.Empty:
-        raise TimeoutError(f"no answer in {2 * TIMEOUT_S:.0f} s") from None
+        raise TimeoutError(f"no answer in {2 * timeout_s:.0f} s") from None
     if isinstance(answer, Exception):
         raise answer
     return cast(HTTPResponse, answer)

@@ -22,8 +22,7 @@ from hmmlm.errors import InputError
 
 _log = logging.getLogger("hmmlm")
 MAX_LINE = 1 << 24  # bytes of a line: a text without line breaks is not read into memory, whatever its size
-PIPE_TIMEOUT_S = 3.0  # how long a pipe may have no writer; a note is shown after a silence of as long
-SILENCE_S = 300.0  # how long the writer of a pipe may be silent
+PIPE_TIMEOUT_S, SILENCE_S = 3.0, 300.0
 MAX_PIPE = 1 << 30  # bytes of a pipe, which may have no end
 UNITS = ("line", "paragraph", "document")
 """What a document of a text file is."""
@@ -188,7 +187,7 @@ def check_text_file(path: Path) -> None:
 def _open(path: Path) -> BinaryIO:
     check_text_file(path)
     if is_pipe(path) or not path.stat().st_size:  # a file of the kernel has no size, and may be written to without end
-        return io.BufferedReader(_Pipe(path))
+        return io.BufferedReader(Pipe(path))
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.open(path))
     if path.suffix == ".xz":
@@ -196,13 +195,22 @@ def _open(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-class _Pipe(io.RawIOBase):
-    """A pipe, or a file of the kernel: opened without waiting for a writer, and read neither forever nor in silence."""
+class Pipe(io.RawIOBase):
+    """A pipe, or a file of the kernel: opened without waiting for a writer, and read neither forever nor in silence.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        timeout_s: how long a pipe may have no writer; a note is shown after a silence of as long.
+        silence_s: how long the writer may be silent.
+        most: bytes that are read at most.
+    """
+
+    def __init__(
+        self, path: Path, timeout_s: float = PIPE_TIMEOUT_S, silence_s: float = SILENCE_S, most: int = MAX_PIPE
+    ) -> None:
         self.path, self.pipe = path, os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        self.total, self.next_note = 0, MAX_PIPE >> 6
-        self.deadline = time.monotonic() + (PIPE_TIMEOUT_S if is_pipe(path) else 0.0)  # to have a writer
+        self.timeout_s, self.silence_s, self.most = timeout_s, silence_s, most
+        self.total, self.next_note = 0, most >> 6
+        self.deadline = time.monotonic() + (timeout_s if is_pipe(path) else 0.0)  # to have a writer
 
     def readable(self) -> bool:
         return True
@@ -227,24 +235,24 @@ class _Pipe(io.RawIOBase):
             if time.monotonic() > self.deadline:
                 if not is_pipe(self.path):
                     return 0
-                raise InputError(f"nothing was written to the pipe {self.path} in {PIPE_TIMEOUT_S:.0f} s: give a file")
+                raise InputError(f"nothing was written to the pipe {self.path} in {self.timeout_s:.0f} s: give a file")
             time.sleep(0.01)
 
     def _wait(self) -> None:
         """Wait for the writer."""
         self.deadline = 0.0
-        if select.select([self.pipe], [], [], min(PIPE_TIMEOUT_S, SILENCE_S))[0]:
+        if select.select([self.pipe], [], [], min(self.timeout_s, self.silence_s))[0]:
             return
         _log.warning("waiting for text from %s", self.path)
-        if not select.select([self.pipe], [], [], SILENCE_S)[0]:
-            raise InputError(f"nothing was written to {self.path} in {SILENCE_S:.0f} s: give a file")
+        if not select.select([self.pipe], [], [], self.silence_s)[0]:
+            raise InputError(f"nothing was written to {self.path} in {self.silence_s:.0f} s: give a file")
 
     def _count(self, size: int) -> None:
         """Note the size of a long text, and refuse one that may have no end."""
         self.total += size
-        if self.total > MAX_PIPE:
+        if self.total > self.most:
             raise InputError(
-                f"{self.path} has more than {MAX_PIPE >> 20:,} MiB of text, maybe no end: save it to a file"
+                f"{self.path} has more than {self.most >> 20:,} MiB of text, maybe no end: save it to a file"
             )
         if self.total > self.next_note:
             _log.warning("%d MiB of text read from %s", self.total >> 20, self.path)

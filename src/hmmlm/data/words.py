@@ -211,13 +211,13 @@ def count_words(lines: Iterable[str], split: Split, lowercase: bool) -> Counter[
     return counts
 
 
-def drop_rare(counts: Counter[str]) -> None:
-    """Drop the rarest words if there are too many different ones, until half of MAX_COUNTED are left.
+def drop_rare(counts: Counter[str], most: int = MAX_COUNTED) -> None:
+    """Drop the rarest words if there are more than `most` different ones, until half of that number are left.
 
     What is dropped may occur again, so that counts are lower bounds; words of a vocabulary are far more frequent.
     """
     rare = 0
-    while len(counts) > (MAX_COUNTED // 2 if rare else MAX_COUNTED):
+    while len(counts) > (most // 2 if rare else most):
         rare += 1
         for word in [word for word, count in counts.items() if count <= rare and word not in (UNK, EOS)]:
             del counts[word]

@@ -103,6 +103,7 @@ def fit_clusters(
     groups: int = 1,
     passes: int = 10,
     seed: int = 0,
+    sample_points: int = SAMPLE_POINTS,
     on_piece: OnPiece = lambda name, count: None,
 ) -> Clusters:
     """Cluster the points of all pieces with k-means++ and Lloyd's algorithm.
@@ -117,9 +118,10 @@ def fit_clusters(
         groups: number of groups M.
         passes: maximum number of Lloyd iterations; they stop early on convergence.
         seed: seed of the sample and of the initial centroids.
+        sample_points: points of the sample.
         on_piece: called after each piece of each pass.
     """
-    sample = _draw_sample(pieces, clusters, groups, seed, on_piece)
+    sample = _draw_sample(pieces, clusters, max(-(-sample_points // groups), clusters), seed, on_piece)
     points = _center(sample.points, sample.mean)
     generator = torch.Generator().manual_seed(seed)
     centroids = torch.stack(
@@ -139,13 +141,16 @@ def fit_clusters(
     return Clusters(centroids, sample.mean, sizes, sample.total, inertia)
 
 
-def nearest(points: Tensor, centroids: Tensor, group: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def nearest(
+    points: Tensor, centroids: Tensor, group: Tensor | None = None, chunk: int = CHUNK
+) -> tuple[Tensor, Tensor]:
     """Find the nearest centroid in each point's group.
 
     Args:
         points: [n, D].
         centroids: [M, k, D].
         group: [n] group of each point; None if M = 1.
+        chunk: distances held at a time.
 
     Returns:
         The index 0..k−1 [n] and the squared distance [n].
@@ -154,7 +159,7 @@ def nearest(points: Tensor, centroids: Tensor, group: Tensor | None = None) -> t
     distance = points.new_empty(len(points))
     half_norm = centroids.square().sum(-1) / 2
     for g, rows in _rows_by_group(points, group, len(centroids)):
-        for part in rows.split(max(1, CHUNK // centroids.shape[1])):
+        for part in rows.split(max(1, chunk // centroids.shape[1])):
             own = points if len(part) == len(points) and group is None else points[part]
             # |x − c|² = |x|² − 2 (x·c − |c|²/2): the largest score is the nearest centroid
             score, best = torch.addmm(-half_norm[g], own, centroids[g].T).max(1)
@@ -176,13 +181,12 @@ class _Sample(NamedTuple):
     total: int  # points in all
 
 
-def _draw_sample(pieces: Pieces, clusters: int, groups: int, seed: int, on_piece: OnPiece) -> _Sample:
-    """Compute the mean and draw a uniform sample of each group.
+def _draw_sample(pieces: Pieces, clusters: int, limit: int, seed: int, on_piece: OnPiece) -> _Sample:
+    """Compute the mean and draw a uniform sample of each group, of at most `limit` points.
 
     The sample has the points with the smallest random keys, so it does not depend on how points are cut into pieces.
     """
     generator = torch.Generator().manual_seed(seed + 1)
-    limit = max(-(-SAMPLE_POINTS // groups), clusters)
     total, shift, sums = 0, None, torch.zeros(())
     keys, sample, group = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.long)
     for piece in pieces:

@@ -80,7 +80,7 @@ def generate(explorer: Explorer, query: GenerateQuery) -> dict[str, Any]:
     seed = secrets.randbelow(2**32) if query.seed is None else query.seed
     options = SamplingOptions(query.max_new_tokens, query.temperature, query.top_k, seed, query.num)
     given = lm.encode(query.prompt)[: None if query.prompt.endswith("\n") else -1]
-    constraints = _constraints(lm, query)
+    constraints = chosen_constraints(lm, query)
     chance: float | None = None
     chances: Sequence[list[float] | None] = [None] * query.num
     if constraints:
@@ -108,7 +108,7 @@ def generate(explorer: Explorer, query: GenerateQuery) -> dict[str, Any]:
     return {"seed": seed, "chance": chance, "samples": samples, "states": labels}
 
 
-def _constraints(lm: LanguageModel, query: GenerateQuery) -> dict[str, Any]:
+def chosen_constraints(lm: LanguageModel, query: GenerateQuery) -> dict[str, Any]:
     """Return the constraints of a request; raise an InputError if one is not known or would take too long."""
     names = constraint_kinds()
     for name, value in query.constraints.items():

@@ -23,9 +23,9 @@ class StateIndex:
     """The long-run share of every state, and lookups by state and by word."""
 
     @torch.no_grad()
-    def __init__(self, lm: LanguageModel) -> None:
+    def __init__(self, lm: LanguageModel, exact_states: int = EXACT_STATES) -> None:
         self.lm, self.hmm = lm, lm.hmm.detach()
-        self.exact = self.hmm.states <= EXACT_STATES
+        self.exact = self.hmm.states <= exact_states
         self._log_ends = self._log_end_probs()
         if self.exact:
             share = long_run(self.hmm, lm.tokenizer.eos_id if lm.restarts else None).mass

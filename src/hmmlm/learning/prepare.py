@@ -243,16 +243,22 @@ def make_batches(config: TrainingConfig, data: Prepared, split: str, share: Shar
     )
 
 
-def evaluation_batches(config: BatchesConfig, tokens: TokenFile, eos_id: int, share: Share = ALL_ROWS) -> Batches:
+def evaluation_batches(
+    config: BatchesConfig,
+    tokens: TokenFile,
+    eos_id: int,
+    share: Share = ALL_ROWS,
+    min_stream_tokens: int = MIN_STREAM_TOKENS,
+) -> Batches:
     """Return the batches in which a text is evaluated.
 
     The result should not depend on the number of streams: they are cut between examples or, where the carry runs
-    through these, are few in a short text.
+    through these, have at least `min_stream_tokens` tokens each.
     """
     if isinstance(config, ChunkConfig):
         return ChunkBatches(tokens, config.batch_size, config.length, shuffle=False, seed=0, share=share)
     reset = config.eval_reset_at_eos
-    size = max(1, min(config.batch_size, len(tokens) // (1 if reset else MIN_STREAM_TOKENS)))
+    size = max(1, min(config.batch_size, len(tokens) // (1 if reset else min_stream_tokens)))
     return StreamBatches(
         tokens, size, config.length, shuffle=False, reset_at_eos=reset, eos_id=eos_id, seed=0, whole=reset, share=share
     )

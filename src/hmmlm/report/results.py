@@ -113,16 +113,17 @@ def evaluate_tokens(lm: LanguageModel, tokens: TokenFile) -> Evaluation:
     return evaluate(lm.hmm, evaluation_batches(batches, tokens, lm.tokenizer.eos_id).epoch(0))
 
 
-def score_tokens(lm: TextModel, tokens: TokenFile) -> TextScore:
+def score_tokens(lm: TextModel, tokens: TokenFile, part_tokens: int = PART_TOKENS) -> TextScore:
     """Score a text, each token given those before it, with the share and the log-likelihood of its unknown words."""
-    return score_of(lm.tokenizer, np.asarray(tokens.tokens, np.int64), _log_probs(lm, tokens), tokens.text_bytes)
+    log_probs = _log_probs(lm, tokens, part_tokens)
+    return score_of(lm.tokenizer, np.asarray(tokens.tokens, np.int64), log_probs, tokens.text_bytes)
 
 
-def _log_probs(lm: TextModel, tokens: TokenFile) -> Tensor:
+def _log_probs(lm: TextModel, tokens: TokenFile, part_tokens: int = PART_TOKENS) -> Tensor:
     """Return log p [N] of every token of a text given those before it.
 
-    The text is read in parts of about PART_TOKENS tokens that end where the chain restarts: lists of tokens are large.
-    Of several processes, each reads every n-th piece between two restarts.
+    The text is read in parts of about `part_tokens` tokens that end where the chain restarts, since lists of tokens are
+    large. Of several processes, each reads every n-th piece between two restarts.
     """
     ids, batches = np.asarray(tokens.tokens), lm.config.get("batches", {})
     if not isinstance(lm, LanguageModel):  # a cache does not restart
@@ -134,7 +135,7 @@ def _log_probs(lm: TextModel, tokens: TokenFile) -> Tensor:
     else:
         begins = np.zeros(1, dtype=np.int64)
     texts = np.split(ids, begins[1:])
-    part = np.searchsorted(np.arange(PART_TOKENS, len(ids), PART_TOKENS), begins, side="right")
+    part = np.searchsorted(np.arange(part_tokens, len(ids), part_tokens), begins, side="right")
     groups = np.split(np.arange(len(texts)), np.flatnonzero(np.diff(part)) + 1)
     ranks, own = world(), [torch.zeros(0, dtype=torch.float64)]
     for group in groups:

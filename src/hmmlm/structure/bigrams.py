@@ -7,8 +7,7 @@ import numpy as np
 from hmmlm.errors import InputError
 from hmmlm.pages import release_pages
 
-PIECE = 1 << 22
-"""Tokens of a text that are counted at a time."""
+PIECE_TOKENS = 1 << 22
 
 
 def xlogx(x: np.ndarray) -> np.ndarray:
@@ -80,18 +79,21 @@ def _pairs(tokens: np.ndarray, documents: np.ndarray | None) -> tuple[np.ndarray
     return tokens[:-1][together], tokens[1:][together]
 
 
-def count_bigrams(tokens: np.ndarray, vocab_size: int, documents: np.ndarray | None = None) -> Bigrams:
+def count_bigrams(
+    tokens: np.ndarray, vocab_size: int, documents: np.ndarray | None = None, piece_tokens: int = PIECE_TOKENS
+) -> Bigrams:
     """Count the bigrams of a text, in memory that does not grow with it but with its different bigrams.
 
     Args:
         tokens: [N] word ids, which may be memory-mapped; −1 is missing, and no bigram contains it.
         documents: ascending offsets at which documents start; no bigram crosses one.
+        piece_tokens: tokens that are counted at a time.
     """
     tokens, counts = np.asanyarray(tokens), np.zeros(vocab_size, np.int64)
     found = _Pairs()
-    for first in range(0, max(1, len(tokens)), PIECE):
-        piece = _checked(tokens[first : first + PIECE + 1], vocab_size)  # and the first token of the next piece
-        own = piece[:PIECE]
+    for first in range(0, max(1, len(tokens)), piece_tokens):
+        piece = _checked(tokens[first : first + piece_tokens + 1], vocab_size)  # and the first token of the next piece
+        own = piece[:piece_tokens]
         counts += np.bincount(own[own >= 0], minlength=vocab_size)
         starts = None if documents is None else _offsets_within(documents, first, first + len(piece))
         left, right = _pairs(piece, starts)
