@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterable, Sequence
 
 MAX_WIDTH = 100
 """Columns of help at most."""
@@ -60,6 +61,20 @@ def _fill(line: str, width: int, indent: str) -> str:
         line.rstrip(), width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
     return f"{filled}\n"
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> None:
+    """Print a table on standard output: names in the first column, then figures, aligned to the right."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns, box=None, pad_edge=False, caption=caption or None, caption_justify="left", caption_style="")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, *figures in rows:
+        table.add_row(Text(printable(name)), *figures)  # not markup: a file may be named "[red].txt"
+    Console().print(table)
 
 
 def discard_output() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +13,7 @@ from pydantic_settings import CliPositionalArg
 from hmmlm.cli.parse import Arguments
 from hmmlm.errors import InputError
 from hmmlm.runs.folders import find_run, refuse_used
+from hmmlm.terminal import print_table
 
 Weight = Annotated[float, Field(ge=0, le=1)]
 ModelPaths = Annotated[
@@ -44,3 +47,14 @@ class CombineArguments(Arguments):
             raise InputError(f"--weights has {len(self.weights)} numbers for {count} {what}: give one for each")
         if self.weights and abs(sum(self.weights) - 1) > 1e-6:
             raise InputError(f"--weights sum to {sum(self.weights):g}, not to one")
+
+
+def print_weights(
+    names: Sequence[str], weights: Sequence[str], perplexities: Sequence[float] | None, caption: str = ""
+) -> None:
+    """Print the components and their combination, with the weights of the former and all perplexities, if known."""
+    from hmmlm.runs.progress import perplexity_text
+
+    values = [math.nan] * len(names) if perplexities is None else perplexities
+    shown = ["–" if math.isnan(value) else perplexity_text(value, 2) for value in values]
+    print_table(("model", "weight", "valid perplexity"), zip(names, [*weights, ""], shown, strict=True), caption)

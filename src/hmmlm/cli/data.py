@@ -16,7 +16,7 @@ from hmmlm.cli.parse import Arguments, parse
 from hmmlm.config.sections import TextConfig, TokenizerConfig, WordTokenizerConfig
 from hmmlm.config.training import TrainingConfig, fill_in_kinds, with_corpus_words
 from hmmlm.section import Passes
-from hmmlm.terminal import printable
+from hmmlm.terminal import print_table, printable
 
 if TYPE_CHECKING:
     from hmmlm.data.corpora import Documents
@@ -116,9 +116,6 @@ def _unfinished(out: Path, settings: bytes) -> Iterator[None]:
 def run(argv: list[str]) -> int:
     arguments = parse(DataArguments, argv, "data", DESCRIPTION)
 
-    from rich.console import Console
-    from rich.table import Table
-
     from hmmlm.data.tokenfile import unknown_fraction
     from hmmlm.learning.prepare import check_data, cluster_words, find_data, prepare
     from hmmlm.runs.folders import lock_run, removed_on_failure
@@ -151,12 +148,10 @@ def run(argv: list[str]) -> int:
                 )
                 write_paths(out / "clusters.paths", clustering, words)
                 print(printable(f"{len(clustering.paths)} clusters: {out / 'clusters.paths'}"))
-    table = Table("split", "tokens", "documents", "unknown words", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    rows = []
     for split, tokens in prepared.tokens.items():
         unknown = unknown_fraction(tokens, prepared.tokenizer.unk_id, prepared.tokenizer.eos_id)
-        table.add_row(split, f"{len(tokens):,}", f"{len(tokens.documents) - 1:,}", f"{unknown:.2%}")
-    Console().print(table)
+        rows.append((split, f"{len(tokens):,}", f"{len(tokens.documents) - 1:,}", f"{unknown:.2%}"))
+    print_table(("split", "tokens", "documents", "unknown words"), rows)
     print(printable(f"vocabulary {prepared.tokenizer.vocab_size:,}; written to {out}"))
     return 0

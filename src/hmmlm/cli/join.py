@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
-from hmmlm.cli.combine import CombineArguments
+from hmmlm.cli.combine import CombineArguments, print_weights
 from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
 
@@ -34,7 +33,8 @@ def run(argv: list[str]) -> int:
     arguments.check(len(arguments.models), "models")
     joined, weights, perplexities = build(arguments)
     joined.save(arguments.out)
-    _print(arguments, weights, perplexities, joined.hmm.states)
+    names = [*map(str, arguments.models), f"{arguments.out} ({joined.hmm.states:,} states)"]
+    print_weights(names, [f"{weight:.4f}" for weight in weights], perplexities)
     return 0
 
 
@@ -69,22 +69,3 @@ def _fit(
     both = (scores + scores.new_tensor(weights).log()[:, None]).logsumexp(0)
     totals = [*scores.sum(1).tolist(), float(both.sum())]
     return weights, [perplexity(total, len(tokens)) for total in totals]
-
-
-def _print(arguments: CombineArguments, weights: list[float], perplexities: list[float] | None, states: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from hmmlm.runs.progress import perplexity_text
-    from hmmlm.terminal import printable
-
-    table = Table("model", "weight", "valid perplexity", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    names = [*map(str, arguments.models), f"{arguments.out} ({states:,} states)"]
-    for i, name in enumerate(names):
-        weight = f"{weights[i]:.4f}" if i < len(weights) else ""
-        value = "–" if perplexities is None or math.isnan(perplexities[i]) else perplexity_text(perplexities[i], 2)
-        table.add_row(Text(printable(name)), weight, value)
-    Console().print(table)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from hmmlm.cli.combine import CombineArguments, Weight
+from hmmlm.cli.combine import CombineArguments, Weight, print_weights
 from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
 from hmmlm.section import MAX_TOKENS
@@ -110,25 +110,12 @@ def build(arguments: MixArguments) -> tuple[MixtureModel, list[float], int]:
 
 
 def _print(arguments: MixArguments, mixture: MixtureModel, perplexities: list[float]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from hmmlm.runs.progress import perplexity_text
-    from hmmlm.terminal import printable
-
     names = list(map(str, arguments.models))
     names += [f"Kneser-Ney {arguments.ngram}-gram"] if arguments.ngram else []
     names += [f"cache of {arguments.cache} words"] if arguments.cache else []
     names += ["recent words"] if arguments.recent else []
-    table = Table("model", "weight", "valid perplexity", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
     digits = 4 if len(mixture.weights) == 1 else 2
     weights = [" ".join(f"{weight:.{digits}f}" for weight in of_part) for of_part in mixture.weights.T]
-    if len(mixture.weights) > 1:
-        table.caption = f"weights: the n-gram knows 1 … {len(mixture.weights)} words before"
-        table.caption_justify, table.caption_style = "left", ""
-    for name, weight, value in zip([*names, str(arguments.out)], [*weights, ""], perplexities, strict=True):
-        table.add_row(Text(printable(name)), weight, perplexity_text(value, 2))
-    Console().print(table)
+    several = len(mixture.weights) > 1
+    caption = f"weights: the n-gram knows 1 … {len(mixture.weights)} words before" if several else ""
+    print_weights([*names, str(arguments.out)], weights, perplexities, caption)

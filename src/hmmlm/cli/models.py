@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hmmlm.cli.parse import Arguments, ModelPath
 from hmmlm.errors import InputError
-from hmmlm.terminal import printable
+from hmmlm.terminal import print_table, printable
 
 if TYPE_CHECKING:
     from hmmlm.data.corpora import Documents
@@ -101,13 +101,10 @@ def warn_unknown(shares: Mapping[str, float], data: str) -> None:
 
 def print_scores(scores: Mapping[str, TextScore]) -> None:
     """Print a table of scores by the name of the text."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from hmmlm.runs.progress import perplexity_text
 
     columns = (
+        "text",
         "tokens",
         "perplexity",
         "perplexity,\nknown words",
@@ -115,18 +112,10 @@ def print_scores(scores: Mapping[str, TextScore]) -> None:
         "bits per\nbyte",
         "unknown\nwords",
     )
-    table = Table("text", *columns, box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    rows = []
     for name, score in scores.items():
         per_byte = "–" if score.bits_per_byte is None else f"{score.bits_per_byte:.3f}"
-        table.add_row(
-            Text(printable(name)),  # not markup: a file may be named "[red].txt"
-            f"{score.tokens:,}",
-            perplexity_text(score.perplexity, 2),
-            perplexity_text(score.known_perplexity, 2),
-            f"{score.bits_per_token:.3f}",
-            per_byte,
-            f"{score.unknown_share:.2%}",
-        )
-    Console().print(table)
+        perplexities = (perplexity_text(value, 2) for value in (score.perplexity, score.known_perplexity))
+        bits = (f"{score.bits_per_token:.3f}", per_byte)
+        rows.append((name, f"{score.tokens:,}", *perplexities, *bits, f"{score.unknown_share:.2%}"))
+    print_table(columns, rows)

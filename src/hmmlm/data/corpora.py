@@ -95,12 +95,8 @@ def file_documents(path: Path, unit: str = "line") -> Documents:
 def encode_documents(documents: Documents, tokenizer: Tokenizer, path: Path) -> TokenFile:
     """Return the token file `path` of `documents`, with eos after every line; write it unless it is up to date."""
     fingerprint = tokenizer.fingerprint()
-    try:
-        existing = TokenFile.open(path, fingerprint)
-        if existing.source == documents.source:
-            return existing
-    except InputError:
-        pass  # missing, damaged or of another tokenizer: written below
+    if (existing := open_tokens(documents, path, fingerprint)) is not None:
+        return existing
     text_bytes = 0
 
     def encoded() -> Iterator[list[int]]:
@@ -112,6 +108,15 @@ def encode_documents(documents: Documents, tokenizer: Tokenizer, path: Path) -> 
     return write_tokens(
         path, encoded(), tokenizer.vocab_size, fingerprint, documents.source, lambda: text_bytes, documents.unit
     )
+
+
+def open_tokens(documents: Documents, path: Path, fingerprint: str) -> TokenFile | None:
+    """Return the token file `path` if it is that of `documents`; None if it is missing, damaged or of other tokens."""
+    try:
+        existing = TokenFile.open(path, fingerprint)
+    except InputError:
+        return None
+    return existing if existing.source == documents.source else None
 
 
 def document_tokens(document: Document, tokenizer: Tokenizer) -> list[int]:

@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from hmmlm.data.corpora import Documents, encode_documents
+from hmmlm.data.corpora import Documents, encode_documents, open_tokens
 from hmmlm.data.files import write_bytes
 from hmmlm.data.tokenfile import TokenFile, join_tokens
 from hmmlm.data.tokenizers import load_tokenizer
@@ -54,12 +54,8 @@ def encode_parts(documents: Documents, tokenizer: Path, path: Path, workers: int
     The token files of parts are in a hidden folder beside it until all are done.
     """
     fingerprint = load_tokenizer(tokenizer).fingerprint()
-    try:
-        existing = TokenFile.open(path, fingerprint)
-        if existing.source == documents.source:
-            return existing
-    except InputError:
-        pass  # missing, or of another tokenizer
+    if (existing := open_tokens(documents, path, fingerprint)) is not None:
+        return existing
     folder = path.with_name(f".{path.name}.parts")
     parts = documents.divide()
     names = [folder / f"{number:06}" for number in range(len(parts))]
