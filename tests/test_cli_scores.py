@@ -14,13 +14,14 @@ import torch
 from helpers.commands import failure, help_text, write_corpus
 from test_cli_main import SMALL
 
+from hmmlm.baselines.ngram import NgramModel
 from hmmlm.cli.main import main
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
 from hmmlm.data.corpora import Documents
 from hmmlm.learning import prepare
 from hmmlm.learning.prepare import reopen
-from hmmlm.report import results as results_module
+from hmmlm.report.results import count_ngram, evaluate_run
 from hmmlm.text.lm import load
 
 RUNNING = ["--no-batches.reset-at-eos", "--no-batches.eval-reset-at-eos"]
@@ -222,17 +223,18 @@ def test_compare_reads_a_text_as_eval_does(data: list[str], capsys: pytest.Captu
         assert compared[name] == pytest.approx(value, rel=1e-5), name
 
 
-def test_reports_and_ngrams_count_the_same_tokens(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(results_module, "BASELINE_TOKENS", 60)
-    argv = ["ngram", "runs/words", "--order", "5", "--json"]
-    capsys.readouterr()
-    assert main(argv) == 0
-    printed = capsys.readouterr()
-    assert "counted on the first 60 training tokens" in printed.err
-    report = results_module.evaluate_run(Path("runs/words")).baselines["5-gram"]["test"]
-    assert json.loads(printed.out)["results"]["test"]["perplexity"] == pytest.approx(report.perplexity)
+def test_reports_and_ngrams_count_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = json.loads(output(capsys, "ngram", "runs/words", "--order", "5", "--json"))
+    report = evaluate_run(Path("runs/words")).baselines["5-gram"]["test"]
+    assert printed["results"]["test"]["perplexity"] == pytest.approx(report.perplexity)
+
+
+def test_ngrams_of_a_large_text_count_its_first_tokens() -> None:
+    data = reopen(Path("runs/words"))
+    tokens, words = {split: np.asarray(file.tokens) for split, file in data.tokens.items()}, data.tokenizer
+    expected = NgramModel(tokens["train"][:60], words.vocab_size, 5, words.eos_id)
+    found = count_ngram(data, 5, True, most=60)
+    assert np.array_equal(found.log_probs(tokens["test"]), expected.log_probs(tokens["test"]))
 
 
 def test_runs_lists_results_and_latest_is_the_newest(

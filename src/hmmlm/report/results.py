@@ -147,10 +147,10 @@ def _log_probs(lm: TextModel, tokens: TokenFile, part_tokens: int = PART_TOKENS)
     return log_probs
 
 
-def count_ngram(data: Prepared, order: int, restarts: bool) -> NgramModel:
-    """Return the Kneser-Ney n-gram of the training tokens, BASELINE_TOKENS at most; it restarts where the HMM does."""
+def count_ngram(data: Prepared, order: int, restarts: bool, most: int = BASELINE_TOKENS) -> NgramModel:
+    """Return the Kneser-Ney n-gram of the first training tokens, `most` of them; it restarts where the HMM does."""
     eos = data.tokenizer.eos_id if restarts else None
-    train = np.asarray(data.tokens["train"].tokens[:BASELINE_TOKENS])
+    train = np.asarray(data.tokens["train"].tokens[:most])
     return NgramModel(train, data.tokenizer.vocab_size, order, eos)
 
 
