@@ -412,6 +412,7 @@ def test_a_closed_pipe_ends_the_process_without_a_message(trained: Path) -> None
     process.stderr.close()
 
 
+@pytest.mark.slow
 def test_a_missing_extra_is_named_before_training_is_imported() -> None:
     program = """
 import importlib.util, sys

@@ -114,7 +114,17 @@ def test_lines_and_unknown_words_keep_their_place(explorer: Explorer) -> None:
     assert shown == [*words, end, ("the", False, False), ("dog", False, False), end]
 
 
-@pytest.mark.parametrize("text", [HOSTILE, "a " * 5000, "😀" * 10_000, "\n" * 10_000, "", "\u202e\u2066 \x00\x1b[31m"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        HOSTILE,
+        pytest.param("a " * 5000, marks=pytest.mark.slow),
+        "😀" * 10_000,
+        "\n" * 10_000,
+        "",
+        "\u202e\u2066 \x00\x1b[31m",
+    ],
+)
 def test_any_text_is_answered(explorer: Explorer, blocked: Explorer, text: str) -> None:
     for each in (explorer, blocked):
         found = answer(each, "sentence", {"text": text})
@@ -349,6 +359,7 @@ def test_every_endpoint_and_field_is_documented(page: str) -> None:
         assert all(f"`{field}`" in line for field in endpoint.query.model_fields), name
 
 
+@pytest.mark.slow
 def test_subwords_are_shown_as_they_continue(tmp_path: Path) -> None:
     run = train_run(tmp_path, "--tokenizer.kind", "bpe", "--tokenizer.vocab-size", "270")
     explorer = Explorer(hmmlm.load(run), run)
