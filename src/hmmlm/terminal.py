@@ -1,4 +1,4 @@
-"""Texts as a terminal shows them: without control characters, and wrapped to its width; output that nobody reads."""
+"""Texts as a terminal shows them: without control characters, wrapped, in tables; output that nobody reads."""
 
 from __future__ import annotations
 
