@@ -217,9 +217,9 @@ class Queries(Composition):
             if noise is None:  # of as many steps at once as there is room for
                 size = max(1, _NOISE // (num * filtered.numel()))
                 shapes = [values.shape for values in lattice.filtered[max(0, t + 1 - size) : t + 1]]
-                drawn = gumbel([(num, *shape) for shape in shapes[::-1]], self.log_start, generator)
+                drawn = log_exponential([(num, *shape) for shape in shapes[::-1]], self.log_start, generator)
                 noise = next(drawn)
-            scores = filtered + noise
+            scores = filtered - noise
             if rows:
                 scores[:, :rows] += model.transition.log_columns(path[-1], first_rows(support, rows))
             path.append(state_ids(support, scores.argmax(2)))
@@ -453,14 +453,16 @@ class Queries(Composition):
         return model.transition.forward_step(LOG, filtered, support).view_as(log_state)
 
 
-def gumbel(shapes: Sequence[tuple[int, ...]], like: Tensor, generator: torch.Generator | None) -> Iterator[Tensor]:
-    """Draw Gumbel noise, log of 1 / Exp(1), of several shapes: the largest sum with log-probabilities is a sample."""
+def log_exponential(
+    shapes: Sequence[tuple[int, ...]], like: Tensor, generator: torch.Generator | None
+) -> Iterator[Tensor]:
+    """Draw log Exp(1) of several shapes at once: the largest log-probability minus it is a sample."""
     sizes = [math.prod(shape) for shape in shapes]
     noise = like.new_empty(sum(sizes)).exponential_(generator=generator).clamp_min_(torch.finfo(like.dtype).tiny)
-    return (part.view(shape) for part, shape in zip(noise.log_().neg_().split(sizes), shapes, strict=True))
+    return (part.view(shape) for part, shape in zip(noise.log_().split(sizes), shapes, strict=True))
 
 
 def draw(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw one index per row of log_probs [..., n]."""
-    (noise,) = gumbel([log_probs.shape], log_probs, generator)
-    return (log_probs + noise).argmax(-1)
+    """Draw one index per row of log_probs [..., n], by the exponential race: argmin of Exp(1) / p."""
+    noise = torch.empty_like(log_probs).exponential_(generator=generator).clamp_min_(torch.finfo(log_probs.dtype).tiny)
+    return (log_probs - noise.log()).argmax(-1)
