@@ -36,7 +36,10 @@ def test_the_choice_of_an_implementation_is_explained() -> None:
     assert chosen == "naive" and refused == {"components": "the model is no union"}
     blocked = single_block(dense)
     chosen, refused = blocked.implementation([[0, 1]])
-    assert chosen == "generic" and refused["scaled"] == "the model is factored × blocked"
+    assert chosen == "tiles" and refused["scaled"] == "the model is factored × blocked"
+    blocked = blocked.map(lambda values: values.clone().requires_grad_())
+    chosen, refused = blocked.implementation([[0, 1]])
+    assert chosen == "generic" and refused["tiles"] == "it has no gradient"
     assert refused["blocked"] == "needs tensors on a GPU, not on cpu"
 
 

@@ -20,7 +20,7 @@ from helpers.extended import LONG, NEG_INF, Array, Paths, Truth, accepted, infil
 from helpers.oracle import with_gradients
 from hmmlm.emissions import Blocked, Categorical, Emission, UnionEmission, blocked
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, Counts, blocked_counts, products, recorded_scan, steps
+from hmmlm.hmm import HMM, Counts, blocked_counts, products, steps
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.constraints import Guide
 from hmmlm.hmm.generic_scan import generic_scan
@@ -588,10 +588,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000, help="number of models")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--unions", action="store_true", help="unions instead of single models")
-    parser.add_argument("--graphs", action="store_true", help="replay CUDA graphs from the first batch of a shape on")
     arguments = parser.parse_args()
-    if arguments.graphs:
-        recorded_scan.EAGER = 0
     seeds = range(arguments.seed, arguments.seed + arguments.count)
     right, wrong = campaign(seeds, arguments.device, UnionFuzz if arguments.unions else Fuzz)
     for name, count in sorted(right.items()):

@@ -1,7 +1,7 @@
 """The filter of a blocked HMM over one long sequence.
 
 A step of it is little work, so what the steps of a piece need is prepared for all of them: the tiles of the transition
-matrix between their blocks. The steps are those of `products.py`.
+matrix between their blocks. A step is then one product and four operations on the states of a block.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from hmmlm.emissions import Blocked
 from hmmlm.hmm.lattice import Lattice, SortedBatch
-from hmmlm.hmm.products import Observations, filter_products
 from hmmlm.hmm.steps import Steps, add_step
 from hmmlm.numerics.logmatrix import LogTiles
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import BlockSupport, restrict
+from hmmlm.ops.common import NEG_INF
+from hmmlm.ops.underflow import FLOOR, least_sum
 from hmmlm.transitions.tiled import TiledTransition
 
 if TYPE_CHECKING:
@@ -35,9 +36,9 @@ def is_stream(hmm: Composition, batch: SortedBatch) -> bool:
 
 
 def filter_stream(hmm: Composition, batch: SortedBatch, log_initial: Tensor | None) -> Lattice:
-    """Run the filter over one sequence; see `recursions.forward`.
+    """Run the filter over one sequence; see `Recursions._forward`.
 
-    Where underflow may have changed a sum, or a word is impossible, a piece is computed in log space.
+    Where underflow may have changed a sum, or a word is impossible, the rest of the piece is computed in log space.
     """
     lattice, steps, emission = Lattice(batch, [], [], [], []), len(batch.active), hmm.emission
     assert isinstance(emission, Blocked)
@@ -56,23 +57,31 @@ def filter_stream(hmm: Composition, batch: SortedBatch, log_initial: Tensor | No
 
 
 def _filter_piece(hmm: Composition, lattice: Lattice, end: int) -> None:
-    """Add steps to a lattice that has at least one, until `end`; none if log space has to decide."""
-    transition, emission, last = hmm.transition, hmm.emission, lattice.filtered[-1]
+    """Add steps to a lattice that has at least one, until `end` or a sum that underflow may have changed."""
+    transition, emission = hmm.transition, hmm.emission
     assert isinstance(transition, TiledTransition) and isinstance(emission, Blocked)
     tokens = lattice.batch.tokens[0, len(lattice.supports) - 1 : end]
     blocks, scores = emission.block_of_word[tokens], emission.log_probs[tokens]
     pairs, pair = (blocks[:-1] * emission.num_blocks + blocks[1:]).unique(return_inverse=True)
     peak, tiles = _prepare(transition, emission, pairs)
-    given = Observations(scores, torch.arange(len(tokens), device=hmm.device)[:, None], [1] * len(tokens))
-    log_factor = torch.cat([scores[:1], peak[pair] + scores[1:]])
-    found = filter_products([last, *(tiles[i] for i in pair.tolist())], log_factor, last, given)
-    if found is None:
-        return
+    added = (peak[pair] + scores[1:])[:, None]  # [steps, 1, k]
+    filtered, relative, joint = (torch.empty_like(added) for _ in range(3))
+    before, on_gpu = lattice.filtered[-1], hmm.device.type == "cuda"
+    for sums, more, total, after, tile in zip(relative, added, joint, filtered, pair.tolist(), strict=True):
+        weights = before.exp()
+        if not on_gpu:  # denormal numbers would slow the product down
+            torch.threshold_(weights, FLOOR[hmm.dtype], 0.0)
+        torch.mm(weights, tiles[tile], out=sums)
+        torch.add(sums.log(), more, out=total)
+        before = torch.log_softmax(total, 1, out=after)
+    log_scales = torch.logsumexp(joint, 2)
+    sure = (relative >= least_sum(emission.width, hmm.dtype)).flatten(1).all(1) & (log_scales[:, 0] > NEG_INF)
+    sound = len(sure) if bool(sure.all()) else int(sure.int().argmin())
     support = BlockSupport(blocks, emission.width)
-    lattice.supports.extend(support.rows(slice(t, t + 1)) for t in range(1, len(tokens)))
-    lattice.scores.extend(scores[1:, None])
-    lattice.filtered.extend(found[0][1:])
-    lattice.scales.extend(found[1][1:])
+    lattice.supports.extend(support.rows(slice(t, t + 1)) for t in range(1, sound + 1))
+    lattice.scores.extend(scores[1 : sound + 1, None])
+    lattice.filtered.extend(filtered[:sound])
+    lattice.scales.extend(log_scales[:sound])
 
 
 def _prepare(transition: TiledTransition, emission: Blocked, pairs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:

@@ -14,15 +14,17 @@ from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm.composition import Composition
 from hmmlm.hmm.generic_scan import compute_again, generic_scan, over_support
+from hmmlm.hmm.recursions import last_filtered, log_initial, run_filter, sort_batch
 from hmmlm.hmm.union_scan import Scanner, scan_components
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import BlockSupport
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.blocked_scan import refusal as blocked_refusal
-from hmmlm.ops.common import Carry, Impl, Scan, capturing, last_tokens, product_dtype
+from hmmlm.ops.common import Carry, Impl, Scan, capturing, last_tokens, product_dtype, without_autocast
 from hmmlm.ops.scan import Evidence, scan
 from hmmlm.ops.scan.api import CarryKind, refusal
 from hmmlm.transitions import BlockDiagonal, Factored
+from hmmlm.transitions.tiled import TABLE_CELLS, TiledTransition
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,33 @@ def _dense(impl: Impl) -> Implementation:
     return Implementation(impl, refuses, run)
 
 
+# --- tiles of a small model, kept for queries ---
+
+
+def _refuses_tiles(problem: Problem) -> str:
+    hmm = problem.hmm
+    if not isinstance(hmm.transition, TiledTransition) or not isinstance(hmm.emission, Blocked):
+        return _kinds(hmm)
+    if hmm.impl != "auto":
+        return f"impl is {hmm.impl!r}"
+    if problem.tokens.is_cuda:
+        return f"needs tensors on the CPU, not on {hmm.device}"
+    if torch.is_grad_enabled() and hmm.requires_grad:
+        return "it has no gradient"
+    if problem.restart is not None:
+        return "it does not restart"
+    return f"the matrix has more than {TABLE_CELLS:,} entries" if hmm.states**2 > TABLE_CELLS else ""
+
+
+def _scan_tiles(problem: Problem) -> Scan:
+    model = problem.hmm.detach()
+    batch = sort_batch(model, problem.tokens, problem.lengths)
+    with torch.no_grad(), without_autocast(model.log_start):
+        lattice = run_filter(model, batch, log_initial(model, problem.carry, batch))
+    last = last_filtered(model, lattice) if problem.wanted != "none" else lattice.filtered[0]
+    return Scan(batch.unsort(lattice.log_likelihood()).to(model.dtype), Carry(batch.unsort(last)))
+
+
 # --- factored transitions between blocks ---
 
 
@@ -193,6 +222,7 @@ IMPLEMENTATIONS = (
     Implementation("components", _refuses_union, _scan_union),
     Implementation("naive", _refuses_naive, _scan_generic),
     *(_dense(impl) for impl in DENSE),
+    Implementation("tiles", _refuses_tiles, _scan_tiles),
     Implementation("blocked", _refuses_blocked, _scan_blocked),
     Implementation("generic", _refuses_generic, _scan_generic),
 )

@@ -8,7 +8,6 @@ Otherwise the functions return None, and the recursion has to run in log space.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -72,8 +71,7 @@ def filter_dense(
         first = hmm.log_start.expand(len(batch.tokens), -1)
         if log_initial is not None:
             first = transition.forward_step(LOG, log_initial)
-        matrix, joint = transition.matrix(), first + given.scores.index_select(0, index[0])
-        result = filter_products([matrix.scaled] * steps, given.scores + matrix.peak, joint, given)
+        result = filter_products(transition.matrix(), first, given)
     if result is None:
         return None
     log_filtered, log_scales, scores = (_active_rows(v, batch) for v in (*result, given.at(given.scores)))
@@ -158,25 +156,23 @@ def _active_rows(values: Tensor, batch: SortedBatch) -> list[Tensor]:
     return [here[:rows] for here, rows in zip(values.unbind(), batch.active, strict=True)]
 
 
-def filter_products(
-    matrices: Sequence[Tensor], log_factor: Tensor, joint: Tensor, given: Observations
-) -> tuple[Tensor, Tensor] | None:
-    """Compute log p(z_t | x_1..t) [T, B, Z] and log p(x_t | x_1..t−1) [T, B]; None where log space has to decide.
+def filter_products(matrix: LogMatrix, log_first: Tensor, given: Observations) -> tuple[Tensor, Tensor] | None:
+    """Compute log p(z_t | x_1..t) [T, B, Z] and log p(x_t | x_1..t−1) [T, B].
 
     Args:
-        matrices: the transition into each step, relative to the largest entries of its columns; that of the first step
-            does not matter.
-        log_factor: [U, Z] the emission scores of the rows of `given`, plus the logarithms of these largest entries.
-        joint: [B, Z] log p(z_1, x_1), up to a factor.
+        matrix: the transition matrix.
+        log_first: [B, Z] log p(z_1).
     """
+    log_factor = given.scores + matrix.peak
     top, factor = _relative(log_factor)
+    joint = log_first + given.scores.index_select(0, given.row[0])
     tops, factors = given.at(top), given.at(factor)
     tops[0], first = _relative(joint)
     for group in _GROUPS:
         sums, masses = torch.ones_like(factors), torch.ones_like(tops)
         values, batch = first, len(first)
-        steps = zip(given.active, matrices, factors.unbind(), sums.unbind(), strict=True)
-        for t, (rows, matrix, here, total) in enumerate(steps):
+        steps = zip(given.active, factors.unbind(), sums.unbind(), strict=True)
+        for t, (rows, here, total) in enumerate(steps):
             if t == 0:
                 continue
             if rows < batch:
@@ -185,7 +181,7 @@ def filter_products(
                 mass = values.sum(1)
                 masses[t, :rows] = mass
                 values = _normalized(values, mass)
-            torch.mm(values, matrix, out=total)
+            torch.mm(values, matrix.scaled, out=total)
             values = total * here
         if _accurate(sums, masses):
             mass = (sums * factors).sum(2)
