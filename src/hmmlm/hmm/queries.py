@@ -42,6 +42,7 @@ from hmmlm.hmm.lattice import (
 )
 from hmmlm.hmm.likelihood import expected_counts, log_likelihood
 from hmmlm.hmm.recursions import (
+    exp_of_sums,
     find_best_paths,
     gather,
     last_filtered,
@@ -118,7 +119,7 @@ class Queries(Composition):
         with torch.no_grad(), without_autocast(checked):
             batch = sort_batch(self, checked, sizes)
             lattice = run_filter(self.detach(), batch, log_initial(self, carry, batch))
-            probs = gather(self, lattice, lattice.filtered, NEG_INF).exp_()
+            probs = gather(self, lattice, exp_of_sums(lattice, lattice.filtered))
             total = batch.unsort(lattice.log_likelihood()).to(self.dtype)
             carry_out = Carry(batch.unsort(last_filtered(self, lattice)))
         if torch.is_grad_enabled() and self.requires_grad:
@@ -165,7 +166,7 @@ class Queries(Composition):
         """Compute p(z_t | x_1..T) [B, T, Z]; zero beyond a sequence's length."""
         lattice = self._possible(tokens, lengths)
         messages = run_messages(self.detach(), lattice)
-        return gather(self, lattice, lattice.filtered, NEG_INF).add_(gather(self, lattice, messages)).exp_()
+        return gather(self, lattice, exp_of_sums(lattice, lattice.filtered, messages))
 
     @query
     def viterbi(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Tensor, Tensor]:
@@ -277,16 +278,13 @@ class Queries(Composition):
             total[ending] -= torch.xlogy(last, last).sum(1)
         sizes = list(enumerate(map(len, messages)))[1:]
         before = [(t, n, lattice.filtered[t - 1][:n], first_rows(lattice.supports[t - 1], n)) for t, n in sizes]
-        after, ahead = (
-            [(t, n, values[t], lattice.supports[t]) for t, n in sizes] for values in (lattice.filtered, messages)
-        )
-        stacks = zip(*stack_together(before, after, ahead), strict=True)
-        for (row, _, x, source), (_, _, filtered, target), (_, _, message, _) in stacks:
+        posterior = exp_of_sums(lattice, lattice.filtered, messages)
+        after = [(t, n, posterior[t], lattice.supports[t]) for t, n in sizes]
+        for (row, _, x, source), (_, _, share, target) in zip(*stack_together(before, after), strict=True):
             for piece in torch.arange(len(row), device=self.device).split(max(1, _ENTROPIES // self.states)):
                 own, other = some_rows(source, piece), some_rows(target, piece)
                 conditional = model.transition.origin_entropy(x[piece], own, other)
-                posterior = (filtered[piece] + message[piece]).exp()
-                total.index_add_(0, row[piece], (conditional * posterior).sum(1).double())
+                total.index_add_(0, row[piece], (conditional * share[piece]).sum(1).double())
         return lattice.batch.unsort(total).to(self.dtype)
 
     @query

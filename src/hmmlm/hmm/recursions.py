@@ -6,7 +6,7 @@ that step t processes the first rows only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -215,11 +215,21 @@ def run_possible(hmm: Composition, batch: SortedBatch, log_missing: Tensor | Non
     return lattice
 
 
-def gather(hmm: Composition, lattice: Lattice, values: list[Tensor], fill: float = 0.0) -> Tensor:
+def exp_of_sums(lattice: Lattice, *logs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the exponentials of sums of values [n, K] for each step; at once if all are over all states."""
+    if all(support is None for support in lattice.supports):
+        total = torch.cat(list(logs[0]))
+        for values in logs[1:]:
+            total += torch.cat(list(values))
+        return total.exp_().split([len(values) for values in logs[0]])
+    return [sum(each[1:], each[0]).exp() for each in zip(*logs, strict=True)]
+
+
+def gather(hmm: Composition, lattice: Lattice, values: Sequence[Tensor], fill: float = 0.0) -> Tensor:
     """Return values over supports as [B, T, Z], original order, `fill` outside supports and beyond lengths."""
     result = torch.full((*lattice.batch.tokens.shape, hmm.states), fill, dtype=hmm.dtype, device=hmm.device)
     if all(support is None for support in lattice.supports):  # at once
-        result[lattice.batch.order, : len(values)] = pad_sequence(values, True, fill).transpose(0, 1)
+        result[lattice.batch.order, : len(values)] = pad_sequence(list(values), True, fill).transpose(0, 1)
         return result
     for t, (value, support) in enumerate(zip(values, lattice.supports, strict=True)):
         rows = lattice.batch.order[: len(value)]
