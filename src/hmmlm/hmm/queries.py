@@ -7,15 +7,13 @@ below are the standard ones.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, wraps
-from itertools import accumulate
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
@@ -64,7 +62,8 @@ from hmmlm.transitions.tiled import TiledTransition
 _CELLS = 2**24  # largest table of probabilities of sampled tokens
 _ENTROPIES = 2**18  # steps × states whose entropies are computed together
 _PREDICTED = 2**22  # largest table of predictions
-_NOISE = 2**22  # random numbers that are drawn together
+_NOISE = 2**22  # largest table of scores of the states before each state
+_TABLED_STATES = 64  # of which such a table takes less time than a step in tensor operations
 _SAMPLED = 10**8  # most tokens of a sample: a few gigabytes
 
 
@@ -210,23 +209,20 @@ class Queries(Composition):
         check_count("num", num, 1, _SAMPLED)
         check_generator(generator)
         lattice, model = self._possible(tokens, lengths), self.detach()
-        drawn: Iterator[Tensor] = iter(())
-        path = [torch.empty(num, 0, dtype=torch.long, device=self.device)]
-        for t in reversed(range(len(lattice.supports))):
-            filtered, support, rows = lattice.filtered[t], lattice.supports[t], path[-1].shape[1]
-            noise = next(drawn, None)
-            if noise is None:  # of as many steps at once as there is room for
-                size = max(1, _NOISE // (num * filtered.numel()))
-                shapes = [values.shape for values in lattice.filtered[max(0, t + 1 - size) : t + 1]]
-                drawn = log_exponential([(num, *shape) for shape in shapes[::-1]], self.log_start, generator)
-                noise = next(drawn)
-            scores = filtered - noise
-            if rows:
-                scores[:, :rows] += model.transition.log_columns(path[-1], first_rows(support, rows))
-            path.append(state_ids(support, scores.argmax(2)))
-        paths = pad_sequence([states.t() for states in path[:0:-1]], batch_first=True, padding_value=-1)  # [T, B, num]
         result = torch.full((num, *lattice.batch.tokens.shape), -1, device=self.device)
-        result[:, :, : len(paths)] = paths.permute(2, 1, 0)
+        if self.states <= _TABLED_STATES and all(support is None for support in lattice.supports):
+            into = model.transition.log_columns(torch.arange(self.states, device=self.device))
+            result[:, :, : len(lattice.filtered)] = _draw_paths(lattice.filtered, into, num, generator)
+            return lattice.batch.unsort(result, 1)
+        states = torch.empty(num, 0, dtype=torch.long, device=self.device)
+        for t in reversed(range(len(lattice.supports))):
+            support, rows = lattice.supports[t], states.shape[1]
+            scores = lattice.filtered[t].expand(num, -1, -1)
+            if rows:
+                into = model.transition.log_columns(states, first_rows(support, rows))
+                scores = torch.cat([scores[:, :rows] + into, scores[:, rows:]], 1)
+            states = state_ids(support, draw(scores, generator))
+            result[:, : states.shape[1], t] = states
         return lattice.batch.unsort(result, 1)
 
     @query
@@ -295,9 +291,14 @@ class Queries(Composition):
         result = torch.full(shape, NEG_INF, dtype=self.dtype, device=self.device)
         messages, active = run_messages(self.detach(), lattice), lattice.batch.active
         size = max(1, _PREDICTED // (active[0] * max(self.vocab_size, self.states)))
-        for steps in torch.arange(len(active)).split(size):
-            emitted = self.emit(self._surroundings(lattice, messages, steps.tolist()))
-            for t, values in zip(steps.tolist(), emitted.split([active[t] for t in steps.tolist()]), strict=True):
+        for first in range(0, len(active), size):
+            sizes = active[first : first + size]
+            emitted = self.emit(self._surroundings(lattice, messages, range(first, first + len(sizes))))
+            if sizes[0] == sizes[-1]:
+                whole = emitted.view(len(sizes), -1, self.vocab_size)
+                result[: sizes[0], first : first + len(sizes)] = whole.transpose(0, 1)
+                continue
+            for t, values in enumerate(emitted.split(sizes), first):
                 result[: len(values), t] = values
         return lattice.batch.unsort(result)
 
@@ -344,14 +345,19 @@ class Queries(Composition):
 
         It follows from the tokens before and after, never from x_t itself.
         """
-        model, sizes = self.detach(), [len(lattice.scores[t]) for t in steps]
-        past, future, ends = list[Step](), list[Step](), list(accumulate(sizes))
-        for t, rows, end in zip(steps, sizes, ends, strict=True):
+        model, active, end = self.detach(), lattice.batch.active, 0
+        sizes = [active[t] for t in steps]
+        past, future = list[Step](), list[Step]()
+        for t, rows in zip(steps, sizes, strict=True):
             if t:
-                past.append((t, rows, lattice.filtered[t - 1][:rows], first_rows(lattice.supports[t - 1], rows)))
-            if t + 1 < len(messages):
+                filtered, support = lattice.filtered[t - 1], lattice.supports[t - 1]
+                if rows < active[t - 1]:
+                    filtered, support = filtered[:rows], first_rows(support, rows)
+                past.append((t, rows, filtered, support))
+            if t + 1 < len(active):
                 ahead = lattice.scores[t + 1] + messages[t + 1]
-                future.append((end - rows, len(ahead), ahead, lattice.supports[t + 1]))
+                future.append((end, active[t + 1], ahead, lattice.supports[t + 1]))
+            end += rows
         first = [model.log_start.expand(rows, -1) for t, rows in zip(steps, sizes, strict=True) if not t]
         moved = [model.transition.forward_step(LOG, values, source) for _, _, values, source in stack_steps(past)]
         around = torch.cat([*first, *moved])
@@ -451,13 +457,30 @@ class Queries(Composition):
         return model.transition.forward_step(LOG, filtered, support).view_as(log_state)
 
 
-def log_exponential(
-    shapes: Sequence[tuple[int, ...]], like: Tensor, generator: torch.Generator | None
-) -> Iterator[Tensor]:
-    """Draw log Exp(1) of several shapes at once: the largest log-probability minus it is a sample."""
-    sizes = [math.prod(shape) for shape in shapes]
-    noise = like.new_empty(sum(sizes)).exponential_(generator=generator).clamp_min_(torch.finfo(like.dtype).tiny)
-    return (part.view(shape) for part, shape in zip(noise.log_().split(sizes), shapes, strict=True))
+def _draw_paths(filtered: Sequence[Tensor], into: Tensor, num: int, generator: torch.Generator | None) -> Tensor:
+    """Draw paths [num, B, T] backwards, −1 beyond a length: of every step, first the state before each next one.
+
+    Args:
+        filtered: log p(z_t | x_1..t) [n, Z] of each step.
+        into: [Z, Z] the transposed log A.
+    """
+    every, states = np.arange(num)[:, None], np.empty((num, 0), dtype=np.int64)
+    paths = np.full((num, len(filtered[0]), len(filtered)), -1)
+    size = max(1, _NOISE // (num * filtered[0].numel() * len(into)))  # of the steps that are drawn together
+    for end in range(len(filtered), 0, -size):
+        some = filtered[max(0, end - size) : end]
+        values = torch.cat(list(some)).expand(num, -1, -1)
+        noise = torch.empty_like(values).exponential_(generator=generator).clamp_min_(torch.finfo(values.dtype).tiny)
+        scores = values - noise.log_()
+        last, before = scores.argmax(2).cpu().numpy(), (scores[:, :, None] + into).argmax(3).cpu().numpy()
+        stop = last.shape[1]
+        for t, own in zip(range(end - 1, end - 1 - len(some), -1), reversed(some), strict=True):
+            rows, begin = states.shape[1], stop - len(own)
+            drawn = last[:, begin:stop].copy()
+            drawn[:, :rows] = before[every, np.arange(begin, begin + rows), states]
+            paths[:, : len(own), t] = states = drawn
+            stop = begin
+    return torch.from_numpy(paths)
 
 
 def draw(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:
