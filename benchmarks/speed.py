@@ -42,7 +42,7 @@ from hmmlm.hmm import HMM
 from hmmlm.hmm.generic_scan import generic_scan
 from hmmlm.models.base import from_factors
 from hmmlm.models.neural import Neural
-from hmmlm.ops.blocked_scan import Factors, blocked_scan
+from hmmlm.ops.blocked_scan import Factors, blocked_scan, refusal
 from hmmlm.ops.common import installed
 from hmmlm.structure.blocks import Blocks
 from papers.records import add_record, commit, machine
@@ -258,7 +258,7 @@ def blocked_errors(row: Row, device: torch.device, spread: float) -> dict[str, f
     for dtype in (torch.float32, torch.float64):
         leaves = [x.to(dtype).requires_grad_() for x in (u, w, normalizer, *rest)]
         factors = Factors(block_of_word, *leaves)
-        if dtype == torch.float32:
+        if not refusal(torch.device(device), dtype):
             result = blocked_scan(factors, tokens, product_dtype=torch.bfloat16)
         else:
             result = generic_scan(from_factors(factors), tokens)

@@ -16,6 +16,13 @@ BLOCKED_CPU = Study(
     made_by="python -m benchmarks.blocked_cpu",
     headers={"as_it_comes_ms": "shared tiles, ms", "a_tile_a_step_ms": "one tile per step, ms"},
 )
+GPU_FUZZ = Study(
+    name="gpu-fuzz",
+    title="Answers of random models on a GPU beside enumeration",
+    topic=topics.SPEED,
+    made_by="python -m helpers.fuzz",
+    headers={"models": "models", "right": "right answers", "wrong": "wrong answers"},
+)
 COMMANDS_CPU = Study(
     name="commands-cpu",
     title="Commands on the CPU, start and loading included",

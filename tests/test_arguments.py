@@ -113,7 +113,6 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "guide.begin": (guide.begin, {"tokens": [2]}),
         "guide.advance": (guide.advance, {"position": position, "token": 2}),
         "guide.advance_all": (guide.advance_all, {"positions": [position], "tokens": [2]}),
-        "guide.moves": (guide.moves, {"state": 0}),
         "Steering": (Steering, {"guide": guide, "position": position, "weight": 1.0}),
         "Steering.batch": (Steering.batch, {"guided": [(guide, position)], "weight": 1.0}),
         "steering": (Steering(guide, position), {"input_ids": prompt, "scores": torch.zeros(1, 6)}),
@@ -171,7 +170,7 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         ),
         "distill": (hmmlm.distill, {"model": str(folder / "none"), "out": folder / "run", "tokens": 10}),
     }
-    for query in ("joint", "next_token", "chance", "chances", "ahead"):
+    for query in ("joint", "next_token", "chance", "chances"):
         found[f"guide.{query}"] = getattr(guide, query), {"position": position}
     for query in ("next_tokens", "chances_of"):
         found[f"guide.{query}"] = getattr(guide, query), {"positions": [position]}

@@ -62,6 +62,8 @@ def generic_scan(
         exact_carry: also compute sequences of which a state of the carry underflows again.
         in_log_space: compute everything in log space.
     """
+    if hmm.requires_grad and any(bool(value.isnan().any()) for value in hmm.parameters().values()):
+        return _broken(hmm, len(tokens))
     with without_autocast(tokens):
         cut = Segments.of(tokens, lengths, restart)
         batch = sort_batch(hmm, cut.tokens, cut.lengths)
@@ -91,6 +93,13 @@ def generic_scan(
         emitted = torch.stack([hmm.emission.score(word, missing=False)[1] for word in words[:, 0].unbind(1)], 1)
         score = score + _known(logsumexp(first[:, 1:] + emitted, 2)).mean(1)
         return scan._replace(next_word_score=cut.add_up(batch.unsort(score)))
+
+
+def _broken(hmm: Composition, rows: int) -> Scan:
+    """Return NaN, which training detects, for parameters with a NaN."""
+    width = hmm.emission.width if isinstance(hmm.emission, Blocked) else hmm.states
+    carry = torch.full((rows, width), math.nan, dtype=torch.float64, device=hmm.device)
+    return Scan((hmm.log_start.sum() * math.nan).expand(rows), Carry(carry))
 
 
 def compute_again(
