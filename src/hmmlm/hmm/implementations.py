@@ -13,14 +13,14 @@ from torch import Tensor
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm.composition import Composition
-from hmmlm.hmm.generic_scan import compute_again, generic_scan, over_support
+from hmmlm.hmm.generic_scan import block_states, compute_again, generic_scan, over_support
 from hmmlm.hmm.recursions import last_filtered, log_initial, run_filter, sort_batch
 from hmmlm.hmm.union_scan import Scanner, scan_components
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import BlockSupport
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.blocked_scan import refusal as blocked_refusal
-from hmmlm.ops.common import Carry, Impl, Scan, capturing, last_tokens, product_dtype, without_autocast
+from hmmlm.ops.common import Carry, Impl, Scan, capturing, product_dtype, without_autocast
 from hmmlm.ops.scan import Evidence, scan
 from hmmlm.ops.scan.api import CarryKind, refusal
 from hmmlm.transitions import BlockDiagonal, Factored
@@ -196,9 +196,7 @@ def _scan_blocked(problem: Problem) -> Scan:
     restart = problem.restart
     result = blocked_scan(factors, tokens, entry=entry, lengths=lengths, restart=restart, exact_carry=exact)
     result = compute_again(result, lambda: hmm, tokens, lengths, None, restart, entry, exact)
-    last = emission.block_of_word[last_tokens(tokens, lengths).clamp(min=0)]
-    states = torch.arange(hmm.states, device=hmm.device).view(emission.num_blocks, -1)[last]
-    return result._replace(carry=Carry(result.carry.log_probs, states))
+    return result._replace(carry=Carry(result.carry.log_probs, block_states(emission, tokens, lengths)))
 
 
 # --- any HMM ---

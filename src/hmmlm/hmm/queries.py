@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, wraps
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,6 +51,7 @@ from hmmlm.hmm.recursions import (
     windows,
 )
 from hmmlm.hmm.results import Counts, Filtered, Predictions
+from hmmlm.hmm.sampling import TABLED_STATES, draw, draw_paths
 from hmmlm.hmm.word_products import WordProducts
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import BlockSupport, Support, first_rows, restrict, some_rows, state_ids
@@ -62,8 +62,6 @@ from hmmlm.transitions.tiled import TiledTransition
 _CELLS = 2**24  # largest table of probabilities of sampled tokens
 _ENTROPIES = 2**18  # steps × states whose entropies are computed together
 _PREDICTED = 2**22  # largest table of predictions
-_NOISE = 2**22  # largest table of scores of the states before each state
-_TABLED_STATES = 64  # of which such a table takes less time than a step in tensor operations
 _SAMPLED = 10**8  # most tokens of a sample: a few gigabytes
 
 
@@ -210,9 +208,9 @@ class Queries(Composition):
         check_generator(generator)
         lattice, model = self._possible(tokens, lengths), self.detach()
         result = torch.full((num, *lattice.batch.tokens.shape), -1, device=self.device)
-        if self.states <= _TABLED_STATES and all(support is None for support in lattice.supports):
+        if self.states <= TABLED_STATES and all(support is None for support in lattice.supports):
             into = model.transition.log_columns(torch.arange(self.states, device=self.device))
-            result[:, :, : len(lattice.filtered)] = _draw_paths(lattice.filtered, into, num, generator)
+            result[:, :, : len(lattice.filtered)] = draw_paths(lattice.filtered, into, num, generator)
             return lattice.batch.unsort(result, 1)
         states = torch.empty(num, 0, dtype=torch.long, device=self.device)
         for t in reversed(range(len(lattice.supports))):
@@ -455,35 +453,3 @@ class Queries(Composition):
         support, scores = model.emission.score(words, bool((words < 0).any()))
         filtered, _ = condition(LOG, restrict(log_state.view(len(words), -1), support), scores)
         return model.transition.forward_step(LOG, filtered, support).view_as(log_state)
-
-
-def _draw_paths(filtered: Sequence[Tensor], into: Tensor, num: int, generator: torch.Generator | None) -> Tensor:
-    """Draw paths [num, B, T] backwards, −1 beyond a length: of every step, first the state before each next one.
-
-    Args:
-        filtered: log p(z_t | x_1..t) [n, Z] of each step.
-        into: [Z, Z] the transposed log A.
-    """
-    every, states = np.arange(num)[:, None], np.empty((num, 0), dtype=np.int64)
-    paths = np.full((num, len(filtered[0]), len(filtered)), -1)
-    size = max(1, _NOISE // (num * filtered[0].numel() * len(into)))  # of the steps that are drawn together
-    for end in range(len(filtered), 0, -size):
-        some = filtered[max(0, end - size) : end]
-        values = torch.cat(list(some)).expand(num, -1, -1)
-        noise = torch.empty_like(values).exponential_(generator=generator).clamp_min_(torch.finfo(values.dtype).tiny)
-        scores = values - noise.log_()
-        last, before = scores.argmax(2).cpu().numpy(), (scores[:, :, None] + into).argmax(3).cpu().numpy()
-        stop = last.shape[1]
-        for t, own in zip(range(end - 1, end - 1 - len(some), -1), reversed(some), strict=True):
-            rows, begin = states.shape[1], stop - len(own)
-            drawn = last[:, begin:stop].copy()
-            drawn[:, :rows] = before[every, np.arange(begin, begin + rows), states]
-            paths[:, : len(own), t] = states = drawn
-            stop = begin
-    return torch.from_numpy(paths)
-
-
-def draw(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw one index per row of log_probs [..., n], by the exponential race: argmin of Exp(1) / p."""
-    noise = torch.empty_like(log_probs).exponential_(generator=generator).clamp_min_(torch.finfo(log_probs.dtype).tiny)
-    return (log_probs - noise.log()).argmax(-1)

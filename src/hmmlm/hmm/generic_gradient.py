@@ -1,0 +1,124 @@
+"""The gradient of `generic_scan`: expected counts, from the filter and the messages of later tokens.
+
+Those of a transition are the derivative of Σ_n x_n A y_n, in bulk, with x the filtered distributions and y the scaled
+messages.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hmmlm.hmm.composition import Composition
+from hmmlm.hmm.generic_filter import Run, Words
+from hmmlm.hmm.lattice import Lattice, stack_steps
+from hmmlm.hmm.recursions import messages_back
+from hmmlm.hmm.steps import Steps
+from hmmlm.numerics.semirings import LOG
+from hmmlm.numerics.support import first_rows, some_rows
+from hmmlm.ops.common import NEG_INF, finite
+from hmmlm.ops.underflow import FLOOR, TOLERANCE
+
+
+class Gradient:
+    """Sums of the gradients of the tensors of an HMM, by name."""
+
+    def __init__(self, hmm: Composition) -> None:
+        self.hmm = hmm
+        self.totals = {name: torch.zeros_like(value) for name, value in hmm.parameters().items() if name != "log_start"}
+
+    def _add(self, role: str, found: dict[str, Tensor]) -> None:
+        for name, value in found.items():
+            self.totals[f"{role}.{name}"] += value.to(self.hmm.dtype)
+
+    def add_scaled(self, run: Run, seed: Tensor, seed_score: Tensor) -> Tensor:
+        """Add those of log-likelihoods and of words' scores, times seeds [B]; return those of the first step [B, K]."""
+        seed = torch.where(run.total == NEG_INF, 0.0, seed)
+        seed = seed if run.exact is None else seed.index_fill(0, run.rows, 0.0)
+        size, change = seed.abs(), None
+        if run.words is not None:
+            change, size = self._add_words(run, run.words, seed_score), size + seed_score.abs().to(size)
+        posteriors, weights = _smooth(self.hmm, run, seed, size, change)
+        self._add_counts(self.hmm, run.lattice, run.steps, posteriors, weights, torch.ones_like(seed))
+        return posteriors[0]
+
+    def add_exact(self, run: Run, seed: Tensor) -> Tensor:
+        """Add those of sequences in log space, times seed [m]; return those of the first step [m, K]."""
+        assert run.exact is not None
+        lattice, posteriors, weights = run.exact, list[Tensor](), list[Tensor]()
+        steps = zip(lattice.filtered, messages_back(run.model, lattice), lattice.scores, lattice.scales, strict=True)
+        for filtered, message, scores, scale in steps:
+            counted = (seed[: len(filtered)] != 0)[:, None]
+            posteriors.append((filtered + message).exp().where(counted, 0.0) * seed[: len(filtered), None])
+            weights.append((scores + message - finite(scale)[:, None]).where(counted, NEG_INF))
+        self._add_counts(run.model, lattice, Steps(LOG, run.model.transition), posteriors, weights, seed)
+        return posteriors[0]
+
+    def _add_counts(
+        self,
+        hmm: Composition,
+        lattice: Lattice,
+        steps: Steps,
+        posteriors: list[Tensor],
+        weights: list[Tensor],
+        seed: Tensor,
+    ) -> None:
+        """Add expected counts from posteriors [n, K], and weights y_t [n, K] with p(z_t−1, z_t | x) = f_t−1 A y_t."""
+        filtered, supports = lattice.filtered, lattice.supports
+        sizes = list(enumerate(map(len, weights)))[1:]
+        before = [(t, n, filtered[t - 1][:n], first_rows(supports[t - 1], n)) for t, n in sizes]
+        after = [(t, n, weights[t], supports[t]) for t, n in sizes]
+        self._add("transition", steps.gradient(before, after, seed))
+        shares = [(t, len(p), p, support) for t, (p, support) in enumerate(zip(posteriors, supports, strict=True))]
+        for row, t, share, support in stack_steps(shares):
+            tokens = lattice.batch.tokens[row, t]
+            known = (tokens >= 0).nonzero()[:, 0]
+            self._add("emission", hmm.emission.gradient(tokens[known], share[known], some_rows(support, known)))
+
+    def _add_words(self, run: Run, words: Words, seed: Tensor) -> list[Tensor]:
+        """Add the gradients of words' scores, times seed [B]; return those of the states before [n, K] for each step.
+
+        log p(word | past) = log Σ_i f_i b_i of the filtered distribution f, b_i = Σ_j A_ij p(word | j). A word adds
+        f_i b_i / Σ f b − f_i to the expected count of state i, which the backward pass carries further back.
+        """
+        active = run.lattice.batch.active[1:]
+        count = len(words.word) // sum(active)
+        given = torch.cat([seed[:rows] for rows in active]).repeat_interleave(count) / count
+        weight = words.weight * given.to(words.weight)[:, None]
+        before = [(1, len(weight), words.before, words.source)]
+        ones = torch.ones_like(given, dtype=weight.dtype)
+        self._add("transition", words.steps.gradient(before, [(1, len(weight), weight, words.support)], ones))
+        self._add("emission", self.hmm.emission.gradient(words.word, words.predicted * weight, words.support))
+        ahead = words.steps.backward(1, weight, words.source, words.support)
+        change = ahead - (ahead * words.before).sum(1, keepdim=True)
+        return list(change.unflatten(0, (-1, count)).sum(1).split(active))
+
+
+def _smooth(
+    hmm: Composition, run: Run, seed: Tensor, size: Tensor, change: list[Tensor] | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return posteriors [n, K], and weights y_t [n, K] with p(z_t−1, z_t | x) = f_t−1 A y_t, both times seed [B].
+
+    A weight is a posterior divided by a prediction, which is sure where it matters (see `generic_filter`). Weights that
+    are too large for that belong to states that the past excludes: they are zero.
+
+    Args:
+        size: [B] of what is added up.
+        change: added to the messages, times the seed, of each step but the last.
+    """
+    lattice, posteriors, weights = run.lattice, list[Tensor](), list[Tensor]()
+    most = 2 * TOLERANCE[hmm.dtype] / FLOOR[hmm.dtype] * size
+    for t in reversed(range(len(lattice.supports))):
+        filtered, support = lattice.filtered[t], lattice.supports[t]
+        message = seed[: len(filtered), None].expand_as(filtered)
+        if weights:
+            rows = len(weights[-1])
+            arrived = run.steps.backward(t + 1, weights[-1], first_rows(support, rows), lattice.supports[t + 1])
+            if change is not None:
+                arrived = arrived + change[t]
+            message = arrived if rows == len(message) else torch.cat([arrived, message[rows:]])
+        weight = (lattice.scores[t] / lattice.scales[t][:, None]) * message  # the other order overflows
+        least = most[: len(weight), None]
+        weights.append(weight.where((weight.abs() <= least) & (least > 0), 0.0))
+        posteriors.append((filtered * message).where(least > 0, 0.0))
+    return posteriors[::-1], weights[::-1]
