@@ -20,7 +20,7 @@ GPU_FUZZ = Study(
     name="gpu-fuzz",
     title="Answers of random models on a GPU beside enumeration",
     topic=topics.SPEED,
-    made_by="python -m helpers.fuzz",
+    made_by="PYTHONPATH=src:tests python -m helpers.fuzz",
     headers={"models": "models", "right": "right answers", "wrong": "wrong answers"},
 )
 COMMANDS_CPU = Study(
