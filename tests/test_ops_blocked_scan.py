@@ -24,9 +24,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hmmlm.hmm import HMM, steps
+from hmmlm.hmm.recursions import observe, sort_batch
 from hmmlm.models.base import from_factors
-from hmmlm.numerics.semirings import PROBABILITY
-from hmmlm.numerics.support import BlockSupport
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.blocked_scan.problem import lay_out
 
@@ -182,8 +181,9 @@ def narrow(factors: Factors) -> Factors:
 def test_steps_between_the_same_blocks_share_a_tile(blocks: int, options: dict[str, Any]) -> None:
     case = make_case(blocks, 3, 4, 6, 8, 9, **options, seed=7)
     assert_agrees(case, "generic")
-    supports = [BlockSupport(case.factors.block_of_word[words], 3) for words in case.tokens.t()]
-    shared = steps.between(PROBABILITY, from_factors(case.factors).transition, supports)
+    hmm = from_factors(case.factors)
+    batch = sort_batch(hmm, case.tokens, case.lengths)
+    shared = steps.between(hmm.transition, batch, observe(hmm, batch)[0])
     assert isinstance(shared, steps.TileSteps) and len(shared.tiles) <= blocks**2
 
 

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from hmmlm.emissions import Blocked
 from hmmlm.hmm.composition import Composition
-from hmmlm.hmm.lattice import Lattice, stack_steps
+from hmmlm.hmm.lattice import Lattice, Packed
 from hmmlm.hmm.results import Counts
-from hmmlm.numerics.support import BlockSupport, first_rows, some_rows, spread
+from hmmlm.numerics.support import BlockSupport, some_rows, spread
 from hmmlm.ops.common import NEG_INF
 from hmmlm.transitions.tiles import span_of
 
 CELLS = 2**24  # largest table of transitions counted at once
 
 
-def count_expected(hmm: Composition, lattice: Lattice, messages: list[Tensor], weights: Tensor | None) -> Counts:
+def count_expected(hmm: Composition, lattice: Lattice, messages: Packed, weights: Tensor | None) -> Counts:
     """Compute expected counts from the forward recursion and the messages of the backward one.
 
     Args:
@@ -28,13 +28,10 @@ def count_expected(hmm: Composition, lattice: Lattice, messages: list[Tensor], w
     weight = torch.ones_like(log_likelihood) if weights is None else weights[lattice.batch.order].double()
     log_likelihood = torch.where(weight > 0, weight * log_likelihood, 0.0)
     weight = torch.where(log_likelihood > NEG_INF, weight, 0.0).to(hmm.dtype)
-    marginals = [
-        torch.where(weight[: len(f), None] > 0, weight[: len(f), None] * (f + m).exp(), 0.0)
-        for f, m in zip(lattice.filtered, messages, strict=True)
-    ]
-    steps = [(t, len(p), p, support) for t, (p, support) in enumerate(zip(marginals, lattice.supports, strict=True))]
+    given = Packed(lattice.batch, weight[lattice.batch.row, None])
+    marginals = lattice.filtered.map(lambda f, m, own: torch.where(own > 0, own * (f + m).exp(), 0.0), messages, given)
     emitted = {name: torch.zeros_like(value) for name, value in emission.parameters().items()}
-    for row, t, share, support in stack_steps(steps):
+    for row, t, share, support in lattice.rows(marginals):
         tokens = lattice.batch.tokens[row, t]
         known = (tokens >= 0).nonzero()[:, 0]
         for name, value in emission.gradient(tokens[known], share[known], some_rows(support, known)).items():
@@ -49,33 +46,32 @@ def count_expected(hmm: Composition, lattice: Lattice, messages: list[Tensor], w
 
 
 def _transition_counts(
-    hmm: Composition, lattice: Lattice, messages: list[Tensor], weight: Tensor
+    hmm: Composition, lattice: Lattice, messages: Packed, weight: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the expected transitions of sequences of weight [B] above 0: flat indices into [Z, Z] and counts."""
     possible, emission = weight > 0, hmm.emission
     assert isinstance(emission, Blocked)
     k, blocks = emission.width, emission.num_blocks
     in_block = torch.arange(k, device=hmm.device)
-    steps = []  # filtered before, ahead, and their supports
-    for t in range(1, len(messages)):
-        rows, ahead = len(messages[t]), lattice.scores[t] + messages[t]
-        source, target = first_rows(lattice.supports[t - 1], rows), lattice.supports[t]
+    steps = []  # sequences, filtered before, ahead, and their supports
+    for before, after in lattice.pairs(lattice.filtered, lattice.scores.map(torch.add, messages)):
+        source, target = before.support, after.support
         assert isinstance(source, BlockSupport) and isinstance(target, BlockSupport)
-        steps.append((lattice.filtered[t - 1][:rows], ahead, source, target))
-    pairs = [source.blocks * blocks + target.blocks for _, _, source, target in steps]
-    inside = [(source.blocks >= 0) & (target.blocks >= 0) for _, _, source, target in steps]
-    some = [pair[here & possible[: len(pair)]] for pair, here in zip(pairs, inside, strict=True)]
+        steps.append((before.row, before.values, after.values, source, target))
+    pairs = [source.blocks * blocks + target.blocks for *_, source, target in steps]
+    inside = [(source.blocks >= 0) & (target.blocks >= 0) for *_, source, target in steps]
+    some = [pair[here & possible[row]] for (row, *_), pair, here in zip(steps, pairs, inside, strict=True)]
     known = torch.cat([*some, in_block[:0]]).unique()
     totals = torch.zeros(len(known), k, k, dtype=hmm.dtype, device=hmm.device)
-    for (before, ahead, source, target), pair, here in zip(steps, pairs, inside, strict=True):
-        for rows in (here & possible[: len(here)]).nonzero().squeeze(1).split(max(1, CELLS // k**2)):
-            scores = _in_block(before, source, rows)[:, :, None] + _in_block(ahead, target, rows)[:, None]
+    for (row, filtered, ahead, source, target), pair, here in zip(steps, pairs, inside, strict=True):
+        for rows in (here & possible[row]).nonzero().squeeze(1).split(max(1, CELLS // k**2)):
+            scores = _in_block(filtered, source, rows)[:, :, None] + _in_block(ahead, target, rows)[:, None]
             scores += hmm.transition.tiles(source.blocks[rows], target.blocks[rows], k)
             counts = scores.flatten(1).softmax(1).view_as(scores)
-            totals.index_add_(0, torch.searchsorted(known, pair[rows]), counts * weight[rows][:, None, None])
-        for row in (~here & possible[: len(here)]).nonzero().flatten().tolist():  # a missing token: all states
-            index, counts = _wide_counts(hmm, before[row], ahead[row], source, target, row)
-            yield index, counts * weight[row]
+            totals.index_add_(0, torch.searchsorted(known, pair[rows]), counts * weight[row[rows]][:, None, None])
+        for n in (~here & possible[row]).nonzero().flatten().tolist():  # a missing token: all states
+            index, counts = _wide_counts(hmm, filtered[n], ahead[n], source, target, n)
+            yield index, counts * weight[row[n]]
     origins, targets = known // blocks, known % blocks
     flat = (origins[:, None] * k + in_block)[:, :, None] * hmm.states + (targets[:, None] * k + in_block)[:, None]
     yield flat.flatten(), totals.flatten()

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from hmmlm.emissions import Blocked
-from hmmlm.hmm.lattice import Lattice, SortedBatch
+from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, Supports
 from hmmlm.hmm.steps import Steps, add_step
 from hmmlm.numerics.logmatrix import LogTiles
 from hmmlm.numerics.semirings import LOG
-from hmmlm.numerics.support import BlockSupport, restrict
+from hmmlm.numerics.support import restrict
 from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.underflow import FLOOR, least_sum
 from hmmlm.transitions.tiled import TiledTransition
@@ -40,19 +40,20 @@ def filter_stream(hmm: Composition, batch: SortedBatch, log_initial: Tensor | No
 
     Where underflow may have changed a sum, or a word is impossible, the rest of the piece is computed in log space.
     """
-    lattice, steps, emission = Lattice(batch, [], [], [], []), len(batch.active), hmm.emission
+    steps, emission = len(batch.active), hmm.emission
     assert isinstance(emission, Blocked)
-    observed = emission.score(batch.tokens[:, 0], missing=False)
-    first = restrict(hmm.log_start[None], observed[0])
+    support, scores = emission.score(batch.tokens[0, :steps], missing=False)
+    lattice = Lattice.begin(batch, Supports(batch, support), Packed(batch, scores))
+    first = restrict(hmm.log_start[None], lattice.supports[0])
     if log_initial is not None:
-        first = hmm.transition.forward_step(LOG, log_initial, None, observed[0])
-    add_step(Steps(LOG, hmm.transition), lattice, observed, first)
+        first = hmm.transition.forward_step(LOG, log_initial, None, lattice.supports[0])
+    add_step(Steps(LOG, hmm.transition), lattice, first)
     size = max(1, min(_STEPS, _CELLS // emission.width**2))
     for begin in range(1, steps, size):
         end = min(begin + size, steps)
         _filter_piece(hmm, lattice, end)
-        for t in range(len(lattice.supports), end):
-            add_step(Steps(LOG, hmm.transition), lattice, emission.score(batch.tokens[:, t], missing=False), first)
+        for _ in range(len(lattice.filtered), end):
+            add_step(Steps(LOG, hmm.transition), lattice, first)
     return lattice
 
 
@@ -60,11 +61,12 @@ def _filter_piece(hmm: Composition, lattice: Lattice, end: int) -> None:
     """Add steps to a lattice that has at least one, until `end` or a sum that underflow may have changed."""
     transition, emission = hmm.transition, hmm.emission
     assert isinstance(transition, TiledTransition) and isinstance(emission, Blocked)
-    tokens = lattice.batch.tokens[0, len(lattice.supports) - 1 : end]
-    blocks, scores = emission.block_of_word[tokens], emission.log_probs[tokens]
+    begin, support = len(lattice.filtered), lattice.supports.blocks
+    assert support is not None
+    blocks, scores = support.blocks[begin - 1 : end], lattice.scores.whole[begin:end]
     pairs, pair = (blocks[:-1] * emission.num_blocks + blocks[1:]).unique(return_inverse=True)
     peak, tiles = _prepare(transition, emission, pairs)
-    added = (peak[pair] + scores[1:])[:, None]  # [steps, 1, k]
+    added = (peak[pair] + scores)[:, None]  # [steps, 1, k]
     filtered, relative, joint = (torch.empty_like(added) for _ in range(3))
     before, on_gpu = lattice.filtered[-1], hmm.device.type == "cuda"
     for sums, more, total, after, tile in zip(relative, added, joint, filtered, pair.tolist(), strict=True):
@@ -77,11 +79,8 @@ def _filter_piece(hmm: Composition, lattice: Lattice, end: int) -> None:
     log_scales = torch.logsumexp(joint, 2)
     sure = (relative >= least_sum(emission.width, hmm.dtype)).flatten(1).all(1) & (log_scales[:, 0] > NEG_INF)
     sound = len(sure) if bool(sure.all()) else int(sure.int().argmin())
-    support = BlockSupport(blocks, emission.width)
-    lattice.supports.extend(support.rows(slice(t, t + 1)) for t in range(1, sound + 1))
-    lattice.scores.extend(scores[1 : sound + 1, None])
-    lattice.filtered.extend(filtered[:sound])
-    lattice.scales.extend(log_scales[:sound])
+    lattice.filtered.extend(filtered[:sound].unbind())
+    lattice.scales.extend(log_scales[:sound].unbind())
 
 
 def _prepare(transition: TiledTransition, emission: Blocked, pairs: Tensor) -> tuple[Tensor, Sequence[Tensor]]:

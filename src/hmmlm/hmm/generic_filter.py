@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hmmlm.emissions import Blocked
 from hmmlm.hmm.composition import Composition
-from hmmlm.hmm.lattice import Lattice, SortedBatch, endings
+from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, endings
 from hmmlm.hmm.recursions import forward, last_filtered, observe
 from hmmlm.hmm.steps import Steps, add_step, between, steps_of
 from hmmlm.numerics.semirings import BOOLEAN, PROBABILITY
@@ -50,7 +50,7 @@ class Words(NamedTuple):
 class Run(NamedTuple):
     """The forward recursion, and its exact form for the sequences that underflow may have changed."""
 
-    lattice: Lattice  # probabilities; without steps if everything is computed in log space
+    lattice: Lattice | None  # probabilities; None if everything is computed in log space
     steps: Steps
     total: Tensor  # [B] log p(x) in float64
     last: Tensor  # [B, K] carry
@@ -62,21 +62,21 @@ class Run(NamedTuple):
 
 def run_scaled(problem: Problem, first: Tensor) -> Run:
     hmm, batch = problem.hmm, problem.batch
-    lattice, steps, words = Lattice(batch, [], [], [], []), Steps(PROBABILITY, hmm.transition), None
+    lattice, steps, words = None, Steps(PROBABILITY, hmm.transition), None
     if problem.in_log_space:
         rows, model = torch.arange(len(first), device=first.device), hmm
         total, last = first.new_empty(len(first), dtype=torch.float64), first.new_empty(0)
     else:
-        observed = observe(hmm, batch, None, _relative)
-        steps = between(PROBABILITY, hmm.transition, [support for support, _, _ in observed])
+        supports, (factors, offsets) = observe(hmm, batch, None, _relative)
+        lattice, steps = Lattice.begin(batch, supports, factors), between(hmm.transition, batch, supports)
         ending, predicted, peak = {t for t, _ in endings(batch)}, dict[int, Tensor](), finite(first.amax(1))
         begin = PROBABILITY.from_log(first - peak[:, None])
-        for t, (support, scores, _) in enumerate(observed):
-            reached = add_step(steps, lattice, (support, scores), begin)
+        for t in range(len(batch.active)):
+            reached = add_step(steps, lattice, begin)
             if t in ending:
                 predicted[t] = reached
-        logs = torch.cat(lattice.scales).double().log() + torch.cat([offset for _, _, offset in observed])
-        total = lattice._replace(scales=list(logs.split(batch.active))).log_likelihood() + peak
+        logs = Packed(batch, lattice.scales.whole.double().log() + offsets.whole)
+        total = lattice._replace(scales=logs).log_likelihood() + peak
         last = _carry(hmm, lattice, predicted)
         rows, model = _find_lost(problem, steps, lattice, first, predicted).nonzero()[:, 0], hmm
         if problem.words is not None and len(batch.active) > 1:
@@ -127,27 +127,21 @@ def _score_words(problem: Problem, lattice: Lattice) -> Words:
     """Score the words in place of tokens; all steps at once."""
     hmm, words = problem.hmm, problem.words
     assert words is not None and isinstance(hmm.transition, TiledTransition)
-    count, active = words.shape[2], lattice.batch.active[1:]
-    before = torch.cat([values[:rows] for values, rows in zip(lattice.filtered, active, strict=False)])
-    blocks = [first_rows(own, rows) for own, rows in zip(lattice.supports, active, strict=False)]
-    source = BlockSupport(torch.cat([own.blocks for own in blocks]), before.shape[1])  # type: ignore[union-attr]
-    before, source = before.repeat_interleave(count, 0), source.rows(_repeated(len(before), count, before.device))
-    word = torch.cat([words[:rows, t].flatten() for t, rows in enumerate(active, 1)])
+    count, batch, blocks = words.shape[2], lattice.batch, lattice.supports.blocks
+    later, repeated = slice(batch.active[0], None), batch.before.repeat_interleave(count)
+    assert blocks is not None
+    before, source = lattice.filtered.whole[repeated], blocks.rows(repeated)
+    word = words[batch.row[later], batch.step[later]].flatten()
     support, scores = hmm.emission.score(word, missing=False)
     scores, offset = _relative(scores)
     assert isinstance(support, BlockSupport)
-    steps = steps_of(hmm.transition, [(source.blocks, support.blocks)], support.width)
+    steps = steps_of(hmm.transition, source, support, [len(word)])
     predicted = steps.forward(1, before, source, support)
     mass = (predicted * scores).sum(1)
     certain = mass >= FLOOR[mass.dtype]
     weight = torch.where(certain[:, None], scores / mass[:, None], 0.0)
     log_probs = torch.where(certain, mass.log() + offset, 0.0)
     return Words(steps, before, source, word, support, predicted, weight, log_probs)
-
-
-def _repeated(rows: int, count: int, device: torch.device) -> Tensor:
-    """Return 0, …, rows − 1, each `count` times."""
-    return torch.arange(rows, device=device).repeat_interleave(count)
 
 
 def _narrow(hmm: Composition, lattice: Lattice, log_probs: Tensor) -> Tensor:
@@ -169,17 +163,18 @@ def _select(batch: SortedBatch, rows: Tensor) -> SortedBatch:
 def _find_lost(problem: Problem, steps: Steps, lattice: Lattice, first: Tensor, predicted: dict[int, Tensor]) -> Tensor:
     """Return a mask [B] of the sequences that underflow may have changed by more than TOLERANCE."""
     hmm, batch, dtype = problem.hmm, lattice.batch, problem.hmm.dtype
-    least = torch.stack([values.amin() for values in lattice.filtered]).amin()
-    scale = torch.stack([values.amin() for values in lattice.scales]).amin()
+    least = torch.stack([values.amin() for values in lattice.filtered.pieces()]).amin()
+    scale = lattice.scales.whole.amin()
     loss = 2 * hmm.states * FLOOR[dtype] * LIFT[dtype]
     if bool(least * TOLERANCE[dtype] * scale >= loss) and bool(first.amin() > math.log(FLOOR[dtype])):
         return torch.zeros(len(first), dtype=torch.bool, device=first.device)  # every value is accurate
     ends = predicted if problem.exact_carry else {}
     mask = _lose(steps, lattice, ends, None)
     if bool(mask.any()):
-        reachable, possible = Lattice(batch, [], [], [], []), Steps(BOOLEAN, hmm.transition)
-        for support, scores in observe(hmm, batch, None, lambda scores: (BOOLEAN.from_log(scores),)):
-            add_step(possible, reachable, (support, scores), BOOLEAN.from_log(first))
+        supports, (emits,) = observe(hmm, batch, None, lambda scores: (BOOLEAN.from_log(scores),))
+        reachable, possible = Lattice.begin(batch, supports, emits), Steps(BOOLEAN, hmm.transition)
+        for _ in batch.active:
+            add_step(possible, reachable, BOOLEAN.from_log(first))
         mask = _lose(steps, lattice, ends, reachable)
     return mask
 

@@ -6,12 +6,14 @@ messages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from hmmlm.hmm.composition import Composition
 from hmmlm.hmm.generic_filter import Run, Words
-from hmmlm.hmm.lattice import Lattice, stack_steps
+from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, Stack
 from hmmlm.hmm.recursions import messages_back
 from hmmlm.hmm.steps import Steps
 from hmmlm.numerics.semirings import LOG
@@ -31,26 +33,32 @@ class Gradient:
         for name, value in found.items():
             self.totals[f"{role}.{name}"] += value.to(self.hmm.dtype)
 
-    def add_scaled(self, run: Run, seed: Tensor, seed_score: Tensor) -> Tensor:
+    def add_scaled(self, run: Run, lattice: Lattice, seed: Tensor, seed_score: Tensor) -> Tensor:
         """Add those of log-likelihoods and of words' scores, times seeds [B]; return those of the first step [B, K]."""
         seed = torch.where(run.total == NEG_INF, 0.0, seed)
         seed = seed if run.exact is None else seed.index_fill(0, run.rows, 0.0)
         size, change = seed.abs(), None
         if run.words is not None:
-            change, size = self._add_words(run, run.words, seed_score), size + seed_score.abs().to(size)
-        posteriors, weights = _smooth(self.hmm, run, seed, size, change)
-        self._add_counts(self.hmm, run.lattice, run.steps, posteriors, weights, torch.ones_like(seed))
+            change = self._add_words(lattice.batch, run.words, seed_score)
+            size = size + seed_score.abs().to(size)
+        posteriors, weights = _smooth(self.hmm, run, lattice, seed, size, change)
+        self._add_counts(self.hmm, lattice, run.steps, posteriors, weights, torch.ones_like(seed))
         return posteriors[0]
 
     def add_exact(self, run: Run, seed: Tensor) -> Tensor:
         """Add those of sequences in log space, times seed [m]; return those of the first step [m, K]."""
         assert run.exact is not None
-        lattice, posteriors, weights = run.exact, list[Tensor](), list[Tensor]()
-        steps = zip(lattice.filtered, messages_back(run.model, lattice), lattice.scores, lattice.scales, strict=True)
-        for filtered, message, scores, scale in steps:
-            counted = (seed[: len(filtered)] != 0)[:, None]
-            posteriors.append((filtered + message).exp().where(counted, 0.0) * seed[: len(filtered), None])
-            weights.append((scores + message - finite(scale)[:, None]).where(counted, NEG_INF))
+        lattice, messages = run.exact, messages_back(run.model, run.exact)
+        given = Packed(lattice.batch, seed[lattice.batch.row, None])
+        posteriors = lattice.filtered.map(
+            lambda filtered, message, own: (filtered + message).exp().where(own != 0, 0.0) * own, messages, given
+        )
+        weights = lattice.scores.map(
+            lambda scores, message, scale, own: (scores + message - finite(scale)[:, None]).where(own != 0, NEG_INF),
+            messages,
+            lattice.scales,
+            given,
+        )
         self._add_counts(run.model, lattice, Steps(LOG, run.model.transition), posteriors, weights, seed)
         return posteriors[0]
 
@@ -59,44 +67,38 @@ class Gradient:
         hmm: Composition,
         lattice: Lattice,
         steps: Steps,
-        posteriors: list[Tensor],
-        weights: list[Tensor],
+        posteriors: Packed,
+        weights: Packed,
         seed: Tensor,
     ) -> None:
         """Add expected counts from posteriors [n, K], and weights y_t [n, K] with p(z_t−1, z_t | x) = f_t−1 A y_t."""
-        filtered, supports = lattice.filtered, lattice.supports
-        sizes = list(enumerate(map(len, weights)))[1:]
-        before = [(t, n, filtered[t - 1][:n], first_rows(supports[t - 1], n)) for t, n in sizes]
-        after = [(t, n, weights[t], supports[t]) for t, n in sizes]
-        self._add("transition", steps.gradient(before, after, seed))
-        shares = [(t, len(p), p, support) for t, (p, support) in enumerate(zip(posteriors, supports, strict=True))]
-        for row, t, share, support in stack_steps(shares):
+        self._add("transition", steps.gradient(lattice.pairs(lattice.filtered, weights), seed))
+        for row, t, share, support in lattice.rows(posteriors):
             tokens = lattice.batch.tokens[row, t]
             known = (tokens >= 0).nonzero()[:, 0]
             self._add("emission", hmm.emission.gradient(tokens[known], share[known], some_rows(support, known)))
 
-    def _add_words(self, run: Run, words: Words, seed: Tensor) -> list[Tensor]:
+    def _add_words(self, batch: SortedBatch, words: Words, seed: Tensor) -> Sequence[Tensor]:
         """Add the gradients of words' scores, times seed [B]; return those of the states before [n, K] for each step.
 
         log p(word | past) = log Σ_i f_i b_i of the filtered distribution f, b_i = Σ_j A_ij p(word | j). A word adds
         f_i b_i / Σ f b − f_i to the expected count of state i, which the backward pass carries further back.
         """
-        active = run.lattice.batch.active[1:]
-        count = len(words.word) // sum(active)
-        given = torch.cat([seed[:rows] for rows in active]).repeat_interleave(count) / count
+        count = len(words.word) // len(batch.before)
+        given = seed[batch.row[batch.active[0] :]].repeat_interleave(count) / count
         weight = words.weight * given.to(words.weight)[:, None]
-        before = [(1, len(weight), words.before, words.source)]
-        ones = torch.ones_like(given, dtype=weight.dtype)
-        self._add("transition", words.steps.gradient(before, [(1, len(weight), weight, words.support)], ones))
+        row = torch.arange(len(weight), device=weight.device)
+        pair = Stack(row, row, words.before, words.source), Stack(row, row, weight, words.support)
+        self._add("transition", words.steps.gradient([pair], torch.ones_like(weight[:, 0])))
         self._add("emission", self.hmm.emission.gradient(words.word, words.predicted * weight, words.support))
         ahead = words.steps.backward(1, weight, words.source, words.support)
         change = ahead - (ahead * words.before).sum(1, keepdim=True)
-        return list(change.unflatten(0, (-1, count)).sum(1).split(active))
+        return change.unflatten(0, (-1, count)).sum(1).split(batch.active[1:])
 
 
 def _smooth(
-    hmm: Composition, run: Run, seed: Tensor, size: Tensor, change: list[Tensor] | None
-) -> tuple[list[Tensor], list[Tensor]]:
+    hmm: Composition, run: Run, lattice: Lattice, seed: Tensor, size: Tensor, change: Sequence[Tensor] | None
+) -> tuple[Packed, Packed]:
     """Return posteriors [n, K], and weights y_t [n, K] with p(z_t−1, z_t | x) = f_t−1 A y_t, both times seed [B].
 
     A weight is a posterior divided by a prediction, which is sure where it matters (see `generic_filter`). Weights that
@@ -106,7 +108,7 @@ def _smooth(
         size: [B] of what is added up.
         change: added to the messages, times the seed, of each step but the last.
     """
-    lattice, posteriors, weights = run.lattice, list[Tensor](), list[Tensor]()
+    posteriors, weights = list[Tensor](), list[Tensor]()
     most = 2 * TOLERANCE[hmm.dtype] / FLOOR[hmm.dtype] * size
     for t in reversed(range(len(lattice.supports))):
         filtered, support = lattice.filtered[t], lattice.supports[t]
@@ -121,4 +123,4 @@ def _smooth(
         least = most[: len(weight), None]
         weights.append(weight.where((weight.abs() <= least) & (least > 0), 0.0))
         posteriors.append((filtered * message).where(least > 0, 0.0))
-    return posteriors[::-1], weights[::-1]
+    return Packed(lattice.batch, posteriors[::-1]), Packed(lattice.batch, weights[::-1])

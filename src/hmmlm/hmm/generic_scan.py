@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.emissions import Blocked
 from hmmlm.hmm.composition import Composition
 from hmmlm.hmm.generic_filter import Problem, is_narrow, run_scaled
 from hmmlm.hmm.generic_gradient import Gradient
+from hmmlm.hmm.lattice import Packed
 from hmmlm.hmm.recursions import predict_first, sort_batch
 from hmmlm.hmm.union_scan import Segments
 from hmmlm.numerics.semirings import LOG
@@ -173,9 +173,8 @@ class _GenericScan(torch.autograd.Function):
         ctx.mark_non_differentiable(last)
         score = torch.zeros_like(run.total)
         if run.words is not None:
-            active = problem.batch.active[1:]
-            means = run.words.log_probs.unflatten(0, (sum(active), -1)).mean(1)
-            score = pad_sequence([score, *means.split(active)], batch_first=True).sum(0)
+            means = run.words.log_probs.unflatten(0, (len(problem.batch.before), -1)).mean(1)
+            score = Packed(problem.batch, torch.cat([score, means])).padded(0.0).sum(0)
         return total, score.to(first.dtype), last
 
     @staticmethod
@@ -185,8 +184,8 @@ class _GenericScan(torch.autograd.Function):
         found = Gradient(hmm)
         with without_autocast(grad):
             first = torch.zeros_like(run.total, dtype=hmm.dtype)[:, None]
-            if run.lattice.supports:
-                first = found.add_scaled(run, grad.to(hmm.dtype), grad_score)
+            if run.lattice is not None:
+                first = found.add_scaled(run, run.lattice, grad.to(hmm.dtype), grad_score)
             if run.exact is not None:
                 order = run.rows[run.exact.batch.order]
                 own = grad[order].to(run.model.dtype) * (run.exact.log_likelihood() > NEG_INF)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.numerics.semirings import Semiring
-from hmmlm.numerics.support import BlockSupport, Support, first_rows
+from hmmlm.numerics.support import BlockSupport, Support, first_rows, some_rows
 from hmmlm.ops.common import NEG_INF
 
-Observed = tuple[Support, Tensor]
-"""The support of tokens [n], and their scores [n, K]."""
-Step = tuple[int, int, Tensor, Support]
-"""t, and n rows of values [n, K] over a support."""
-Stack = tuple[Tensor, Tensor, Tensor, Support]
-"""The row [n] in the batch, the step [n] and values [n, K] over a support, of several steps."""
 
-
-class SortedBatch(NamedTuple):
-    """Token sequences, longest first: step t processes the first `active[t]` rows."""
+@dataclass(frozen=True)
+class SortedBatch:
+    """Token sequences, longest first: step t processes the first `active[t]` rows, N in all steps."""
 
     tokens: Tensor  # [B, T]; −1 beyond a sequence's length
     active: list[int]  # of every step with any row
@@ -31,9 +27,126 @@ class SortedBatch(NamedTuple):
 
     def unsort(self, values: Tensor, dim: int = 0) -> Tensor:
         """Return rows along `dim` in their original order."""
-        if self.active[-1] == len(self.order):  # all are equally long, and were not moved
+        if self.is_even:  # all are equally long, and were not moved
             return values
         return values.index_select(dim, self.order.argsort())
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all sequences are equally long."""
+        return self.active[-1] == len(self.order)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The number of rows before each step, and in all."""
+        return [0, *accumulate(self.active)]
+
+    @cached_property
+    def step(self) -> Tensor:
+        """The step of each row [N], one step after the other."""
+        active = torch.tensor(self.active, device=self.tokens.device)
+        return torch.arange(len(active), device=active.device).repeat_interleave(active)
+
+    @cached_property
+    def row(self) -> Tensor:
+        """The sequence of each row [N]."""
+        return torch.arange(len(self.step), device=self.step.device) - self._starts[self.step]
+
+    @cached_property
+    def before(self) -> Tensor:
+        """The row of the step before, of each row [N − active[0]] after the first step."""
+        later = slice(self.active[0], None)
+        return self._starts[self.step[later] - 1] + self.row[later]
+
+    @cached_property
+    def _starts(self) -> Tensor:
+        return torch.tensor(self.starts, device=self.tokens.device)
+
+
+class Packed(Sequence[Any]):
+    """Values [n, …] of every step, one after the other in one tensor [N, …], or in a list.
+
+    A hundred thousand tensors take seconds to make, so whatever can works on all of them at once.
+    """
+
+    def __init__(self, batch: SortedBatch, values: Any) -> None:
+        self._batch, self._values = batch, values
+
+    def __len__(self) -> int:
+        return len(self._values) if isinstance(self._values, list) else len(self._batch.active)
+
+    def __getitem__(self, t: Any) -> Any:
+        if isinstance(self._values, list):
+            return self._values[t]
+        t = range(len(self))[t]
+        rows = slice(self._batch.starts[t], self._batch.starts[t + 1])
+        return self._values[rows] if isinstance(self._values, Tensor) else some_rows(self._values, rows)
+
+    def extend(self, values: Sequence[Tensor]) -> None:
+        """Add the values of the next steps."""
+        self._values.extend(values)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is one tensor, or one support, for all steps."""
+        if isinstance(self._values, list):
+            self._values = self._join(self._values)
+        return not isinstance(self._values, list)
+
+    def _join(self, steps: list[Any]) -> Any:
+        """Return the values of all steps in one, or the list if they are over different numbers of states."""
+        return torch.cat(steps) if len({values.shape[1:] for values in steps}) == 1 else steps
+
+    @property
+    def whole(self) -> Any:
+        """What all steps have [N, …]."""
+        assert self.is_one
+        return self._values
+
+    def pieces(self) -> Sequence[Tensor]:
+        """Return the values in as few pieces as possible."""
+        return [self.whole] if self.is_one else self
+
+    def padded(self, fill: float) -> Tensor:
+        """Return the values as [T, B, …], `fill` where a sequence has ended."""
+        batch, rows = self._batch, self.whole
+        if batch.is_even:
+            return rows.unflatten(0, (len(batch.active), -1))
+        result = rows.new_full((len(batch.active), batch.active[0], *rows.shape[1:]), fill)
+        result[batch.step, batch.row] = rows
+        return result
+
+    def map(self, function: Callable[..., Tensor], *others: Packed) -> Packed:
+        """Return a function of these values and of others, of all steps at once where that is possible."""
+        every = (self, *others)
+        if all(values.is_one for values in every):
+            return Packed(self._batch, function(*(values.whole for values in every)))
+        return Packed(self._batch, [function(*each) for each in zip(*every, strict=True)])
+
+
+class Supports(Packed):
+    """The support of every step: one for the rows of all steps [N], or a list if they are of several kinds."""
+
+    def _join(self, steps: list[Any]) -> Any:
+        blocks = [own.blocks for own in steps if isinstance(own, BlockSupport) and not own.wide]
+        if len(blocks) == len(steps):
+            return BlockSupport(torch.cat(blocks), steps[0].width)
+        return steps if any(own is not None for own in steps) else None
+
+    @property
+    def blocks(self) -> BlockSupport | None:
+        """That of all rows, if it is a single block for each."""
+        own = self.whole if self.is_one else None
+        return own if isinstance(own, BlockSupport) and not own.wide else None
+
+
+class Stack(NamedTuple):
+    """Rows of one or several steps."""
+
+    row: Tensor  # [n] of the batch
+    step: Tensor  # [n]
+    values: Tensor  # [n, K] over the support
+    support: Support
 
 
 class Lattice(NamedTuple):
@@ -43,16 +156,54 @@ class Lattice(NamedTuple):
     """
 
     batch: SortedBatch
-    supports: list[Support]
-    scores: list[Tensor]  # [n, K] p(x_t | z)
-    filtered: list[Tensor]  # [n, K] p(z_t | x_1..t); in max-plus of the best path to each state
-    scales: list[Tensor]  # [n] p(x_t | x_1..t−1)
+    supports: Supports
+    scores: Packed  # [n, K] p(x_t | z)
+    filtered: Packed  # [n, K] p(z_t | x_1..t); in max-plus of the best path to each state
+    scales: Packed  # [n] p(x_t | x_1..t−1)
     stacked: Any = None  # what a kind of HMM that computed all steps at once keeps of them
+
+    @classmethod
+    def begin(cls, batch: SortedBatch, supports: Supports, scores: Packed) -> Lattice:
+        """Return a lattice without steps, for the supports of tokens and their scores."""
+        return cls(batch, supports, scores, Packed(batch, []), Packed(batch, []))
 
     def log_likelihood(self) -> Tensor:
         """Return log p(x) [B] in float64, rows in the order of the batch; zero gradient for impossible sequences."""
-        total = pad_sequence(self.scales, batch_first=True).sum(0, dtype=torch.float64)
+        total = self.scales.padded(0.0).sum(0, dtype=torch.float64)
         return torch.where(total.detach() == NEG_INF, NEG_INF, total)
+
+    def take(self, values: Packed, steps: Sequence[int], counts: Sequence[int]) -> list[Stack]:
+        """Return the first `counts[i]` rows of values at each of some steps, together if there is one support for all.
+
+        Otherwise each step is a stack of its own.
+        """
+        batch, device = self.batch, self.batch.tokens.device
+        if not self.supports.is_one:
+            rows = [torch.arange(count, device=device) for count in counts]
+            return [
+                Stack(own, torch.full_like(own, t), values[t][: len(own)], first_rows(self.supports[t], len(own)))
+                for t, own in zip(steps, rows, strict=True)
+            ]
+        if not steps:
+            return []
+        if isinstance(steps, range) and list(counts) == batch.active[steps.start : steps.stop]:
+            every: slice | Tensor = slice(batch.starts[steps.start], batch.starts[steps.stop])
+        else:
+            sizes, starts = (torch.tensor(each, device=device) for each in (counts, [batch.starts[t] for t in steps]))
+            first = (starts - sizes.cumsum(0) + sizes).repeat_interleave(sizes)
+            every = first + torch.arange(len(first), device=device)
+        return [Stack(batch.row[every], batch.step[every], values.whole[every], some_rows(self.supports.whole, every))]
+
+    def rows(self, values: Packed) -> list[Stack]:
+        """Return the values of all rows."""
+        return self.take(values, range(len(self.batch.active)), self.batch.active)
+
+    def pairs(self, before: Packed, after: Packed) -> list[tuple[Stack, Stack]]:
+        """Return the values of all rows at the step before and at their own, of those that have a step before."""
+        active = self.batch.active
+        last = len(active) - 1
+        sides = self.take(before, range(last), active[1:]), self.take(after, range(1, last + 1), active[1:])
+        return list(zip(*sides, strict=True))
 
 
 def add_first(values: Tensor, added: Tensor) -> Tensor:
@@ -69,42 +220,6 @@ def endings(batch: SortedBatch) -> list[tuple[int, slice]]:
         for t, (rows, after) in enumerate(zip(batch.active, following, strict=True))
         if after < rows
     ]
-
-
-def continuing(lattice: Lattice, active: list[int]) -> Iterator[tuple[int, int, Tensor, Support]]:
-    """Yield t, n, log p(z_t−1 | x_1..t−1) [n, K] and its support for the n rows that have a token at t = 1, 2, ….
-
-    `active` are the rows of each step of the lattice, and of the one after it if there is one.
-    """
-    for t, rows in enumerate(active[1 : len(lattice.supports) + 1], 1):
-        yield t, rows, lattice.filtered[t - 1][:rows], first_rows(lattice.supports[t - 1], rows)
-
-
-def stack_together(*sides: list[Step]) -> tuple[list[Stack], ...]:
-    """Return `stack_steps` of lists with the same rows and steps: of all of them, or each step apart."""
-    whole = tuple(map(stack_steps, sides))
-    if len({len(side) for side in whole}) == 1:
-        return whole
-    return tuple([stack for step in side for stack in stack_steps([step])] for side in sides)
-
-
-def stack_steps(steps: list[Step]) -> list[Stack]:
-    """Return the rows of all steps together; apart, if their supports differ in kind."""
-    blocks = [s for *_, s in steps if isinstance(s, BlockSupport) and not s.wide]
-    everywhere = all(s is None for *_, s in steps)
-    if len(steps) > 1 and not (everywhere or len(blocks) == len(steps)):
-        return [stack for step in steps for stack in stack_steps([step])]
-    if not steps:
-        return []
-    times, sizes, values, supports = zip(*steps, strict=True)
-    support = supports[0]
-    if len(blocks) > 1:
-        support = blocks[0]._replace(blocks=torch.cat([s.blocks for s in blocks]))
-    device = values[0].device
-    counts = torch.tensor(sizes, device=device)
-    begins = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    rows = torch.arange(len(begins), device=device) - begins
-    return [(rows, torch.tensor(times, device=device).repeat_interleave(counts), torch.cat(values), support)]
 
 
 def condition(ring: Semiring, predicted: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import threshold
 
 from hmmlm.emissions import Categorical
-from hmmlm.hmm.lattice import Lattice, SortedBatch
+from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, Supports
 from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.numerics.semirings import LOG
 from hmmlm.ops.scan import Evidence, Parameters
@@ -76,7 +76,7 @@ def filter_dense(
         return None
     log_filtered, log_scales, scores = (_active_rows(v, batch) for v in (*result, given.at(given.scores)))
     bulk = BulkFilter(given, result[0], by_loops)
-    return Lattice(batch, [None] * len(scores), scores, log_filtered, log_scales, bulk)
+    return Lattice(batch, Supports(batch, None), scores, log_filtered, log_scales, bulk)
 
 
 def _filter_loops(hmm: Composition, batch: SortedBatch, log_initial: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -136,7 +136,7 @@ def _run_loops(parameters: Parameters, evidence: Evidence, inside: Tensor) -> tu
     return filtered.contiguous(), scale.log() + peaks
 
 
-def messages_dense(hmm: Composition, lattice: Lattice) -> list[Tensor] | None:
+def messages_dense(hmm: Composition, lattice: Lattice) -> Packed | None:
     """Return the messages to a lattice of `filter_dense`; None where log space has to decide."""
     stacked, transition = lattice.stacked, hmm.transition
     assert isinstance(stacked, BulkFilter) and isinstance(transition, Dense)
@@ -149,11 +149,9 @@ def messages_dense(hmm: Composition, lattice: Lattice) -> list[Tensor] | None:
     return _active_rows(messages, lattice.batch)
 
 
-def _active_rows(values: Tensor, batch: SortedBatch) -> list[Tensor]:
+def _active_rows(values: Tensor, batch: SortedBatch) -> Packed:
     """Return the active rows of each step of values [T, B, …]."""
-    if batch.active[-1] == len(batch.tokens):
-        return list(values.unbind())
-    return [here[:rows] for here, rows in zip(values.unbind(), batch.active, strict=True)]
+    return Packed(batch, values.flatten(0, 1) if batch.is_even else values[batch.step, batch.row])
 
 
 def filter_products(matrix: LogMatrix, log_first: Tensor, given: Observations) -> tuple[Tensor, Tensor] | None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, wraps
+from itertools import accumulate
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from hmmlm.emissions import Blocked
+from hmmlm.emissions import Blocked, Categorical
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import (
     ArrayLike,
@@ -27,19 +28,10 @@ from hmmlm.hmm.checks import (
     check_words,
 )
 from hmmlm.hmm.composition import Composition
-from hmmlm.hmm.lattice import (
-    Lattice,
-    SortedBatch,
-    Step,
-    condition,
-    continuing,
-    endings,
-    stack_steps,
-    stack_together,
-)
+from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, condition, endings
 from hmmlm.hmm.likelihood import expected_counts, log_likelihood
 from hmmlm.hmm.recursions import (
-    exp_of_sums,
+    exp_of_sum,
     find_best_paths,
     gather,
     last_filtered,
@@ -51,12 +43,12 @@ from hmmlm.hmm.recursions import (
     windows,
 )
 from hmmlm.hmm.results import Counts, Filtered, Predictions
-from hmmlm.hmm.sampling import TABLED_STATES, draw, draw_paths
+from hmmlm.hmm.sampling import draw, draw_paths
 from hmmlm.hmm.word_products import WordProducts
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import BlockSupport, Support, first_rows, restrict, some_rows, state_ids
 from hmmlm.ops.common import NEG_INF, Carry, Scan, finite, logsumexp, without_autocast
-from hmmlm.transitions import BlockDiagonal
+from hmmlm.transitions import BlockDiagonal, Dense
 from hmmlm.transitions.tiled import TiledTransition
 
 _CELLS = 2**24  # largest table of probabilities of sampled tokens
@@ -116,7 +108,7 @@ class Queries(Composition):
         with torch.no_grad(), without_autocast(checked):
             batch = sort_batch(self, checked, sizes)
             lattice = run_filter(self.detach(), batch, log_initial(self, carry, batch))
-            probs = gather(self, lattice, exp_of_sums(lattice, lattice.filtered))
+            probs = gather(self, lattice, lattice.filtered.map(torch.exp))
             total = batch.unsort(lattice.log_likelihood()).to(self.dtype)
             carry_out = Carry(batch.unsort(last_filtered(self, lattice)))
         if torch.is_grad_enabled() and self.requires_grad:
@@ -139,8 +131,8 @@ class Queries(Composition):
         model, batch = self.detach(), sort_batch(self, checked, sizes)
         result = torch.zeros(checked.shape, dtype=self.dtype, device=self.device)
         for first, lattice in windows(model, batch, log_initial(self, carry, batch)):
-            for t, scale in enumerate(lattice.scales, first):
-                result[batch.order[: len(scale)], t] = scale
+            scales = lattice.scales.padded(0.0)
+            result[batch.order[: scales.shape[1]], first : first + len(scales)] = scales.t()
         return result
 
     @query
@@ -163,7 +155,7 @@ class Queries(Composition):
         """Compute p(z_t | x_1..T) [B, T, Z]; zero beyond a sequence's length."""
         lattice = self._possible(tokens, lengths)
         messages = run_messages(self.detach(), lattice)
-        return gather(self, lattice, exp_of_sums(lattice, lattice.filtered, messages))
+        return gather(self, lattice, lattice.filtered.map(exp_of_sum, messages))
 
     @query
     def viterbi(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Tensor, Tensor]:
@@ -208,9 +200,8 @@ class Queries(Composition):
         check_generator(generator)
         lattice, model = self._possible(tokens, lengths), self.detach()
         result = torch.full((num, *lattice.batch.tokens.shape), -1, device=self.device)
-        if self.states <= TABLED_STATES and all(support is None for support in lattice.supports):
-            into = model.transition.log_columns(torch.arange(self.states, device=self.device))
-            result[:, :, : len(lattice.filtered)] = draw_paths(lattice.filtered, into, num, generator)
+        if isinstance(model.transition, Dense) and isinstance(model.emission, Categorical) and not result.is_cuda:
+            draw_paths(lattice, model.transition.log_probs.t().contiguous(), result, generator)
             return lattice.batch.unsort(result, 1)
         states = torch.empty(num, 0, dtype=torch.long, device=self.device)
         for t in reversed(range(len(lattice.supports))):
@@ -241,11 +232,12 @@ class Queries(Composition):
         model, batch = self.detach(), sort_batch(self, tokens, lengths)
         yield model._first_predictions(batch, words)
         for first, lattice in windows(model, batch, None):
-            for row, t, log_filtered, support in stack_steps(list(continuing(lattice, batch.active[first:]))):
+            following = batch.active[first + 1 : first + 1 + len(lattice.filtered)]
+            for row, t, log_filtered, support in lattice.take(lattice.filtered, range(len(following)), following):
                 order = support.blocks.argsort() if isinstance(support, BlockSupport) else torch.arange(len(row))
                 for piece in order.to(row.device).split(max(1, _PREDICTED // self.vocab_size)):
                     log_probs = model.predict(log_filtered[piece], some_rows(support, piece))
-                    sequence, step = row[piece], t[piece] + first
+                    sequence, step = row[piece], t[piece] + first + 1
                     observed = log_probs.gather(1, batch.tokens[sequence, step, None].clamp(min=0))[:, 0]
                     possible = log_filtered[piece].amax(1) > NEG_INF
                     probs = (log_probs if words is None else log_probs[:, words]).exp()
@@ -270,11 +262,8 @@ class Queries(Composition):
         for t, ending in endings(lattice.batch):
             last = lattice.filtered[t][ending].exp()
             total[ending] -= torch.xlogy(last, last).sum(1)
-        sizes = list(enumerate(map(len, messages)))[1:]
-        before = [(t, n, lattice.filtered[t - 1][:n], first_rows(lattice.supports[t - 1], n)) for t, n in sizes]
-        posterior = exp_of_sums(lattice, lattice.filtered, messages)
-        after = [(t, n, posterior[t], lattice.supports[t]) for t, n in sizes]
-        for (row, _, x, source), (_, _, share, target) in zip(*stack_together(before, after), strict=True):
+        posterior = lattice.filtered.map(exp_of_sum, messages)
+        for (row, _, x, source), (_, _, share, target) in lattice.pairs(lattice.filtered, posterior):
             for piece in torch.arange(len(row), device=self.device).split(max(1, _ENTROPIES // self.states)):
                 own, other = some_rows(source, piece), some_rows(target, piece)
                 conditional = model.transition.origin_entropy(x[piece], own, other)
@@ -287,11 +276,11 @@ class Queries(Composition):
         lattice = self._possible(tokens, lengths)
         shape = (*lattice.batch.tokens.shape, self.vocab_size)
         result = torch.full(shape, NEG_INF, dtype=self.dtype, device=self.device)
-        messages, active = run_messages(self.detach(), lattice), lattice.batch.active
+        ahead, active = self._ahead(lattice), lattice.batch.active
         size = max(1, _PREDICTED // (active[0] * max(self.vocab_size, self.states)))
         for first in range(0, len(active), size):
             sizes = active[first : first + size]
-            emitted = self.emit(self._surroundings(lattice, messages, range(first, first + len(sizes))))
+            emitted = self.emit(self._surroundings(lattice, ahead, range(first, first + len(sizes))))
             if sizes[0] == sizes[-1]:
                 whole = emitted.view(len(sizes), -1, self.vocab_size)
                 result[: sizes[0], first : first + len(sizes)] = whole.transpose(0, 1)
@@ -311,7 +300,7 @@ class Queries(Composition):
         if rows != 1:
             raise InputError(f"infill_at takes one sequence, not {rows}: call it once per sequence")
         check_count("position", position, 0, steps - 1)
-        return self.emit(self._surroundings(lattice, run_messages(self.detach(), lattice), [position]))[0]
+        return self.emit(self._surroundings(lattice, self._ahead(lattice), [position]))[0]
 
     @query
     def infill_blanks(self, tokens: ArrayLike, excluded: int) -> Tensor:
@@ -330,37 +319,32 @@ class Queries(Composition):
             lattice = self._possible(given, None, log_missing)
         except InputError:
             raise InputError("the text has probability zero under the model, whatever its blanks are") from None
-        messages = run_messages(self.detach(), lattice)
         blanks = (given[0] < 0).nonzero().flatten().tolist()
         if not blanks:
             return torch.empty(0, self.vocab_size, dtype=self.dtype, device=self.device)
-        result = self.emit(self._surroundings(lattice, messages, blanks))
+        result = self.emit(self._surroundings(lattice, self._ahead(lattice), blanks))
         result[:, excluded] = NEG_INF
         return result.log_softmax(1)
 
-    def _surroundings(self, lattice: Lattice, messages: list[Tensor], steps: Sequence[int]) -> Tensor:
+    def _ahead(self, lattice: Lattice) -> Packed:
+        """Return log p(x_t.. | z_t) [n, K] of each step, up to a constant."""
+        return lattice.scores.map(torch.add, run_messages(self.detach(), lattice))
+
+    def _surroundings(self, lattice: Lattice, ahead: Packed, steps: Sequence[int]) -> Tensor:
         """Compute log p(z_t | all tokens but x_t) [n, Z] for the rows of each of some steps, one step after another.
 
         It follows from the tokens before and after, never from x_t itself.
         """
-        model, active, end = self.detach(), lattice.batch.active, 0
-        sizes = [active[t] for t in steps]
-        past, future = list[Step](), list[Step]()
-        for t, rows in zip(steps, sizes, strict=True):
-            if t:
-                filtered, support = lattice.filtered[t - 1], lattice.supports[t - 1]
-                if rows < active[t - 1]:
-                    filtered, support = filtered[:rows], first_rows(support, rows)
-                past.append((t, rows, filtered, support))
-            if t + 1 < len(active):
-                ahead = lattice.scores[t + 1] + messages[t + 1]
-                future.append((end, active[t + 1], ahead, lattice.supports[t + 1]))
-            end += rows
-        first = [model.log_start.expand(rows, -1) for t, rows in zip(steps, sizes, strict=True) if not t]
-        moved = [model.transition.forward_step(LOG, values, source) for _, _, values, source in stack_steps(past)]
-        around = torch.cat([*first, *moved])
-        for row, begin, values, target in stack_steps(future):
-            around[begin + row] += model.transition.backward_step(LOG, values, None, target)
+        model, active = self.detach(), lattice.batch.active
+        later, earlier = [t for t in steps if t], [t for t in steps if t + 1 < len(active)]
+        past = lattice.take(lattice.filtered, [t - 1 for t in later], [active[t] for t in later])
+        future = lattice.take(ahead, [t + 1 for t in earlier], [active[t + 1] for t in earlier])
+        first = [model.log_start.expand(active[0], -1) for t in steps if not t]
+        around = torch.cat([*first, *(model.transition.forward_step(LOG, own, source) for _, _, own, source in past)])
+        begins = torch.zeros(len(active), dtype=torch.long, device=self.device)  # of the rows of each step
+        begins[list(steps)] = torch.tensor([0, *accumulate(active[t] for t in steps)][:-1], device=self.device)
+        for row, t, own, target in future:
+            around[begins[t - 1] + row] += model.transition.backward_step(LOG, own, None, target)
         return around.log_softmax(1)
 
     def joint_scan(

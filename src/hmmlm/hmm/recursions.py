@@ -6,22 +6,20 @@ that step t processes the first rows only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.errors import InputError
 from hmmlm.hmm.blocked_stream import filter_stream, is_stream
 from hmmlm.hmm.checks import ArrayLike, check_batch
-from hmmlm.hmm.lattice import Lattice, SortedBatch, add_first, endings
+from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, Supports, add_first, endings
 from hmmlm.hmm.products import filter_dense, messages_dense
 from hmmlm.hmm.steps import Steps, add_step
 from hmmlm.numerics.semirings import LOG, MAX_PLUS
-from hmmlm.numerics.support import BlockSupport, Support, first_rows, restrict, some_rows, spread, state_ids
+from hmmlm.numerics.support import Support, first_rows, restrict, some_rows, spread, state_ids
 from hmmlm.ops.common import NEG_INF, Carry, log_normalize, logsumexp
 from hmmlm.ops.scan import path_loops_pay
 
@@ -60,22 +58,19 @@ def observe(
     batch: SortedBatch,
     log_missing: Tensor | None = None,
     prepare: Callable[[Tensor], tuple[Tensor, ...]] = lambda scores: (scores,),
-) -> list[tuple[Any, ...]]:
-    """Return the support of each step, and what `prepare` makes of its emission scores [n, K]; see `Emission.score`.
+) -> tuple[Supports, list[Packed]]:
+    """Return the supports of all steps, and what `prepare` makes of emission scores [n, K]; see `Emission.score`.
 
     All steps are prepared together if no token is missing.
     """
-    if any(batch.missing):
-        found = [
-            hmm.emission.score(batch.tokens[:rows, t], batch.missing[t], log_missing)
-            for t, rows in enumerate(batch.active)
-        ]
-        return [(support, *prepare(scores)) for support, scores in found]
-    tokens = [batch.tokens[:rows, t] for t, rows in enumerate(batch.active)]
-    support, scores = hmm.emission.score(torch.cat(tokens), missing=False)
-    ends = list(accumulate(batch.active))
-    supports = [some_rows(support, slice(end - rows, end)) for end, rows in zip(ends, batch.active, strict=True)]
-    return list(zip(supports, *(values.split(batch.active) for values in prepare(scores)), strict=True))
+    if not any(batch.missing):
+        support, scores = hmm.emission.score(batch.tokens[batch.row, batch.step], missing=False)
+        return Supports(batch, support), [Packed(batch, values) for values in prepare(scores)]
+    found = [
+        hmm.emission.score(batch.tokens[:rows, t], batch.missing[t], log_missing) for t, rows in enumerate(batch.active)
+    ]
+    columns = zip(*(prepare(scores) for _, scores in found), strict=True)
+    return Supports(batch, [support for support, _ in found]), [Packed(batch, list(values)) for values in columns]
 
 
 def run_filter(
@@ -88,7 +83,7 @@ def run_filter(
     return forward(hmm, batch, log_initial, log_missing) if found is None else found
 
 
-def run_messages(hmm: Composition, lattice: Lattice) -> list[Tensor]:
+def run_messages(hmm: Composition, lattice: Lattice) -> Packed:
     """Return log p(x_t+1.. | z_t) / p(x_t+1.. | x_1..t) [n, K] for each step, for possible sequences."""
     found = None if lattice.stacked is None else messages_dense(hmm, lattice)
     return messages_back(hmm, lattice) if found is None else found
@@ -121,12 +116,12 @@ def forward(
         log_initial: [B, Z] the logarithm of the filtered distribution before it, rows as in the batch.
         first: [B, K] log p(z_1) over the support of the first tokens, in its place.
     """
-    lattice, steps = Lattice(batch, [], [], [], []), Steps(LOG, hmm.transition)
-    observed = observe(hmm, batch, log_missing)
+    supports, (scores,) = observe(hmm, batch, log_missing)
+    lattice, steps = Lattice.begin(batch, supports, scores), Steps(LOG, hmm.transition)
     if first is None:
-        first = predict_first(hmm, batch, observed[0][0], log_initial)
-    for each in observed:
-        add_step(steps, lattice, each, first)
+        first = predict_first(hmm, batch, supports[0], log_initial)
+    for _ in batch.active:
+        add_step(steps, lattice, first)
     return lattice
 
 
@@ -162,7 +157,7 @@ def windows(hmm: Composition, batch: SortedBatch, log_initial: Tensor | None) ->
         log_initial = spread(lattice.filtered[-1], lattice.supports[-1], hmm.states, NEG_INF)
 
 
-def messages_back(hmm: Composition, lattice: Lattice) -> list[Tensor]:
+def messages_back(hmm: Composition, lattice: Lattice) -> Packed:
     """Compute `run_messages` in log space, a step at a time."""
     messages: list[Tensor] = []
     for t in reversed(range(len(lattice.supports))):
@@ -176,15 +171,16 @@ def messages_back(hmm: Composition, lattice: Lattice) -> list[Tensor]:
             moved = moved - logsumexp(lattice.filtered[t][:rows] + moved, 1)[:, None]
             message = torch.cat([moved, message[rows:]])
         messages.append(message)
-    return messages[::-1]
+    return Packed(lattice.batch, messages[::-1])
 
 
 def best_paths(hmm: Composition, batch: SortedBatch) -> tuple[Tensor, Tensor]:
     """Compute `find_best_paths`: the forward recursion in max-plus, then a step back at a time."""
-    lattice, observed, steps = Lattice(batch, [], [], [], []), observe(hmm, batch), Steps(MAX_PLUS, hmm.transition)
-    first = predict_first(hmm, batch, observed[0][0], None)
-    for t, each in enumerate(observed):
-        add_step(steps, lattice, each, first, normalize=t % _STEPS_PER_SHIFT == 0)
+    supports, (scores,) = observe(hmm, batch)
+    lattice, steps = Lattice.begin(batch, supports, scores), Steps(MAX_PLUS, hmm.transition)
+    first = predict_first(hmm, batch, supports[0], None)
+    for t in range(len(batch.active)):
+        add_step(steps, lattice, first, normalize=t % _STEPS_PER_SHIFT == 0)
     log_prob = lattice.log_likelihood()
     for t, ending in endings(batch):
         log_prob[ending] += lattice.filtered[t][ending].amax(1)
@@ -215,26 +211,20 @@ def run_possible(hmm: Composition, batch: SortedBatch, log_missing: Tensor | Non
     return lattice
 
 
-def exp_of_sums(lattice: Lattice, *logs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the exponentials of sums of values [n, K] for each step; at once if all are over all states."""
-    if all(support is None for support in lattice.supports):
-        total = torch.cat(list(logs[0]))
-        for values in logs[1:]:
-            total += torch.cat(list(values))
-        return total.exp_().split([len(values) for values in logs[0]])
-    return [sum(each[1:], each[0]).exp() for each in zip(*logs, strict=True)]
+def exp_of_sum(a: Tensor, b: Tensor) -> Tensor:
+    """Return exp(a + b)."""
+    return (a + b).exp_()
 
 
-def gather(hmm: Composition, lattice: Lattice, values: Sequence[Tensor], fill: float = 0.0) -> Tensor:
-    """Return values over supports as [B, T, Z], original order, `fill` outside supports and beyond lengths."""
-    result = torch.full((*lattice.batch.tokens.shape, hmm.states), fill, dtype=hmm.dtype, device=hmm.device)
-    if all(support is None for support in lattice.supports):  # at once
-        result[lattice.batch.order, : len(values)] = pad_sequence(list(values), True, fill).transpose(0, 1)
+def gather(hmm: Composition, lattice: Lattice, values: Packed) -> Tensor:
+    """Return values over supports as [B, T, Z], original order, zero outside supports and beyond lengths."""
+    batch, blocks = lattice.batch, lattice.supports.blocks
+    if lattice.supports.is_one and lattice.supports.whole is None and batch.is_even:
+        return values.padded(0.0).transpose(0, 1).contiguous()
+    result = torch.zeros(*batch.tokens.shape, hmm.states, dtype=hmm.dtype, device=hmm.device)
+    if blocks is not None:  # written without spreading them first
+        result.unflatten(2, (-1, blocks.width))[batch.order[batch.row], batch.step, blocks.blocks] = values.whole
         return result
-    for t, (value, support) in enumerate(zip(values, lattice.supports, strict=True)):
-        rows = lattice.batch.order[: len(value)]
-        if isinstance(support, BlockSupport) and not support.wide:  # written without spreading them first
-            result.unflatten(2, (-1, support.width))[rows, t, support.blocks] = value
-        else:
-            result[rows, t] = spread(value, support, hmm.states, fill)
+    for row, step, own, support in lattice.rows(values):
+        result[batch.order[row], step] = spread(own, support, hmm.states, 0.0)
     return result

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.lattice import Lattice, Observed, Step, condition, stack_together
+from hmmlm.hmm.lattice import Lattice, SortedBatch, Stack, Supports, condition
 from hmmlm.numerics.semirings import LOG, PROBABILITY, Semiring
 from hmmlm.numerics.support import BlockSupport, Support, first_rows, some_rows
 from hmmlm.ops.underflow import exp
@@ -33,15 +32,14 @@ class Steps:
         """Compute Σ_j A[i, j] y_j [n, K] from position t to t − 1."""
         return self.transition.backward_step(self.ring, y, source, target)
 
-    def gradient(self, before: list[Step], after: list[Step], weights: Tensor) -> dict[str, Tensor]:
+    def gradient(self, pairs: list[tuple[Stack, Stack]], weights: Tensor) -> dict[str, Tensor]:
         """Compute the derivatives of Σ weights_n x_n A y_n by the tensors of the transition.
 
         Args:
-            before: x at position t − 1, in the order of `after`.
-            after: y at position t, of which row n of the batch [B] has weights_n.
+            pairs: x at position t − 1 and y at position t, of which row n of the batch [B] has weights_n.
         """
         totals = {name: torch.zeros_like(value) for name, value in self.transition.parameters().items()}
-        for (row, _, x, source), (_, _, y, target) in zip(*stack_together(before, after), strict=True):
+        for (row, _, x, source), (_, _, y, target) in pairs:
             apart = self.ring is LOG or source is not None or target is not None
             size = max(1, _CELLS // (x.shape[1] * y.shape[1])) if apart else len(x)
             for piece in torch.arange(len(x), device=x.device).split(size):
@@ -82,11 +80,11 @@ class TileSteps(Steps):
         pairs = zip(values.split(size), index.split(size), strict=True)
         return torch.cat([multiply(rows, tiles.index_select(0, own)) for rows, own in pairs])
 
-    def gradient(self, before: list[Step], after: list[Step], weights: Tensor) -> dict[str, Tensor]:
-        if not after:
-            return super().gradient(before, after, weights)
-        x = torch.cat([values for _, _, values, _ in before])
-        y = torch.cat([values * weights[: len(values), None] for _, _, values, _ in after])
+    def gradient(self, pairs: list[tuple[Stack, Stack]], weights: Tensor) -> dict[str, Tensor]:
+        if not pairs:
+            return super().gradient(pairs, weights)
+        (((row, _, x, _), (_, _, y, _)),) = pairs
+        y = y * weights[row, None]
         counts, index = torch.zeros_like(self.tiles), torch.cat(list(self.index))
         if 4 * len(counts) <= len(index):
             order, sizes = index.argsort(stable=True), index.bincount(minlength=len(counts)).tolist()
@@ -99,45 +97,40 @@ class TileSteps(Steps):
         return self.transition.tile_gradient(self.sources, self.targets, counts.mul_(self.tiles))
 
 
-def add_step(steps: Steps, lattice: Lattice, observed: Observed, first: Tensor, normalize: bool = True) -> Tensor:
-    """Add a step with the support of a token and its scores [n, K], as values of a semiring, to a lattice.
-
-    Return the predictions p(z_t | past) [n, K].
+def add_step(steps: Steps, lattice: Lattice, first: Tensor, normalize: bool = True) -> Tensor:
+    """Add the next step to a lattice; return the predictions p(z_t | past) [n, K].
 
     Args:
         first: [n, K] p(z_1) over the support, which the first step uses.
         normalize: whether the values are divided by their sum; otherwise the scale of the step is log 1.
     """
-    support, scores = observed
-    predicted, rows, t = first, len(scores), len(lattice.supports)
+    t = len(lattice.filtered)
+    scores, predicted = lattice.scores[t], first
+    rows = len(scores)
     if t:
-        source = first_rows(lattice.supports[-1], rows)
-        predicted = steps.forward(t, lattice.filtered[-1][:rows], source, support)
+        source = first_rows(lattice.supports[t - 1], rows)
+        predicted = steps.forward(t, lattice.filtered[t - 1][:rows], source, lattice.supports[t])
     if normalize:
         filtered, scale = condition(steps.ring, predicted, scores)
     else:
         filtered, scale = steps.ring.times(predicted, scores), scores.new_zeros(rows)
-    lattice.supports.append(support)
-    lattice.scores.append(scores)
-    lattice.filtered.append(filtered)
-    lattice.scales.append(scale)
+    lattice.filtered.extend([filtered])
+    lattice.scales.extend([scale])
     return predicted
 
 
-def between(ring: Semiring, transition: Transition, supports: Sequence[Support]) -> Steps:
-    """Return the steps between neighbouring supports, whose rows become fewer; in tiles where these serve."""
-    blocks = [each.blocks for each in supports if isinstance(each, BlockSupport) and not each.wide]
-    if ring is not PROBABILITY or not isinstance(transition, TiledTransition) or not 1 < len(blocks) == len(supports):
-        return Steps(ring, transition)
-    pairs = [(source[: len(target)], target) for source, target in pairwise(blocks)]
-    return steps_of(transition, pairs, supports[0].width)  # type: ignore[union-attr]
+def between(transition: Transition, batch: SortedBatch, supports: Supports) -> Steps:
+    """Return the steps in probabilities of a batch; in tiles where these serve."""
+    own, later = supports.blocks, batch.active[1:]
+    if own is None or not later or not isinstance(transition, TiledTransition):
+        return Steps(PROBABILITY, transition)
+    return steps_of(transition, own.rows(batch.before), own.rows(slice(batch.active[0], None)), later)
 
 
-def steps_of(transition: TiledTransition, pairs: Sequence[tuple[Tensor, Tensor]], width: int) -> Steps:
-    """Return the steps in probabilities between pairs of blocks [n] for each step."""
-    blocks = transition.num_states // width
-    numbers = torch.cat([source * blocks + target for source, target in pairs])
-    distinct, index = numbers.unique(return_inverse=True)
+def steps_of(transition: TiledTransition, source: BlockSupport, target: BlockSupport, sizes: Sequence[int]) -> Steps:
+    """Return the steps in probabilities from blocks [n] to others, of steps of `sizes` one after the other."""
+    width = source.width
+    distinct, index = (source.blocks * (transition.num_states // width) + target.blocks).unique(return_inverse=True)
     if len(distinct) * width**2 > _TILE_CELLS:
         return Steps(PROBABILITY, transition)
-    return TileSteps(transition, distinct, index.split([len(source) for source, _ in pairs]), width)
+    return TileSteps(transition, distinct, index.split(list(sizes)), width)
