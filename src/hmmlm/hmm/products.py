@@ -20,7 +20,7 @@ from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.numerics.semirings import LOG
 from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.scan.api import refusal
-from hmmlm.ops.scan.scaled import distinct
+from hmmlm.ops.scan.scaled import GROUPS, ScaledChain, distinct, scaled_filter
 from hmmlm.ops.underflow import FLOOR, least_sum
 from hmmlm.transitions import Dense
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _BULK_CELLS = 2**25  # largest [T, B, Z] tensor
 _LOOP_STEPS = 1024  # of a text for which compiled loops pay: to load them takes 0.1 GB
 _LEAST_CARRIED = 1e-20  # probability of a state of a carry that compiled loops may start from
-_GROUPS = (4, 1)  # steps between two normalizations: first several, which is faster; then one, which is more accurate
 
 
 class Observations(NamedTuple):
@@ -65,18 +64,19 @@ def filter_dense(
     words, index = distinct(batch.tokens[:, :steps].t() + 1, hmm.vocab_size + 1)
     words -= 1
     given = Observations(emission.score(words, bool(words[0] < 0), log_missing)[1], index, batch.active)
+    scores = given.at(given.scores)
     result = None if log_missing is not None else _filter_loops(hmm, batch, log_initial)
     by_loops = result is not None
     if result is None:
         first = hmm.log_start.expand(len(batch.tokens), -1)
         if log_initial is not None:
             first = transition.forward_step(LOG, log_initial)
-        result = filter_products(transition.matrix(), first, given)
+        result = filter_products(transition.matrix().probs, first, given, scores)
     if result is None:
         return None
-    log_filtered, log_scales, scores = (_active_rows(v, batch) for v in (*result, given.at(given.scores)))
+    log_filtered, log_scales, rows = (_active_rows(values, batch) for values in (*result, scores))
     bulk = BulkFilter(given, result[0], by_loops)
-    return Lattice(batch, Supports(batch, None), scores, log_filtered, log_scales, bulk)
+    return Lattice(batch, Supports(batch, None), rows, log_filtered, log_scales, bulk)
 
 
 def _filter_loops(hmm: Composition, batch: SortedBatch, log_initial: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -154,45 +154,33 @@ def _active_rows(values: Tensor, batch: SortedBatch) -> Packed:
     return Packed(batch, values.flatten(0, 1) if batch.is_even else values[batch.step, batch.row])
 
 
-def filter_products(matrix: LogMatrix, log_first: Tensor, given: Observations) -> tuple[Tensor, Tensor] | None:
-    """Compute log p(z_t | x_1..t) [T, B, Z] and log p(x_t | x_1..t−1) [T, B].
+def filter_products(
+    transition: Tensor, log_first: Tensor, given: Observations, scores: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Compute log p(z_t | x_1..t) [T, B, Z] and log p(x_t | x_1..t−1) [T, B], by the filter of the likelihood.
 
     Args:
-        matrix: the transition matrix.
+        transition: probabilities [Z, Z].
         log_first: [B, Z] log p(z_1).
+        scores: [T, B, Z] of the tokens.
     """
-    log_factor = given.scores + matrix.peak
-    top, factor = _relative(log_factor)
-    joint = log_first + given.scores.index_select(0, given.row[0])
-    tops, factors = given.at(top), given.at(factor)
-    tops[0], first = _relative(joint)
-    for group in _GROUPS:
-        sums, masses = torch.ones_like(factors), torch.ones_like(tops)
-        values, batch = first, len(first)
-        steps = zip(given.active, factors.unbind(), sums.unbind(), strict=True)
-        for t, (rows, here, total) in enumerate(steps):
-            if t == 0:
-                continue
-            if rows < batch:
-                values, here, total = values[:rows], here[:rows], total[:rows]
-            if (t - 1) % group == 0:
-                mass = values.sum(1)
-                masses[t, :rows] = mass
-                values = _normalized(values, mass)
-            torch.mm(values, matrix.scaled, out=total)
-            values = total * here
-        if _accurate(sums, masses):
-            mass = (sums * factors).sum(2)
-            mass[0] = first.sum(1)
-            log_mass = mass.log_().nan_to_num_()  # of rows that are not active
-            log_scale = log_mass + tops
-            before = log_mass[:-1].clone()  # what the sums of the next step are relative to
-            before[::group] = 0.0
-            total = log_scale.clamp_min(torch.finfo(log_scale.dtype).min)[..., None]  # −inf minus it is −inf, not NaN
-            log_filtered = sums.log_().add_(given.at(log_factor)).sub_(total)
-            log_filtered[0] = joint - total[0]
-            log_scale[1:] -= before
-            return log_filtered, log_scale
+    top, factor = _relative(given.scores)
+    peak, first = _relative(log_first)
+    chain = ScaledChain(first, transition, factor, top, given.row, top, given.active, None, None, None)
+    for group in GROUPS:
+        sums = torch.ones_like(scores)
+        result, least = scaled_filter(chain, True, group, sums=sums)
+        sums[0] = 1.0  # not a sum
+        if bool(sums.amin() * least >= least_sum(len(transition), scores.dtype)):  # or NaN
+            log_scale = result.scale.log_()
+            log_mass = log_scale.clone()  # since the last normalization
+            for t in range(1, group):
+                log_mass[t::group] += log_mass[t - 1 :: group][: len(log_mass[t::group])]
+            peaks = given.at(top)
+            log_filtered = sums.log_().add_(scores).sub_((log_mass + peaks)[..., None])
+            log_filtered[0] = log_first - peak[:, None] + scores[0] - (log_mass[0] + peaks[0])[:, None]
+            log_scale[0] += peak
+            return log_filtered, log_scale + peaks
     return None
 
 
@@ -210,7 +198,7 @@ def message_products(matrix: LogMatrix, given: Observations) -> Tensor | None:
     ]
     for t, ended in endings:
         factors[t, ended] = _relative(given.scores.index_select(0, given.row[t, ended]))[1]
-    for group in _GROUPS:
+    for group in GROUPS:
         sums, masses = torch.ones_like(factors), torch.ones_like(factors[..., 0])
         totals = sums.unbind()
         for t in range(len(given.active) - 1, 0, -1):
@@ -220,7 +208,8 @@ def message_products(matrix: LogMatrix, given: Observations) -> Tensor | None:
                 masses[t - 1, :rows] = mass = values.amax(1)
                 values = _normalized(values, mass)
             torch.mm(values, matrix.scaled, out=totals[t - 1][:rows])
-        if _accurate(sums, masses):
+        sure = sums.amin(2) * masses.clamp(max=1.0) >= least_sum(sums.shape[2], sums.dtype)
+        if bool(sure.all()):  # a NaN, of an impossible sequence, is not
             messages = sums.log_().add_(matrix.peak)
             for t, ended in endings:
                 messages[t, ended] = 0.0
@@ -237,14 +226,3 @@ def _relative(log_values: Tensor) -> tuple[Tensor, Tensor]:
 def _normalized(values: Tensor, mass: Tensor) -> Tensor:
     """Divide values [n, Z] by mass [n]; without denormal numbers, which would slow the product down."""
     return threshold(values / mass[:, None], FLOOR[values.dtype], 0.0, inplace=True)
-
-
-def _accurate(sums: Tensor, masses: Tensor) -> bool:
-    """Return whether underflow cannot have changed sums [T, B, Z] by more than the tolerance.
-
-    Values are flushed below FLOOR after division by their mass [T, B], and below the smallest normal number before it.
-    A NaN, of an impossible sequence, is not accurate.
-    """
-    lost_before = torch.finfo(sums.dtype).tiny / FLOOR[sums.dtype]
-    least = least_sum(sums.shape[2], sums.dtype)
-    return bool((sums.amin(2) * (masses / lost_before).clamp(max=1.0) >= least).all())

@@ -18,7 +18,7 @@ from hmmlm.ops.common import NEG_INF, capturing, log_normalize
 from hmmlm.ops.scan.problem import Evidence, Parameters
 from hmmlm.ops.underflow import FLOOR, TOLERANCE, exp, least_sum
 
-GROUP = 4  # steps between two normalizations
+GROUPS = (4, 1)  # steps between two normalizations: first several, which is faster; then one, which is more accurate
 LEAST = {torch.float32: 1e-12, torch.float64: 1e-100}  # mass below which every step is normalized
 SURE_RATIO = 1e8  # max/min ratio of a transition column up to which `suspicious` is a proof
 _STATES = 32  # whose counts of words are written at once
@@ -28,7 +28,7 @@ SPAN_CELLS = 2**22  # largest [steps, B, Z] buffer when nothing is kept
 class ScaledChain(NamedTuple):
     """A batch prepared for the recursions: time-major, longest sequence first, so step t uses rows [:active[t]]."""
 
-    start: Tensor  # [Z] probabilities
+    start: Tensor  # [Z] probabilities, or [B, Z] of each sequence
     transition: Tensor  # [Z, Z] probabilities, in the dtype of products
     emission: Tensor  # [U, Z] p(word | z) / max_z p(word | z), one row per entry of `vocabulary`
     log_peak: Tensor  # [U] log max_z p(word | z)
@@ -135,21 +135,22 @@ def forward(chain: ScaledChain, keep: bool = True) -> ScaledForward:
     close to underflow, the filter runs again with groups of one step.
     """
     if capturing(chain.start):  # a graph cannot branch on `least`
-        return _filter(chain, keep, 1)[0]
-    result, least = _filter(chain, keep, GROUP)
-    return result if bool(least >= LEAST[chain.start.dtype]) else _filter(chain, keep, 1)[0]
+        return scaled_filter(chain, keep, 1)[0]
+    result, least = scaled_filter(chain, keep, GROUPS[0])
+    return result if bool(least >= LEAST[chain.start.dtype]) else scaled_filter(chain, keep, 1)[0]
 
 
-def _filter(
-    chain: ScaledChain, keep: bool, group: int, least_prob: float | None = None
+def scaled_filter(
+    chain: ScaledChain, keep: bool, group: int, least_prob: float | None = None, sums: Tensor | None = None
 ) -> tuple[ScaledForward, Tensor]:
     """Run the filter with groups of `group` steps; also return the least mass of any step before normalization.
 
     Args:
         least_prob: to which everything possible is raised, before and after each product: an upper bound.
+        sums: [T, B, Z] is overwritten by p(z_t | x_1..t−1) times the mass since the last normalization.
     """
     steps, batch = chain.words.shape
-    like, states, tiny = chain.start, chain.start.shape[0], torch.finfo(chain.start.dtype).tiny
+    like, states, tiny = chain.start, len(chain.transition), torch.finfo(chain.start.dtype).tiny
     span = steps if keep else max(1, min(steps, SPAN_CELLS // (batch * states)))
     scale = like.new_ones(steps, batch)
     inside = _inside(chain)
@@ -163,7 +164,7 @@ def _filter(
         # The emissions become the joint in place: fresh memory of this size costs more than the products of few states.
         alpha = chain.emission.index_select(0, chain.words[first:end].reshape(-1)).view(-1, batch, states)
         for t, (rows, here) in enumerate(zip(chain.active[first:end], alpha.unbind(), strict=True), first):
-            guess = predicted
+            guess = predicted if sums is None else sums[t]
             if rows < batch:
                 here[rows:] = 0.0
                 here, guess = here[:rows], guess[:rows]
@@ -384,7 +385,7 @@ def upper_bound(parameters: Parameters, chain: ScaledChain) -> ScaledForward:
         emission=torch.where(possible, chain.emission.clamp_min(floor), 0.0),
         initial=None if chain.initial is None else raised(chain.initial, floor),
     )
-    return _filter(chain, keep=False, group=1, least_prob=floor)[0]
+    return scaled_filter(chain, keep=False, group=1, least_prob=floor)[0]
 
 
 def raised(values: Tensor, floor: float) -> Tensor:
