@@ -6,8 +6,6 @@ messages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -15,10 +13,10 @@ from hmmlm.hmm.composition import Composition
 from hmmlm.hmm.generic_filter import Run, Words
 from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, Stack
 from hmmlm.hmm.recursions import messages_back
-from hmmlm.hmm.steps import Steps
+from hmmlm.hmm.steps import Steps, pass_back
 from hmmlm.numerics.semirings import LOG
-from hmmlm.numerics.support import first_rows, some_rows
-from hmmlm.ops.common import NEG_INF, finite
+from hmmlm.numerics.support import some_rows
+from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.underflow import FLOOR, TOLERANCE
 
 
@@ -37,28 +35,34 @@ class Gradient:
         """Add those of log-likelihoods and of words' scores, times seeds [B]; return those of the first step [B, K]."""
         seed = torch.where(run.total == NEG_INF, 0.0, seed)
         seed = seed if run.exact is None else seed.index_fill(0, run.rows, 0.0)
-        size, change = seed.abs(), None
+        size, change = seed.abs(), list[Tensor]()
         if run.words is not None:
             change = self._add_words(lattice.batch, run.words, seed_score)
             size = size + seed_score.abs().to(size)
-        posteriors, weights = _smooth(self.hmm, run, lattice, seed, size, change)
+        # A weight is a posterior divided by a prediction, which is sure where it matters (see `generic_filter`); one
+        # that is too large for that belongs to a state that the past excludes.
+        most = (2 * TOLERANCE[self.hmm.dtype] / FLOOR[self.hmm.dtype] * size)[:, None]
+        messages, weights = pass_back(
+            run.steps,
+            lattice,
+            seed,
+            lambda t, arrived: arrived + change[t] if change else arrived,
+            lambda own: own.where((own.abs() <= most[: len(own)]) & (most[: len(own)] > 0), 0.0),
+        )
+        counted = Packed(lattice.batch, (size > 0)[lattice.batch.row, None])
+        posteriors = lattice.filtered.map(lambda f, message, own: (f * message).where(own, 0.0), messages, counted)
         self._add_counts(self.hmm, lattice, run.steps, posteriors, weights, torch.ones_like(seed))
         return posteriors[0]
 
     def add_exact(self, run: Run, seed: Tensor) -> Tensor:
         """Add those of sequences in log space, times seed [m]; return those of the first step [m, K]."""
         assert run.exact is not None
-        lattice, messages = run.exact, messages_back(run.model, run.exact)
+        lattice, (messages, weights) = run.exact, messages_back(run.model, run.exact)
         given = Packed(lattice.batch, seed[lattice.batch.row, None])
         posteriors = lattice.filtered.map(
-            lambda filtered, message, own: (filtered + message).exp().where(own != 0, 0.0) * own, messages, given
+            lambda f, message, own: (f + message).exp().where(own != 0, 0.0) * own, messages, given
         )
-        weights = lattice.scores.map(
-            lambda scores, message, scale, own: (scores + message - finite(scale)[:, None]).where(own != 0, NEG_INF),
-            messages,
-            lattice.scales,
-            given,
-        )
+        weights = weights.map(lambda weight, own: weight.where(own != 0, NEG_INF), given)
         self._add_counts(run.model, lattice, Steps(LOG, run.model.transition), posteriors, weights, seed)
         return posteriors[0]
 
@@ -78,7 +82,7 @@ class Gradient:
             known = (tokens >= 0).nonzero()[:, 0]
             self._add("emission", hmm.emission.gradient(tokens[known], share[known], some_rows(support, known)))
 
-    def _add_words(self, batch: SortedBatch, words: Words, seed: Tensor) -> Sequence[Tensor]:
+    def _add_words(self, batch: SortedBatch, words: Words, seed: Tensor) -> list[Tensor]:
         """Add the gradients of words' scores, times seed [B]; return those of the states before [n, K] for each step.
 
         log p(word | past) = log Σ_i f_i b_i of the filtered distribution f, b_i = Σ_j A_ij p(word | j). A word adds
@@ -93,34 +97,4 @@ class Gradient:
         self._add("emission", self.hmm.emission.gradient(words.word, words.predicted * weight, words.support))
         ahead = words.steps.backward(1, weight, words.source, words.support)
         change = ahead - (ahead * words.before).sum(1, keepdim=True)
-        return change.unflatten(0, (-1, count)).sum(1).split(batch.active[1:])
-
-
-def _smooth(
-    hmm: Composition, run: Run, lattice: Lattice, seed: Tensor, size: Tensor, change: Sequence[Tensor] | None
-) -> tuple[Packed, Packed]:
-    """Return posteriors [n, K], and weights y_t [n, K] with p(z_t−1, z_t | x) = f_t−1 A y_t, both times seed [B].
-
-    A weight is a posterior divided by a prediction, which is sure where it matters (see `generic_filter`). Weights that
-    are too large for that belong to states that the past excludes: they are zero.
-
-    Args:
-        size: [B] of what is added up.
-        change: added to the messages, times the seed, of each step but the last.
-    """
-    posteriors, weights = list[Tensor](), list[Tensor]()
-    most = 2 * TOLERANCE[hmm.dtype] / FLOOR[hmm.dtype] * size
-    for t in reversed(range(len(lattice.supports))):
-        filtered, support = lattice.filtered[t], lattice.supports[t]
-        message = seed[: len(filtered), None].expand_as(filtered)
-        if weights:
-            rows = len(weights[-1])
-            arrived = run.steps.backward(t + 1, weights[-1], first_rows(support, rows), lattice.supports[t + 1])
-            if change is not None:
-                arrived = arrived + change[t]
-            message = arrived if rows == len(message) else torch.cat([arrived, message[rows:]])
-        weight = (lattice.scores[t] / lattice.scales[t][:, None]) * message  # the other order overflows
-        least = most[: len(weight), None]
-        weights.append(weight.where((weight.abs() <= least) & (least > 0), 0.0))
-        posteriors.append((filtered * message).where(least > 0, 0.0))
-    return Packed(lattice.batch, posteriors[::-1]), Packed(lattice.batch, weights[::-1])
+        return list(change.unflatten(0, (-1, count)).sum(1).split(batch.active[1:]))

@@ -17,7 +17,7 @@ from hmmlm.hmm.blocked_stream import filter_stream, is_stream
 from hmmlm.hmm.checks import ArrayLike, check_batch
 from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, Supports, add_first, endings
 from hmmlm.hmm.products import filter_dense, messages_dense
-from hmmlm.hmm.steps import Steps, add_step
+from hmmlm.hmm.steps import Steps, add_step, pass_back
 from hmmlm.numerics.semirings import LOG, MAX_PLUS
 from hmmlm.numerics.support import Support, first_rows, restrict, some_rows, spread, state_ids
 from hmmlm.ops.common import NEG_INF, Carry, log_normalize, logsumexp
@@ -86,7 +86,7 @@ def run_filter(
 def run_messages(hmm: Composition, lattice: Lattice) -> Packed:
     """Return log p(x_t+1.. | z_t) / p(x_t+1.. | x_1..t) [n, K] for each step, for possible sequences."""
     found = None if lattice.stacked is None else messages_dense(hmm, lattice)
-    return messages_back(hmm, lattice) if found is None else found
+    return messages_back(hmm, lattice)[0] if found is None else found
 
 
 def find_best_paths(hmm: Composition, batch: SortedBatch) -> tuple[Tensor, Tensor]:
@@ -157,21 +157,15 @@ def windows(hmm: Composition, batch: SortedBatch, log_initial: Tensor | None) ->
         log_initial = spread(lattice.filtered[-1], lattice.supports[-1], hmm.states, NEG_INF)
 
 
-def messages_back(hmm: Composition, lattice: Lattice) -> Packed:
-    """Compute `run_messages` in log space, a step at a time."""
-    messages: list[Tensor] = []
-    for t in reversed(range(len(lattice.supports))):
-        message = torch.zeros_like(lattice.filtered[t])
-        if messages:
-            ahead = lattice.scores[t + 1] + messages[-1]
-            rows = len(ahead)
-            source = first_rows(lattice.supports[t], rows)
-            moved = hmm.transition.backward_step(LOG, ahead, source, lattice.supports[t + 1])
-            # Normalized at every step, so that rounding errors do not add up over a long sequence.
-            moved = moved - logsumexp(lattice.filtered[t][:rows] + moved, 1)[:, None]
-            message = torch.cat([moved, message[rows:]])
-        messages.append(message)
-    return Packed(lattice.batch, messages[::-1])
+def messages_back(hmm: Composition, lattice: Lattice) -> tuple[Packed, Packed]:
+    """Compute `run_messages` in log space, a step at a time; also return the weights of `pass_back`."""
+
+    def normalize(t: int, arrived: Tensor) -> Tensor:
+        # At every step, so that rounding errors do not add up over a long sequence.
+        return arrived - logsumexp(lattice.filtered[t][: len(arrived)] + arrived, 1)[:, None]
+
+    last = torch.zeros_like(lattice.scales[0])
+    return pass_back(Steps(LOG, hmm.transition), lattice, last, normalize, lambda weights: weights)
 
 
 def best_paths(hmm: Composition, batch: SortedBatch) -> tuple[Tensor, Tensor]:

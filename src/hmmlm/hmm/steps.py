@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.lattice import Lattice, SortedBatch, Stack, Supports, condition
+from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, Stack, Supports, condition
 from hmmlm.numerics.semirings import LOG, PROBABILITY, Semiring
 from hmmlm.numerics.support import BlockSupport, Support, first_rows, some_rows
 from hmmlm.ops.underflow import exp
@@ -117,6 +117,34 @@ def add_step(steps: Steps, lattice: Lattice, first: Tensor, normalize: bool = Tr
     lattice.filtered.extend([filtered])
     lattice.scales.extend([scale])
     return predicted
+
+
+def pass_back(
+    steps: Steps,
+    lattice: Lattice,
+    last: Tensor,
+    arrive: Callable[[int, Tensor], Tensor],
+    limit: Callable[[Tensor], Tensor],
+) -> tuple[Packed, Packed]:
+    """Return messages m_t = p(x_t+1.. | z_t) / p(x_t+1.. | x_1..t) [n, K] and weights m_t p(x_t | z_t) / p(x_t | past).
+
+    Args:
+        last: [B] the message where a sequence ends.
+        arrive: called with t and the messages that arrive from step t + 1; returns those that are used.
+        limit: called with weights; returns those that are used.
+    """
+    messages, weights, shares = list[Tensor](), list[Tensor](), lattice.scores.map(steps.ring.divide, lattice.scales)
+    for t in reversed(range(len(lattice.filtered))):
+        share = shares[t]
+        message = last[: len(share), None].expand_as(share)
+        if weights:
+            rows = len(weights[-1])
+            source, target = first_rows(lattice.supports[t], rows), lattice.supports[t + 1]
+            arrived = arrive(t, steps.backward(t + 1, weights[-1], source, target))
+            message = arrived if rows == len(message) else torch.cat([arrived, message[rows:]])
+        messages.append(message)
+        weights.append(limit(steps.ring.times(share, message)))
+    return Packed(lattice.batch, messages[::-1]), Packed(lattice.batch, weights[::-1])
 
 
 def between(transition: Transition, batch: SortedBatch, supports: Supports) -> Steps:
