@@ -46,20 +46,43 @@ def test_triton_gradients_agree_with_float64(size: tuple[int, int, int, int], op
 
 
 @in_interpreter
-def test_triton_gradients_of_rows_in_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hmmlm.ops.scan import kernel_chain
+def test_triton_softmax_of_rows_in_several_blocks() -> None:
+    """Rows of transitions have several with more than 4,096 states, too many for the recursions of a test."""
+    from hmmlm.ops.scan.row_kernels import softmax_gradient_kernel, softmax_kernel
 
-    monkeypatch.setattr(kernel_chain, "_ROW", 16)
-    check_scan((37, 50, 4, 5), "cpu")
+    generator = torch.Generator().manual_seed(0)
+    logits, gradient = torch.randn(2, 3, 50, generator=generator)
+    logits[1, :16] = -torch.inf
+    probs, (log_normalizer, norms) = torch.empty_like(logits), torch.empty(2, 3)
+    softmax_kernel[(3,)](logits, probs, log_normalizer, 50, BLOCK=16)
+    torch.testing.assert_close(probs, logits.softmax(1))
+    torch.testing.assert_close(log_normalizer, logits.logsumexp(1))
+    leaf = logits.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(leaf.softmax(1), leaf, gradient)
+    softmax_gradient_kernel[(3,)](gradient, logits, log_normalizer, norms, 50, BLOCK=16)
+    torch.testing.assert_close(gradient, expected)
+    torch.testing.assert_close(norms, expected.norm(dim=1))
 
 
 @in_interpreter
-def test_triton_gradients_of_words_that_fill_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hmmlm.ops.scan import kernel_counts
+def test_triton_gradients_of_words_that_fill_many_chunks() -> None:
+    """Each word has about 1,200 places: more chunks than are joined at once. Any numbers do for the recursions."""
+    from hmmlm.ops.scan import kernel_chain, kernel_counts
 
-    monkeypatch.setattr(kernel_counts, "_SUM", {**kernel_counts._SUM, "BLOCK_N": 16})
-    monkeypatch.setattr(kernel_counts, "_JOINED", 2)
-    check_scan((20, 2, 40, 5), "cpu", restarts=True)
+    states, words, batch, steps = 3, 2, 1800, 2
+    logits, evidence = make_logits((states, words, batch, steps), "cpu")
+    chain = kernel_chain.make_chain(logits, evidence, torch.float32, normalized=False)
+    generator = torch.Generator().manual_seed(0)
+    predicted = torch.rand(steps, batch, states, generator=generator)
+    joint = torch.rand(2, steps + 1, batch, states, generator=generator)
+    posterior = predicted * joint[1, :steps]
+    seed, done = torch.linspace(-1, 2, batch), torch.zeros(batch, dtype=torch.bool)
+    result = kernel_chain.KernelForward(predicted, joint, posterior.sum(2), seed, seed, predicted[0], seed, done)
+    _, _, gradient, _ = kernel_counts.accumulate_words(chain, result, seed)
+    weighted = (posterior / posterior.sum(2, keepdim=True) * seed[:, None]).double()
+    counts = torch.stack([weighted[evidence.tokens.t() == word].sum(0) for word in range(words)], 1)
+    expected = counts - counts.sum(1, keepdim=True) * logits.log_emission.double().softmax(1)
+    torch.testing.assert_close(gradient.dense(logits.log_emission).double(), expected, rtol=1e-5, atol=1e-3)
 
 
 @in_interpreter
