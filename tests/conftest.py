@@ -14,6 +14,18 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
+@pytest.fixture(params=["kernel", "library"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take steps of the Triton kernels as with few states, all in one, and as with many, by products of the library.
+
+    The other implementations do the same with either.
+    """
+    if find_spec("triton"):
+        from hmmlm.ops.scan import triton
+
+        monkeypatch.setattr(triton, "LIBRARY_STATES", 1 if request.param == "library" else 2**20)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not find_spec("triton"):
         terminalreporter.write_line("NOT COVERED: the Triton kernels; triton is not installed")

@@ -20,6 +20,7 @@ from helpers.oracle import random_hmm
 
 from hmmlm.hmm import HMM, recorded_scan
 from hmmlm.hmm.recorded_scan import EAGER, RecordedScans
+from hmmlm.ops import pieces
 from hmmlm.ops.scan import Evidence, Parameters
 
 STATES, WORDS, BATCH, LENGTH = 12, 9, 3, 5
@@ -61,13 +62,8 @@ def draw(number: int, carried: bool = False, restarts: bool = False) -> Evidence
 
 @in_interpreter
 @pytest.mark.parametrize(("carried", "restarts"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("library", [False, True])
-def test_triton_replays_agree_with_the_scan(
-    carried: bool, restarts: bool, library: bool, replays: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hmmlm.ops.scan import triton
-
-    monkeypatch.setattr(triton, "LIBRARY_STATES", 1 if library else 2**20)
+@pytest.mark.usefixtures("products")
+def test_triton_replays_agree_with_the_scan(carried: bool, restarts: bool, replays: list[int]) -> None:
     scans, parameters, found = RecordedScans(), make_parameters(), []
     for number in range(EAGER + 3):
         evidence = draw(number, carried, restarts)
@@ -157,13 +153,12 @@ def test_triton_scans_without_room_for_a_copy_of_the_emissions(
     def fail(*given: Any) -> None:
         raise torch.OutOfMemoryError
 
-    if cause == "large":
-        monkeypatch.setattr(recorded_scan, "_EMISSIONS", STATES * WORDS - 1)
-    else:
+    if cause == "no memory":
         monkeypatch.setattr(recorded_scan, "prepare", fail)
-    scans, parameters = RecordedScans(), make_parameters()
-    for number in range(EAGER + 3):
-        assert scans.run(parameters, draw(number), "triton") is None
+    scans, parameters, evidence = RecordedScans(), make_parameters(), Evidence(torch.zeros(1, 4, dtype=torch.long))
+    with pieces.limit(STATES * WORDS - (cause == "large")):
+        for _ in range(EAGER + 3):
+            assert scans.run(parameters, evidence, "triton") is None
     assert not replays
 
 

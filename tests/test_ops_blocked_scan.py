@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from helpers import naive_blocked
-from helpers.blocked_scan import KERNEL_CASES, Case, assert_agrees, make_case, scan, solve, two_regimes, weights
+from helpers.blocked_scan import (
+    IN_PIECES,
+    KERNEL_CASES,
+    Case,
+    assert_agrees,
+    make_case,
+    scan,
+    solve,
+    two_regimes,
+    weights,
+)
 from helpers.interpreter import (
     implementations,
     in_interpreter,
@@ -26,6 +36,7 @@ from torch import Tensor
 from hmmlm.hmm import HMM, steps
 from hmmlm.hmm.recursions import observe, sort_batch
 from hmmlm.models.base import from_factors
+from hmmlm.ops import pieces
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.blocked_scan.problem import lay_out
 
@@ -39,14 +50,11 @@ def test_agrees_with_the_specification(impl: str, size: tuple[int, ...], options
 
 
 @in_interpreter
-def test_tiles_of_a_few_steps_at_a_time_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hmmlm.ops.blocked_scan import triton as module
-
-    monkeypatch.setattr(module, "_PIECE", 2)  # segments of three positions and more are split
-    monkeypatch.setattr(module, "_TILE_AT_ONCE", 0)  # tiles are read two rows at a time
-    monkeypatch.setattr(module, "_IN_CHUNKS", {"chunk": 8, "warps": 4, "stages": 2})
-    monkeypatch.setattr(module, "_TILE_BUDGET", 2 * 4 * 3 * 3)
-    assert_agrees(make_case(2, 3, 4, 5, 2, 5, entered=True, ragged=True, restarts=True, seed=11), "triton")
+@pytest.mark.parametrize("size", IN_PIECES)
+def test_tiles_of_two_steps_at_a_time_by_triton(size: tuple[int, ...]) -> None:
+    case = make_case(*size, entered=True, ragged=True, restarts=True, seed=11)
+    with pieces.limit(2 * len(case.tokens) * size[1] ** 2):
+        assert_agrees(case, "triton")
 
 
 @outside_interpreter

@@ -176,11 +176,9 @@ def test_any_division_finds_the_same_paths(threads: int) -> None:
             torch.testing.assert_close(got, wanted)
 
 
-def test_many_threads_add_counts_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hmmlm.ops.scan import compiled
-
-    monkeypatch.setattr(compiled, "THREAD_WORK", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+@pytest.mark.parametrize("threads", [3], indirect=True)
+@pytest.mark.usefixtures("threads")
+def test_many_threads_add_counts_in_the_same_order() -> None:
     model = HMM.from_probs(*random_hmm(30, 50, seed=5), impl="compiled")
     tokens = torch.randint(0, 50, (64, 20), generator=torch.Generator().manual_seed(2))
     first = model.expected_counts(tokens)

@@ -42,15 +42,6 @@ NEG_INF = -math.inf
 IMPL: Impl = "triton" if INTERPRETING else "scaled"
 
 
-@pytest.fixture(params=["kernel", "library"] if INTERPRETING else ["scaled"])
-def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take steps as with few states, all in one kernel, and as with many, whose products are the library's."""
-    if INTERPRETING:
-        from hmmlm.ops.scan import triton
-
-        monkeypatch.setattr(triton, "LIBRARY_STATES", 1 if request.param == "library" else 2**20)
-
-
 both = pytest.mark.usefixtures("products")
 
 

@@ -10,6 +10,7 @@ from helpers.oracle import NEG_INF
 from torch import Tensor
 
 from hmmlm.hmm import HMM
+from hmmlm.ops import pieces
 from hmmlm.ops.blocked_emission import blocked_emission, make_tiles
 from hmmlm.ops.blocked_scan import Factors
 from hmmlm.ops.blocked_scan.api import blocked_scan as blocked_scan_op
@@ -36,19 +37,11 @@ def test_the_kernels_are_chosen_for_cuda_tensors(device: torch.device) -> None:
 # --- dense scan ---
 
 
-@pytest.mark.parametrize("products", ["kernel", "library"])
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize(("size", "options"), dense_scan.KERNEL_CASES[::3])
 def test_dense_scan_agrees_with_log_space(
-    size: tuple[int, int, int, int],
-    options: dict[str, Any],
-    products: str,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+    size: tuple[int, int, int, int], options: dict[str, Any], device: torch.device
 ) -> None:
-    """Take steps as with few states, all in one kernel, and as with many, whose products are the library's."""
-    from hmmlm.ops.scan import triton as kernels
-
-    monkeypatch.setattr(kernels, "LIBRARY_STATES", 1 if products == "library" else 2**20)
     dense_scan.assert_agrees(*dense_scan.make_problem(*size, **options), "triton", device=device)
 
 
@@ -140,17 +133,11 @@ def test_blocked_scan_agrees_with_the_specification(
     blocked_scan.assert_agrees(blocked_scan.make_case(*size, **options, seed=3), "triton", device)
 
 
-def test_blocked_scan_in_pieces_agrees_with_the_specification(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hmmlm.ops.blocked_scan import triton as kernels
-
-    monkeypatch.setattr(kernels, "_PIECE", 2)
-    monkeypatch.setattr(kernels, "_TILE_AT_ONCE", 0)
-    monkeypatch.setattr(kernels, "_IN_CHUNKS", {"chunk": 8, "warps": 4, "stages": 2})
-    monkeypatch.setattr(kernels, "_TILE_BUDGET", 2 * 4 * 3 * 3)
-    case = blocked_scan.make_case(2, 3, 4, 5, 2, 5, entered=True, ragged=True, restarts=True, seed=11)
-    blocked_scan.assert_agrees(case, "triton", device)
+@pytest.mark.parametrize("size", blocked_scan.IN_PIECES)
+def test_blocked_scan_in_pieces_agrees_with_the_specification(size: tuple[int, ...], device: torch.device) -> None:
+    case = blocked_scan.make_case(*size, entered=True, ragged=True, restarts=True, seed=11)
+    with pieces.limit(2 * len(case.tokens) * size[1] ** 2):
+        blocked_scan.assert_agrees(case, "triton", device)
 
 
 @pytest.mark.parametrize("product_dtype", [torch.float32, torch.bfloat16])

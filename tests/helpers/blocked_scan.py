@@ -24,6 +24,8 @@ KERNEL_CASES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((1, 3, 4, 6, 3, 4), {"entered": True, "next_words": 2}),
 ]
 """Sizes (blocks, states per block, hidden, words, batch, steps) and options of problems for the Triton kernels."""
+IN_PIECES = [(2, 129, 4, 5, 4, 5), (2, 3, 4, 5, 40, 3)]
+"""Sizes of problems whose tiles are read in chunks of rows, and of whose segments several programs sum."""
 
 
 class Case(NamedTuple):

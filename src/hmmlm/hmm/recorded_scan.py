@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hmmlm.ops.common import Carry, Impl, Scan, product_dtype
 from hmmlm.ops.graph import record
+from hmmlm.ops.pieces import fits
 from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.scan.fixed import FixedModel, filter_fixed, prepare, serves
 
@@ -45,7 +46,7 @@ class RecordedScans:
         """
         (batch, steps), states = evidence.tokens.shape, len(parameters.log_start)
         cells, emissions = batch * steps * states, parameters.log_emission.numel()
-        if cells > _CELLS or emissions > _EMISSIONS or batch * states**2 > _PRODUCT:
+        if not (fits(cells, _CELLS) and fits(emissions, _EMISSIONS)) or batch * states**2 > _PRODUCT:
             return None
         products = product_dtype(parameters.log_start)
         if not serves(parameters, evidence, products, impl) or any(p.is_inference() for p in parameters):

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hmmlm.ops import pieces
 from hmmlm.ops.common import wide
 from hmmlm.ops.underflow import FLOOR
 
@@ -47,7 +48,7 @@ class Problem(NamedTuple):
     def spans(self, budget: int) -> list[tuple[int, int]]:
         """Return time ranges [first, end), each with at most `budget` elements in its transition tiles."""
         batch, time = self.word.shape
-        span = max(1, budget // max(1, batch * self.u.shape[1] * self.w.shape[1]))
+        span = pieces.at_once(batch * self.u.shape[1] * self.w.shape[1], budget)
         return [(first, min(first + span, time)) for first in range(0, time, span)]
 
 
