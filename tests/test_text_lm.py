@@ -21,7 +21,7 @@ from hmmlm.data.words import WordTokenizer
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.text import generation
+from hmmlm.ops import pieces
 from hmmlm.text.blanks import encode_blanks
 from hmmlm.text.control import load_control, save_control
 from hmmlm.text.generation import SamplingOptions, invert, sample_continuations
@@ -323,16 +323,14 @@ def expected_continuations(
         {"excluded": 0},
     ],
 )
-def test_batched_samples_follow_the_exact_probabilities(kind: str, how: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_samples_follow_the_exact_probabilities(kind: str, how: dict) -> None:
+    """With "proposals" as for models of many states; some rows run out of proposals."""
     hmm = random_hmm(seed=3) if kind == "dense" else blocked_hmm()
-    if "proposals" in how:  # as for models of many states; some rows run out of proposals
-        monkeypatch.setattr(generation, "_PROPOSED_STATES", 0)
-        monkeypatch.setattr(generation, "_PROPOSALS", how["proposals"])
-    excluded = how.get("excluded")
+    excluded, proposals = how.get("excluded"), how.get("proposals")
     options = SamplingOptions(2, how.get("temperature", 1.0), how.get("top_k"), seed=0, num=8000)
     expected = expected_continuations(hmm, [2, 3], 2, options, excluded)
     assert sum(expected.values()) == pytest.approx(1)
-    counts = Counter(map(tuple, sample_continuations(hmm, [2, 3], 1, options, excluded)))
+    counts = Counter(map(tuple, sample_continuations(hmm, [2, 3], 1, options, excluded, proposals=proposals)))
     assert set(counts) <= {tokens for tokens, p in expected.items() if p > 0}
     for tokens, p in expected.items():
         assert abs(counts[tokens] / options.num - p) < 5 * math.sqrt(p / options.num) + 1e-3, tokens
@@ -368,19 +366,18 @@ def test_the_next_token_is_that_of_scores_in_chunks() -> None:
                 )
 
 
-def test_samples_of_a_batch_are_those_of_single_calls(lm: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_of_a_batch_are_those_of_single_calls(lm: LanguageModel) -> None:
     for how in ({}, {"temperature": 0.7}, {"unknown": False}, {"must": ["cat"], "never": ["dog"]}):
         alone = [lm.generate("the", max_new_tokens=12, seed=7 + i, **how) for i in range(9)]
         assert lm.generate("the", max_new_tokens=12, seed=7, num=9, **how) == alone
         assert len(set(alone)) > 3
-    monkeypatch.setattr(generation, "_PROPOSED_STATES", 0)
-    assert lm.generate("the", max_new_tokens=12, seed=7, num=9, temperature=0.7) == [
-        lm.generate("the", max_new_tokens=12, seed=7 + i, temperature=0.7) for i in range(9)
-    ]
-    monkeypatch.setattr(generation, "_CELLS", 2 * len(WORDS))  # two samples at a time
-    assert lm.generate("the", max_new_tokens=12, seed=7, num=9) == [
-        lm.generate("the", max_new_tokens=12, seed=7 + i) for i in range(9)
-    ]
+    options = [SamplingOptions(12, 0.7, seed=7, num=9), *(SamplingOptions(12, 0.7, seed=7 + i) for i in range(9))]
+    together, *alone = (sample_continuations(lm.hmm, [2], 1, each, None, proposals=8) for each in options)
+    assert together == [tokens for (tokens,) in alone]
+    with pieces.limit(2 * len(WORDS)):  # two samples at a time
+        assert lm.generate("the", max_new_tokens=12, seed=7, num=9) == [
+            lm.generate("the", max_new_tokens=12, seed=7 + i) for i in range(9)
+        ]
     assert len(lm.generate(max_new_tokens=3, num=4)) == 4
     for seed in range(20):  # a sample does not depend on how long it may be, and may be of any length
         assert lm.generate("the", max_new_tokens=10**12, seed=seed).startswith(

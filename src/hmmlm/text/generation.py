@@ -26,6 +26,7 @@ from hmmlm.hmm.checks import check_count, check_number, check_seed
 from hmmlm.hmm.constraints import Guide, Position, none_accepted
 from hmmlm.hmm.reader import Reader, read_context
 from hmmlm.ops.common import NEG_INF
+from hmmlm.ops.pieces import at_once
 
 _SAMPLES = 1_000_000  # most samples of a call: each has a random generator of its own
 ONLY_UNKNOWN = "only <unk> can follow here: allow unknown words"
@@ -34,7 +35,7 @@ _STEPS = 32  # draws for which random numbers are made at once
 _NUMBERS = 4  # random numbers of a draw: the state before, the state, its token, whether it is accepted
 _PROPOSED = 0.5  # lowest temperature at which tokens are proposed: below, nearly all would be rejected
 _PROPOSED_STATES = 4096  # fewest states at which they are: with fewer, the predictive distribution is cheaper
-_PROPOSALS = 128  # of a token at most; then it is drawn from its predictive distribution
+_PROPOSALS = 128  # of a token at most
 _CHUNK = 256  # probabilities of a row that are first summed
 _SHORT = 4096  # probabilities of a row that is not divided into chunks
 
@@ -111,19 +112,22 @@ def sample_continuations(
     options: SamplingOptions,
     excluded: int | None,
     chunk: int | None = None,
+    proposals: int | None = None,
 ) -> list[list[int]]:
     """Sample tokens after `context` until `end`, which is not returned; each given that it is not `excluded`.
 
     Args:
         chunk: the chain restarts after every `chunk` tokens, those of the context counted.
+        proposals: most proposals of a token, after which it is drawn from its predictive distribution; by default many
+            at temperature 1, and otherwise none for models of few states, for which that distribution is cheaper.
     """
     model = hmm.detach()
     before = read_context(model, context)
-    size = max(1, _CELLS // max(hmm.states, hmm.vocab_size))
+    size = at_once(max(hmm.states, hmm.vocab_size), _CELLS)
     sampled: list[list[int]] = []
     for first in range(0, options.num, size):
         rows = _Rows(options, range(first, min(first + size, options.num)), end, hmm.device)
-        sampler = _Sampler(model, rows, excluded)
+        sampler = _Sampler(model, rows, excluded, proposals)
         sampler.run(before, len(context), chunk)
         sampled += rows.tokens
     return sampled
@@ -132,11 +136,12 @@ def sample_continuations(
 class _Sampler:
     """Draws a token for each row at every step, in one of three ways."""
 
-    def __init__(self, hmm: HMM, rows: _Rows, excluded: int | None) -> None:
+    def __init__(self, hmm: HMM, rows: _Rows, excluded: int | None, proposals: int | None) -> None:
         options = rows.options
         self.hmm, self.rows, self.options, self.excluded = hmm, rows, options, excluded
         self.ancestral = options.plain(hmm.vocab_size) and excluded is None
-        lowest = _PROPOSED if hmm.states >= _PROPOSED_STATES else 1.0
+        lowest = _PROPOSED if proposals or hmm.states >= _PROPOSED_STATES else 1.0
+        self.proposals = proposals or _PROPOSALS
         self.proposing = options.whole(hmm.vocab_size) and lowest <= options.temperature <= 1
 
     def run(self, before: Reader | None, read: int, chunk: int | None) -> None:
@@ -195,7 +200,7 @@ class _Sampler:
         """Draw the next tokens by proposals, and from their predictive distributions after too many of them."""
         tokens, log_filtered = torch.empty_like(reader.tokens), torch.empty_like(reader.log_filtered)
         waiting = torch.arange(len(tokens), device=tokens.device)  # rows without a token
-        for _ in range(_PROPOSALS):
+        for _ in range(self.proposals):
             if not len(waiting):
                 break
             accepted, proposed, after = self.propose_once(reader.rows(waiting), self.rows.draw(waiting))
