@@ -22,7 +22,7 @@ import torch
 from lightning_fabric import Fabric
 
 from benchmarks.dense_step import Training
-from benchmarks.speed import Row, step_seconds
+from benchmarks.speed import ROUND_SECONDS, Row, step_seconds
 from papers.other import AXES, BASES, MULTIPLES, point_name
 from papers.records import add_record, commit, machine
 
@@ -49,13 +49,13 @@ def forget_peak(device: torch.device) -> None:
         RESET.write_text("5")
 
 
-def measure(row: Row, fabric: Fabric) -> dict[str, dict[str, float]]:
+def measure(row: Row, fabric: Fabric, round_seconds: float) -> dict[str, dict[str, float]]:
     """Return time and memory of a training step, by kind of curve."""
     device = fabric.device
     forget_peak(device)
     before = memory_now(device, "VmRSS")
     steps = Training("scalar", "auto", argparse.Namespace(**row._asdict()), fabric)
-    seconds = step_seconds(steps.run, device.type == "cuda", rounds=3)
+    seconds = step_seconds(steps.run, device.type == "cuda", 3, round_seconds)
     return {
         "time": {"step_ms": 1e3 * seconds, "tokens_per_second": float(round(row.tokens / seconds))},
         "memory": {"peak_memory_gb": max(1e-6, memory_now(device, "VmHWM") - before)},
@@ -68,19 +68,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=BASES, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--results", type=Path, default=Path("results"))
     parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
-    parser.add_argument("--shrink", type=int, default=1, help="divide the base sizes, to test the script")
+    parser.add_argument(
+        "--shrink", type=int, default=1, help="divide the base sizes, and rounds are shorter: to test the script"
+    )
     given = parser.parse_args(arguments)
     cuda = given.device == "cuda"
     fabric = Fabric(accelerator=given.device, devices=1, precision="bf16-mixed" if cuda else "32-true")
     if cuda:
         torch.cuda.init()  # statistics of memory exist only then
     base = {name: max(2, size // given.shrink) for name, size in BASES[given.device].items()}
+    seconds = ROUND_SECONDS / given.shrink**2
     for states in (max(2, base["states"] // 4), base["states"]):  # the first models of either kind also load libraries
-        measure(Row("scalar", **base | {"states": states}), fabric)
+        measure(Row("scalar", **base | {"states": states}), fabric, seconds)
     for axis in given.axes:
         for multiple in MULTIPLES:
             sizes = base | {AXES[axis]: max(2, int(base[AXES[axis]] * multiple))}
-            found = measure(Row("scalar", **sizes), fabric)
+            found = measure(Row("scalar", **sizes), fabric, seconds)
             print(point_name(axis, multiple), sizes, found, flush=True)
             for curve, metrics in found.items():
                 record: dict[str, Any] = {

@@ -215,8 +215,8 @@ def graphed(step: Callable[[], Any], device: torch.device) -> Run:
 # --- measurements ---
 
 
-def step_seconds(run: Run, cuda: bool, rounds: int = ROUNDS) -> float:
-    """Return the median over rounds of the mean time of a step."""
+def step_seconds(run: Run, cuda: bool, rounds: int = ROUNDS, seconds: float | None = None) -> float:
+    """Return the median over rounds, of ROUND_SECONDS or as given, of the mean time of a step."""
 
     def once(steps: int) -> float:
         if cuda:
@@ -225,7 +225,7 @@ def step_seconds(run: Run, cuda: bool, rounds: int = ROUNDS) -> float:
         run(steps)
         return (time.perf_counter() - began) / steps
 
-    steps = max(1, int(ROUND_SECONDS / once(1)))
+    steps = max(1, int((seconds or ROUND_SECONDS) / once(1)))
     return statistics.median(once(steps) for _ in range(rounds))
 
 

@@ -14,10 +14,9 @@ from papers.rows import measured_rows
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-def test_time_and_memory_of_every_point_of_an_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import curves, speed
+def test_time_and_memory_of_every_point_of_an_axis(tmp_path: Path) -> None:
+    from benchmarks import curves
 
-    monkeypatch.setattr(speed, "ROUND_SECONDS", 1e-4)
     curves.main(["--device", "cpu", "--shrink", "16", "--axes", "states", "--results", str(tmp_path)])
     for name, metric in (("time-curves-cpu", "step_ms"), ("memory-curves-cpu", "peak_memory_gb")):
         records = read_records(tmp_path / f"{name}.json")

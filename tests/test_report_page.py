@@ -27,6 +27,7 @@ from hmmlm.report.page import next_commands, write_report
 from hmmlm.report.results import RunResults, evaluate_run, typical_sentence
 from hmmlm.runs.folders import flat_settings
 from hmmlm.runs.progress import Progress
+from hmmlm.text import embeddings
 from hmmlm.text.scoring import TextScore
 
 NOUNS = ["function", "list", "<b>tag</b>", "<script>alert(1)</script>", "$x^$", "{{1+1}}"]
@@ -208,8 +209,7 @@ def test_a_model_too_large_to_explain_still_has_a_report(
     finished: tuple[RunResults, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results, _ = finished
-    for module in ("text.embeddings", "report.page"):
-        monkeypatch.setattr(f"hmmlm.{module}.MAX_STATES", 5)
+    monkeypatch.setattr(embeddings, "MAX_STATES", 5)
     report = write_report(results).read_text()
     assert report.count("data:image/png;base64,") == 2
     assert "most telling words" not in report

@@ -25,7 +25,7 @@ from hmmlm.report.labels import state_followers, state_label, state_words, token
 from hmmlm.report.results import BASELINE_TOKENS, MIXTURE, RunResults, typical_sentence, write_results
 from hmmlm.runs.commands import program
 from hmmlm.runs.progress import perplexity_text
-from hmmlm.text.embeddings import MAX_STATES
+from hmmlm.text import embeddings
 
 STATES_SHOWN, HEATMAP_STATES, POSTERIOR_STATES = 24, 32, 24
 SAMPLES, SAMPLE_TOKENS = 6, 40
@@ -60,7 +60,7 @@ def write_report(results: RunResults, sentence: str | None = None) -> Path:
     sentence = sentence or typical_sentence(results.data)
     summary, problem = None, ""
     figures = _training_figures(results)
-    if results.lm.hmm.states <= MAX_STATES:
+    if results.lm.hmm.states <= embeddings.MAX_STATES:
         summary = explain_states(results.lm)
         figures["transitions"] = _transition_figure(results, summary)
         try:
@@ -89,7 +89,7 @@ def next_commands(results: RunResults) -> dict[str, str]:
     }
     if results.config.train.epochs is not None:
         commands[f"{hmmlm} train --resume {run} --train.epochs {2 * results.config.train.epochs}"] = "train longer"
-    if results.lm.hmm.states <= MAX_STATES:
+    if results.lm.hmm.states <= embeddings.MAX_STATES:
         commands[f"{hmmlm} inspect {run} --contexts"] = "list the states with occurrences in the validation text"
     return commands
 
