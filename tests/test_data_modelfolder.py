@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.models.neural import Neural
+from hmmlm.ops import pieces
 from hmmlm.structure.blocks import Blocks
 from hmmlm.teachers.gpt import GPT, GPTShape
 from hmmlm.teachers.teacher import open_teacher
@@ -141,8 +142,15 @@ def test_bad_tensors_of_a_blocked_model_are_refused(blocked: Path, name: str, ki
         assert name in message or (name.startswith("transition.") and any(each in message for each in together))
 
 
-def test_rows_of_a_large_transition_matrix_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hmmlm.transitions.factored._VALIDATED_CELLS", 32)  # every second row
+@pytest.fixture
+def every_second_row() -> Iterator[None]:
+    """Validate every second row of the transition matrix, as those of large matrices."""
+    with pieces.limit(32):
+        yield
+
+
+@pytest.mark.usefixtures("every_second_row")
+def test_rows_of_a_large_transition_matrix_are_sampled() -> None:
     hmm = blocked_hmm()
     factors = hmm.transition.tensors()
     hmm.validate()
@@ -162,9 +170,9 @@ def test_rows_of_a_large_transition_matrix_are_sampled(monkeypatch: pytest.Monke
             hmm.with_tensors({"transition.log_normalizer": normalizer}).validate()
 
 
-def test_a_checksum_finds_what_the_other_checks_do_not(blocked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("every_second_row")
+def test_a_checksum_finds_what_the_other_checks_do_not(blocked: Path) -> None:
     """A normalizer, of a row that is not summed, wrong by two per cent; and a change within the tolerance of sums."""
-    monkeypatch.setattr("hmmlm.transitions.factored._VALIDATED_CELLS", 32)  # every second row
 
     def scale_row(log_normalizer: Tensor) -> Tensor:
         changed = log_normalizer.clone()

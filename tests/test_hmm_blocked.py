@@ -1,5 +1,7 @@
 """The blocked HMM against the equivalent dense one: whatever the pieces it is computed in; and its checks."""
 
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -7,12 +9,13 @@ import torch
 from helpers.oracle import by_state, random_blocked_hmm
 from torch import Tensor
 
-from hmmlm.emissions import Blocked, blocked
+from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Carry
 from hmmlm.hmm.word_products import WordProducts
 from hmmlm.numerics.semirings import LOG
-from hmmlm.transitions import Factored, base, factored, tiled, tiles
+from hmmlm.ops import pieces
+from hmmlm.transitions import Factored
 
 V, BLOCKS, K, H = 9, 3, 4, 5
 TOKENS = torch.tensor([[0, 3, 8, 1, 1], [5, -1, 2, 7, 4], [-1, -1, 6, 0, 3], [2, 2, 2, 2, 2]])
@@ -33,13 +36,10 @@ def pair(request: pytest.FixtureRequest) -> tuple[HMM, HMM]:
 
 
 @pytest.fixture(params=["table", "tiles", "pieces"])
-def computed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def computed(request: pytest.FixtureRequest) -> Iterator[None]:
     """Keep the transition matrix, compute tiles of it when they are needed, or compute these in small pieces."""
-    if request.param != "table":
-        monkeypatch.setattr(tiled, "TABLE_CELLS", 0)
-    if request.param == "pieces":
-        for module in (base, factored, tiles, blocked):
-            monkeypatch.setattr(module, "_CELLS", 5 * K)
+    with pieces.limit({"table": sys.maxsize, "tiles": (BLOCKS * K) ** 2 - 1, "pieces": 5 * K}[request.param]):
+        yield
 
 
 @pytest.mark.usefixtures("computed")
@@ -149,10 +149,8 @@ def test_predictions_do_not_depend_on_the_products_that_are_kept() -> None:
 def test_products_with_all_states_keep_their_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     transition = random_blocked_hmm(3, 4, 9, seed=2).transition
     values = torch.randn(2, 12, dtype=transition.dtype, generator=torch.Generator().manual_seed(0)).log_softmax(1)
-    for module in (base, factored):
-        monkeypatch.setattr(module, "_CELLS", 24)
-    there, back = transition.forward_step(LOG, values), transition.backward_step(LOG, values)
-    monkeypatch.undo()
+    with pieces.limit(24):
+        there, back = transition.forward_step(LOG, values), transition.backward_step(LOG, values)
     monkeypatch.setattr(Factored, "pieces", None)
     again = random_blocked_hmm(3, 4, 9, seed=2).transition
     for _ in range(2):

@@ -10,12 +10,11 @@ from helpers.memory import LargestTensor
 from helpers.oracle import random_blocked_hmm, random_hmm, single_block
 from torch import Tensor
 
-from hmmlm.emissions import blocked
-from hmmlm.hmm import HMM, products
+from hmmlm.hmm import HMM
 from hmmlm.hmm.recursions import run_messages
-from hmmlm.numerics import logmatrix, semirings
+from hmmlm.numerics import logmatrix
+from hmmlm.ops import pieces
 from hmmlm.ops.scan import Evidence, Parameters
-from hmmlm.transitions import base, factored, tiled, tiles
 
 NEG_INF = -math.inf
 DTYPES = [torch.float32, torch.float64]
@@ -58,7 +57,7 @@ def test_a_long_sequence_in_float32() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("sharpness", "zeros"), [(1.0, 0.0), (4.0, 0.0), (15.0, 0.0), (1.0, 0.3), (90.0, 0.0)])
 def test_products_of_probabilities_agree_with_log_space_in_every_cell(
-    sharpness: float, zeros: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    sharpness: float, zeros: float, dtype: torch.dtype
 ) -> None:
     hmm = HMM.from_probs(*random_hmm(24, 30, 7, sharpness, zeros)).to(dtype)
     tokens, lengths = possible_tokens(hmm, 5, 23, 3, missing=0.1), torch.tensor([4, 23, 1, 23, 9])
@@ -72,10 +71,10 @@ def test_products_of_probabilities_agree_with_log_space_in_every_cell(
     used = hmm._possible(tokens, lengths).stacked is not None
     assert used or sharpness > 4
     assert not used or sharpness < 90 or dtype == torch.float64  # underflow is noticed
-    monkeypatch.setattr(products, "_BULK_CELLS", 0)
-    monkeypatch.setattr(semirings, "_CACHE_CELLS", 50)
     close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
-    for got, want in zip(fast, results(), strict=True):
+    with pieces.limit(50):
+        exact = results()
+    for got, want in zip(fast, exact, strict=True):
         torch.testing.assert_close(got, want, **close)
 
 
@@ -97,17 +96,12 @@ def test_infill_in_log_space_makes_nothing_of_size_z_by_z_per_position() -> None
 
 
 @pytest.mark.parametrize("query", ["viterbi", "entropy", "infill"])
-def test_missing_tokens_of_a_blocked_hmm_make_no_matrix_per_sequence(
-    query: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_tokens_of_a_blocked_hmm_make_no_matrix_per_sequence(query: str) -> None:
     batch, states = 16, 64
     hmm = random_blocked_hmm(4, states // 4, 8, seed=0)
     tokens = possible_tokens(hmm, batch, 4, 0, missing=0.5)
     expected = getattr(hmm, query)(tokens)
-    for module in (base, factored, tiles, semirings, blocked):
-        monkeypatch.setattr(module, "_CELLS", 2**10)
-    monkeypatch.setattr(tiled, "TABLE_CELLS", 0)
-    with LargestTensor() as largest:
+    with pieces.limit(2**10), LargestTensor() as largest:
         found = getattr(hmm, query)(tokens)
     torch.testing.assert_close(found, expected)
     assert largest.elements <= batch * states * 4 < batch * states**2

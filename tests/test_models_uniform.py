@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from hmmlm.config.training import read_config
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Carry
 from hmmlm.learning.train import train
-from hmmlm.models import uniform
-from hmmlm.models.uniform import UniformNeural
+from hmmlm.models.uniform import UniformNeural, make_lists
+from hmmlm.ops import pieces
 from hmmlm.runs.history import read_history
 from hmmlm.structure.blocks import UniformSubsets
 from hmmlm.structure.dropout import sample_columns
@@ -75,7 +76,7 @@ def test_lists_are_the_subsets_seen_from_the_states(words: int, states: int, dat
     drawn = data.draw(st.integers(1, states))
     picks = [sorted(data.draw(st.permutations(range(states)))[:drawn]) for _ in range(words)]
     subsets = UniformSubsets(torch.tensor(picks), states)
-    lists = uniform.make_lists(subsets)
+    lists = make_lists(subsets)
     found = [[int(w) for w, e in zip(*row, strict=True) if not e] for row in zip(lists.words, lists.empty, strict=True)]
     assert found == [[w for w in range(words) if s in picks[w]] for s in range(states)]
     for word in range(words):
@@ -94,9 +95,16 @@ def test_model_equals_the_dense_one_of_the_paper(form: str) -> None:
     check_gradients(model, hmm.log_likelihood(tokens), written_out(model).log_likelihood(tokens))
 
 
+@pytest.fixture
+def several_pieces() -> Iterator[None]:
+    """Let the last piece of the scores be a smaller one."""
+    with pieces.limit(5 * WORDS):
+        yield
+
+
 @pytest.mark.parametrize("form", ["released", "printed"])
-def test_without_dropout_training_scan_equals_the_model(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uniform, "_SCORES", 5 * WORDS)  # several pieces, the last a smaller one
+@pytest.mark.usefixtures("several_pieces")
+def test_without_dropout_training_scan_equals_the_model(form: str) -> None:
     model, tokens = small(form=form, dropout=0.0), draw(3, 9)
     restart = torch.zeros_like(tokens, dtype=torch.bool)
     restart[1, 2] = restart[0, 4] = restart[2, 6] = True

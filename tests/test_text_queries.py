@@ -17,6 +17,7 @@ from hmmlm.data.tokenizers import HuggingFaceTokenizer
 from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError, InputWarning
 from hmmlm.hmm import HMM
+from hmmlm.ops import pieces
 from hmmlm.report.results import evaluate_tokens, score_tokens
 from hmmlm.text.lm import LanguageModel, load
 
@@ -158,13 +159,12 @@ def test_next_token(kind: str) -> None:
 
 @both_kinds
 @all_readings
-def test_states_are_viterbi_states_with_their_posteriors(
-    kind: str, reading: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_are_viterbi_states_with_their_posteriors(kind: str, reading: str) -> None:
     lm = make_lm(kind, reading)
-    monkeypatch.setattr("hmmlm.text.sequences._BATCH_TOKENS", 8)
     texts = [TEXT, "dog sat", "", "the cat the dog sat"]
-    for text, found in zip(texts, lm.states(texts), strict=True):
+    with pieces.limit(8 * lm.hmm.states):
+        states = lm.states(texts)
+    for text, found in zip(texts, states, strict=True):
         assert [word for word, _, _ in found] == [lm.tokenizer.token(i) for i in lm.encode(text)]
         want: list[tuple[int, float]] = []
         for sequence in lm.sequences(lm.encode(text)):

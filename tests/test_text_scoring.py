@@ -12,7 +12,8 @@ from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.words import WordTokenizer
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, recursions
+from hmmlm.hmm import HMM
+from hmmlm.ops import pieces
 from hmmlm.report.results import score_tokens
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.scoring import TextScore
@@ -35,32 +36,33 @@ def test_log_probabilities_of_tokens_are_differences_of_likelihoods(kind: str) -
     torch.testing.assert_close(hmm.token_log_probs(tokens[:, 2:], lengths - 2, carry), found[:, 2:])
 
 
-def test_an_impossible_text_has_infinite_perplexity_in_windows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_text_has_infinite_perplexity_in_windows_too() -> None:
     lm = sentence_model()
     impossible = lm.encode("runs runs the the cat the the cat")
     whole = lm.token_log_probs([impossible])[0]
     assert float(whole.sum()) == -math.inf
-    monkeypatch.setattr(recursions, "_WINDOW_STEPS", 2)
-    assert float(lm.token_log_probs([impossible])[0].sum()) == -math.inf
+    with pieces.limit(2 * lm.hmm.states):
+        assert float(lm.token_log_probs([impossible])[0].sum()) == -math.inf
     for config in ({}, {"batches": {"kind": "stream", "eval_reset_at_eos": True}}):
         other = LanguageModel(lm.hmm, lm.tokenizer, config)
         text = TokenFile.from_arrays([*impossible, lm.tokenizer.unk_id, lm.tokenizer.eos_id], None, lm.hmm.vocab_size)
-        score = score_tokens(other, text)
+        with pieces.limit(2 * lm.hmm.states):
+            score = score_tokens(other, text)
         assert score.perplexity == score.known_perplexity == math.inf
         assert score.figures()["perplexity"] is None and score.figures()["bits_per_byte"] is None
 
 
 @pytest.mark.parametrize("kind", ["dense", "blocked"])
-def test_a_state_that_matters_in_a_later_window_is_not_lost(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_matters_in_a_later_window_is_not_lost(kind: str) -> None:
     """Two states that hardly ever change; after the first window, the state of the later words is below any float32."""
     block_of_word, u, w, log_normalizer, log_start, log_emission = two_regimes(-1e4, -25.0)
     hmm = HMM(log_start, Factored(u, w, log_normalizer), Blocked(log_emission, block_of_word)).to(torch.float32)
     hmm = hmm.dense() if kind == "dense" else hmm
     lm = LanguageModel(hmm, WordTokenizer(["<unk>", "<eos>"]))
     tokens = TokenFile.from_arrays([0] * 8 + [1] * 30, None, 2)
-    monkeypatch.setattr(recursions, "_WINDOW_STEPS", 8)
-    assert score_tokens(lm, tokens).log_likelihood == pytest.approx(math.log(0.5) - 8 * 25, rel=1e-6)
-    assert float(hmm.log_likelihood([tokens.tokens.tolist()])) == pytest.approx(math.log(0.5) - 8 * 25, rel=1e-6)
+    with pieces.limit(8 * hmm.states):
+        assert score_tokens(lm, tokens).log_likelihood == pytest.approx(math.log(0.5) - 8 * 25, rel=1e-6)
+        assert float(hmm.log_likelihood([tokens.tokens.tolist()])) == pytest.approx(math.log(0.5) - 8 * 25, rel=1e-6)
 
 
 @pytest.mark.parametrize("device", ["mps", torch.device("mps"), torch.device("mps:0")])

@@ -1,5 +1,7 @@
 """Queries of both kinds of HMM on a GPU against the same queries on the CPU."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from helpers.oracle import matrices, random_blocked_hmm, random_hmm, with_gradients
@@ -9,9 +11,9 @@ from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.hmm import HMM, Carry
 from hmmlm.hmm.automaton import containing
 from hmmlm.hmm.constraints import Guide
+from hmmlm.ops import pieces
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.steering import Steering
-from hmmlm.transitions import tiled
 
 WORDS = 30
 CLOSE = {torch.float32: {"rtol": 1e-3, "atol": 3e-4}, torch.float64: {"rtol": 1e-8, "atol": 1e-9}}
@@ -171,13 +173,17 @@ def test_guides_and_texts_agree_with_the_cpu(kind: str, device: torch.device) ->
         assert [p for _, p in mine] == pytest.approx([p for _, p in theirs])
 
 
+@pytest.fixture(params=["table", "tiles"])
+def computed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keep the transition matrix of 32 states, or compute tiles of it when they are needed."""
+    with pieces.limit(2**22 if request.param == "table" else 32**2 - 1):
+        yield
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("sharpness", [1.0, 300.0])
-@pytest.mark.parametrize("table", [0, 2**22])
-def test_one_long_text_agrees_with_the_cpu(
-    dtype: torch.dtype, sharpness: float, table: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tiled, "TABLE_CELLS", table)
+@pytest.mark.usefixtures("computed")
+def test_one_long_text_agrees_with_the_cpu(dtype: torch.dtype, sharpness: float, device: torch.device) -> None:
     hmm = make_hmm("blocked", dtype, sharpness)
     tokens, words = hmm.sample(1, 700, torch.Generator().manual_seed(3))[0], torch.tensor([7, 2, 11])
     exact, there = hmm.to(torch.float64), hmm.to(device)

@@ -7,8 +7,8 @@ import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import NamedTuple
 
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from helpers.extended import LONG, NEG_INF, Array, Paths, Truth, accepted, infill_blanks, log_sum, widen
 from helpers.oracle import with_gradients
-from hmmlm.emissions import Blocked, Categorical, Emission, UnionEmission, blocked
+from hmmlm.emissions import Blocked, Categorical, Emission, UnionEmission
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, Counts, blocked_counts, products, steps
+from hmmlm.hmm import HMM, Counts
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.constraints import Guide
 from hmmlm.hmm.generic_scan import generic_scan
-from hmmlm.numerics import semirings
+from hmmlm.ops import pieces
 from hmmlm.ops.common import Carry, Impl, Scan, logsumexp
 from hmmlm.transitions import (
     BlockDiagonal,
@@ -33,11 +33,6 @@ from hmmlm.transitions import (
     LowRank,
     Monarch,
     Transition,
-    base,
-    factored,
-    origins,
-    tiled,
-    tiles,
 )
 
 MOST_PATHS = 1300
@@ -549,20 +544,9 @@ def error_of(call: Callable[[], object]) -> str:
     return ""
 
 
-@contextmanager
-def small_pieces(small: bool) -> Iterator[None]:
+def small_pieces(small: bool) -> AbstractContextManager[None]:
     """Let queries of small models take the paths of large ones: step by step, in pieces, without a table."""
-    sizes = [(module, "_CELLS", 8) for module in (semirings, origins, base, factored, tiles, blocked, steps)]
-    sizes += [(semirings, "_CACHE_CELLS", 8), (blocked_counts, "CELLS", 8), (steps, "_TILE_CELLS", 8)]
-    sizes += [(products, "_BULK_CELLS", 0), (tiled, "TABLE_CELLS", 0)]
-    before = [getattr(module, name) for module, name, _ in sizes]
-    for module, name, value in sizes if small else []:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for (module, name, _), value in zip(sizes, before, strict=True):
-            setattr(module, name, value)
+    return pieces.limit(8) if small else nullcontext()
 
 
 def campaign(

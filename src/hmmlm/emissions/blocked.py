@@ -18,9 +18,8 @@ from hmmlm.numerics.distributions import check_totals
 from hmmlm.numerics.support import BlockSupport, Support
 from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.maximize_rows import maximize_rows
+from hmmlm.ops.pieces import at_once
 from hmmlm.ops.underflow import exp, least_sum
-
-_CELLS = 2**24  # largest intermediate
 
 
 class Blocked(Emission):
@@ -113,7 +112,7 @@ class Blocked(Emission):
         least = least_sum(self.width, self.dtype)
         flat = log_states.reshape(-1, self.num_states)
         emitted = []
-        for piece in flat.split(max(1, _CELLS // max(1, scores.numel()))):
+        for piece in flat.split(at_once(scores.numel())):
             top = piece.amax(1, keepdim=True).clamp_min(torch.finfo(self.dtype).min)
             weights = exp(piece - top).unflatten(1, (self.num_blocks, -1))
             relative = torch.einsum("bvk,vk->bv", weights[:, blocks], scaled)

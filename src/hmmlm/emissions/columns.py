@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.ops.common import NEG_INF
+from hmmlm.ops.pieces import at_once
 from hmmlm.ops.underflow import least_sum
 
 _PROBES = 8  # rows by which columns are compared first
 _BAG = 64  # values that are added in the model's precision; their sums are added in float64
-_CELLS = 2**24  # largest intermediate
 _LARGE_GROUP = 64  # rows that are summed on their own
 
 
@@ -58,7 +58,7 @@ class EmissionMatrix:
         if len(faint):  # some sums may have underflowed: in log space
             words = torch.isin(group_of_word, faint).nonzero()[:, 0]
             number = torch.searchsorted(faint, group_of_word[words])
-            pieces = self._log_emission.split(max(1, _CELLS // len(words)))
+            pieces = self._log_emission.split(at_once(len(words)))
             sums_of = [log_group_sums(piece.index_select(1, words).t(), number, len(faint)) for piece in pieces]
             result[faint] = torch.cat(sums_of, 1)
         return result

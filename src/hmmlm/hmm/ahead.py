@@ -15,10 +15,10 @@ from torch.nn.functional import threshold
 
 from hmmlm.emissions.columns import log_group_sums
 from hmmlm.hmm.automaton import Automaton
-from hmmlm.hmm.guided import CELLS
 from hmmlm.hmm.hmm import HMM
 from hmmlm.numerics.semirings import LOG, PROBABILITY, Semiring
 from hmmlm.ops.common import NEG_INF, finite, logsumexp
+from hmmlm.ops.pieces import MOST, at_once
 from hmmlm.ops.underflow import FLOOR, exp, least_sum
 from hmmlm.transitions import Dense
 
@@ -149,7 +149,7 @@ class Edges:
         cells: size of the largest intermediate.
     """
 
-    def __init__(self, hmm: HMM, automaton: Automaton, cells: int = CELLS) -> None:
+    def __init__(self, hmm: HMM, automaton: Automaton, cells: int = MOST) -> None:
         source, target, of_cell = automaton.edges
         hopeful = automaton.hopeful()
         useful = hopeful[target] & hopeful[source]
@@ -157,7 +157,7 @@ class Edges:
         number[useful] = torch.arange(int(useful.sum()))
         edge_of = number[of_cell]  # [S, C]; −1: leads nowhere
         self._device, self.cells = hmm.device, cells
-        self._rows_at_once = max(1, (cells if hmm.log_start.is_cuda else min(cells, _CACHED)) // hmm.states)
+        self._rows_at_once = at_once(hmm.states, cells if hmm.log_start.is_cuda else min(cells, _CACHED))
         self._ends = source[useful], target[useful]
         counts = self._ends[0].bincount(minlength=automaton.states)
         self._firsts = [0, *counts.cumsum(0).tolist()]  # the first edge of each automaton state

@@ -17,6 +17,7 @@ from torch import Tensor
 from hmmlm.arguments import check_arguments, describe
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import check_count
+from hmmlm.ops.pieces import at_once
 
 LARGEST = 2**14  # automaton states of a product
 LARGEST_TABLE = 2**28  # automaton states × classes of a product
@@ -166,7 +167,7 @@ class Automaton:
         rows: list[Tensor] = []
         todo, done = [start], 0
         while done < len(todo):
-            pairs = torch.tensor(todo[done : done + max(1, _CELLS // len(codes))])
+            pairs = torch.tensor(todo[done : done + at_once(len(codes), _CELLS)])
             done += len(pairs)
             here, there = left[pairs // other.states], right[pairs % other.states]
             following = torch.where(ours[here] & theirs[there], here.long() * other.states + there, lost)
@@ -307,7 +308,7 @@ def _merge_columns(table: Tensor) -> tuple[Tensor, Tensor]:
     """Return the distinct columns of a table [S, n], in the order of their first place, and the number of each [n]."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.zeros(table.shape[1], dtype=torch.long)
-    for rows in table.split(max(1, _CELLS // max(1, table.shape[1]))):
+    for rows in table.split(at_once(table.shape[1], _CELLS)):
         factors = torch.randint(-(2**62), 2**62, (len(rows), 1), generator=generator)
         keys += (rows * (2 * factors + 1)).sum(0)  # modulo 2⁶⁴
     merged, which = _first_places(table, keys.unique(return_inverse=True)[1])

@@ -13,9 +13,8 @@ from hmmlm.hmm.lattice import Lattice, Packed
 from hmmlm.hmm.results import Counts
 from hmmlm.numerics.support import BlockSupport, some_rows, spread
 from hmmlm.ops.common import NEG_INF
+from hmmlm.ops.pieces import at_once
 from hmmlm.transitions.tiles import span_of
-
-CELLS = 2**24  # largest table of transitions counted at once
 
 
 def count_expected(hmm: Composition, lattice: Lattice, messages: Packed, weights: Tensor | None) -> Counts:
@@ -64,7 +63,7 @@ def _transition_counts(
     known = torch.cat([*some, in_block[:0]]).unique()
     totals = torch.zeros(len(known), k, k, dtype=hmm.dtype, device=hmm.device)
     for (row, filtered, ahead, source, target), pair, here in zip(steps, pairs, inside, strict=True):
-        for rows in (here & possible[row]).nonzero().squeeze(1).split(max(1, CELLS // k**2)):
+        for rows in (here & possible[row]).nonzero().squeeze(1).split(at_once(k**2)):
             scores = _in_block(filtered, source, rows)[:, :, None] + _in_block(ahead, target, rows)[:, None]
             scores += hmm.transition.tiles(source.blocks[rows], target.blocks[rows], k)
             counts = scores.flatten(1).softmax(1).view_as(scores)

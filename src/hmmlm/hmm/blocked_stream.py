@@ -19,6 +19,7 @@ from hmmlm.numerics.logmatrix import LogTiles
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import restrict
 from hmmlm.ops.common import NEG_INF
+from hmmlm.ops.pieces import at_once
 from hmmlm.ops.underflow import FLOOR, least_sum
 from hmmlm.transitions.tiled import TiledTransition
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from hmmlm.hmm.composition import Composition
 
 _STEPS = 256  # of a piece
-_CELLS = 2**27  # of its tiles: 512 MB in float32
 
 
 def is_stream(hmm: Composition, batch: SortedBatch) -> bool:
@@ -48,7 +48,7 @@ def filter_stream(hmm: Composition, batch: SortedBatch, log_initial: Tensor | No
     if log_initial is not None:
         first = hmm.transition.forward_step(LOG, log_initial, None, lattice.supports[0])
     add_step(Steps(LOG, hmm.transition), lattice, first)
-    size = max(1, min(_STEPS, _CELLS // emission.width**2))
+    size = min(_STEPS, at_once(emission.width**2, 2**27))  # 512 MB of tiles in float32
     for begin in range(1, steps, size):
         end = min(begin + size, steps)
         _filter_piece(hmm, lattice, end)

@@ -25,9 +25,10 @@ from hmmlm.errors import InputError
 from hmmlm.hmm.ahead import Ahead, Edges, live_states, tables_ahead
 from hmmlm.hmm.automaton import Automaton, check_words
 from hmmlm.hmm.checks import check_count
-from hmmlm.hmm.guided import CELLS, Plan, Targets, advance_states, log_chances
+from hmmlm.hmm.guided import Plan, Targets, advance_states, log_chances
 from hmmlm.hmm.hmm import HMM
 from hmmlm.ops.common import NEG_INF, logsumexp
+from hmmlm.ops.pieces import MOST, fits
 
 _KEPT_TARGETS = 1024
 _KEPT_NODES = 2**14
@@ -79,7 +80,7 @@ class Guide:
         length: int,
         max_gb: float = 16.0,
         few: int = 256,
-        cells: int = CELLS,
+        cells: int = MOST,
     ) -> None:
         if automaton.vocab_size != hmm.vocab_size:
             raise InputError(
@@ -102,7 +103,7 @@ class Guide:
                 f"{size:.3g} GB: use fewer tokens or a simpler constraint"
             )
         edges = Edges(self.hmm, automaton, cells)
-        self._edges = edges if edges.log_weights.numel() <= cells else None  # for `reading`
+        self._edges = edges if fits(edges.log_weights.numel(), cells) else None  # for `reading`
         self._ahead = tables_ahead(self.hmm, automaton, edges, live, length)
 
     def __repr__(self) -> str:

@@ -21,11 +21,10 @@ from hmmlm.numerics.logmatrix import log_ratio
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import restrict
 from hmmlm.ops.common import NEG_INF, logsumexp, without_autocast
+from hmmlm.ops.pieces import MOST, at_once, fits
 
 if TYPE_CHECKING:
     from hmmlm.hmm.hmm import HMM
-
-CELLS = 2**24  # largest intermediate
 
 
 class Targets:
@@ -152,7 +151,7 @@ def _advance(hmm: HMM, log_states: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 def log_chances(
-    hmm: HMM, log_states: Tensor, plans: Sequence[Plan], relative: bool = True, cells: int = CELLS
+    hmm: HMM, log_states: Tensor, plans: Sequence[Plan], relative: bool = True, cells: int = MOST
 ) -> Tensor:
     """Compute log p(all accepted | tokens so far, next token = v) [n, V] from log p(z of the next token) [n, Z].
 
@@ -168,7 +167,7 @@ def log_chances(
         if columns is None:
             columns = _score_columns(hmm, log_states, plans, relative)
     result = _spread(columns, plans)
-    if matrices is not None and max(plan.targets.singles for plan in plans) * log_states.shape[1] <= cells:
+    if matrices is not None and fits(max(plan.targets.singles for plan in plans) * log_states.shape[1], cells):
         states, found = log_states.numpy(), result.numpy()
         for row, plan in enumerate(plans):
             if plan.targets.singles:
@@ -213,7 +212,7 @@ def _score_single(
     hmm: HMM, log_states: Tensor, plans: Sequence[Plan], relative: bool, cells: int, result: Tensor
 ) -> None:
     """Set `log_chances` of the tokens that are scored alone in result [n, V]."""
-    by_table, size = dict[int, list[int]](), max(1, cells // hmm.states)
+    by_table, size = dict[int, list[int]](), at_once(hmm.states, cells)
     for row, plan in enumerate(plans):
         if plan.targets.singles:
             by_table.setdefault(id(plan.table), []).append(row)

@@ -21,10 +21,10 @@ from hmmlm.hmm.queries import Queries
 from hmmlm.numerics.distributions import check_distributions
 from hmmlm.ops.common import NEG_INF, Carry, Impl, Scan, installed
 from hmmlm.ops.maximize_rows import maximize_rows
+from hmmlm.ops.pieces import at_once
 from hmmlm.transitions import BlockDiagonal, Dense, Transition
 
 _RANDOM_CELLS = 2**30  # probabilities of a random model: 8 GB while they are drawn
-_BULK_CELLS = 2**25  # tokens × states of the sequences whose counts are computed together
 
 
 class HMM(Queries):
@@ -225,7 +225,7 @@ class HMM(Queries):
         check_number("pseudocount", pseudocount)
         checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
         total = int(checked.numel() if sizes is None else sizes.sum())
-        rows = max(1, _BULK_CELLS // (checked.shape[1] * self.states))
+        rows = at_once(checked.shape[1] * self.states, 2**25)
         pieces = [
             (checked[i : i + rows], None if sizes is None else sizes[i : i + rows])
             for i in range(0, len(checked), rows)

@@ -21,6 +21,7 @@ from hmmlm.numerics.support import BlockSupport
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.blocked_scan import refusal as blocked_refusal
 from hmmlm.ops.common import Carry, Impl, Scan, capturing, product_dtype, without_autocast
+from hmmlm.ops.pieces import at_once, fits
 from hmmlm.ops.scan import Evidence, scan
 from hmmlm.ops.scan.api import CarryKind, refusal
 from hmmlm.transitions import BlockDiagonal, Factored
@@ -142,7 +143,7 @@ def _refuses_tiles(problem: Problem) -> str:
         return "it has no gradient"
     if problem.restart is not None:
         return "it does not restart"
-    return f"the matrix has more than {TABLE_CELLS:,} entries" if hmm.states**2 > TABLE_CELLS else ""
+    return "" if fits(hmm.states**2, TABLE_CELLS) else f"the matrix has more than {at_once(1, TABLE_CELLS):,} entries"
 
 
 def _scan_tiles(problem: Problem) -> Scan:

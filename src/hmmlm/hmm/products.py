@@ -18,6 +18,7 @@ from hmmlm.emissions import Categorical
 from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, Supports
 from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.numerics.semirings import LOG
+from hmmlm.ops.pieces import fits
 from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.scan.api import refusal
 from hmmlm.ops.scan.scaled import GROUPS, ScaledChain, distinct, scaled_filter
@@ -27,7 +28,6 @@ from hmmlm.transitions import Dense
 if TYPE_CHECKING:
     from hmmlm.hmm.composition import Composition
 
-_BULK_CELLS = 2**25  # largest [T, B, Z] tensor
 _LOOP_STEPS = 1024  # of a text for which compiled loops pay: to load them takes 0.1 GB
 _LEAST_CARRIED = 1e-20  # probability of a state of a carry that compiled loops may start from
 
@@ -59,7 +59,7 @@ def filter_dense(
     steps, (transition, emission) = len(batch.active), (hmm.transition, hmm.emission)
     if not (isinstance(transition, Dense) and isinstance(emission, Categorical)) or hmm.requires_grad:
         return None
-    if steps * len(batch.tokens) * hmm.states > _BULK_CELLS:
+    if not fits(steps * len(batch.tokens) * hmm.states, 2**25):
         return None
     words, index = distinct(batch.tokens[:, :steps].t() + 1, hmm.vocab_size + 1)
     words -= 1

@@ -48,10 +48,10 @@ from hmmlm.hmm.word_products import WordProducts
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import BlockSupport, Support, first_rows, restrict, some_rows, state_ids
 from hmmlm.ops.common import NEG_INF, Carry, Scan, finite, logsumexp, without_autocast
+from hmmlm.ops.pieces import at_once
 from hmmlm.transitions import BlockDiagonal, Dense
 from hmmlm.transitions.tiled import TiledTransition
 
-_CELLS = 2**24  # largest table of probabilities of sampled tokens
 _ENTROPIES = 2**18  # steps × states whose entropies are computed together
 _PREDICTED = 2**22  # largest table of predictions
 _SAMPLED = 10**8  # most tokens of a sample: a few gigabytes
@@ -179,7 +179,7 @@ class Queries(Composition):
             path.append(draw(model.transition.log_rows(path[-1]), generator))
         states = torch.stack(path, 1)
         tokens = []
-        for piece in states.flatten().split(max(1, _CELLS // self.vocab_size)):
+        for piece in states.flatten().split(at_once(self.vocab_size)):
             words, log_probs = model.emission.log_rows(piece)
             tokens.append(words.gather(1, draw(log_probs, generator)[:, None]))
         return torch.cat(tokens).view_as(states), states
@@ -235,7 +235,7 @@ class Queries(Composition):
             following = batch.active[first + 1 : first + 1 + len(lattice.filtered)]
             for row, t, log_filtered, support in lattice.take(lattice.filtered, range(len(following)), following):
                 order = support.blocks.argsort() if isinstance(support, BlockSupport) else torch.arange(len(row))
-                for piece in order.to(row.device).split(max(1, _PREDICTED // self.vocab_size)):
+                for piece in order.to(row.device).split(at_once(self.vocab_size, _PREDICTED)):
                     log_probs = model.predict(log_filtered[piece], some_rows(support, piece))
                     sequence, step = row[piece], t[piece] + first + 1
                     observed = log_probs.gather(1, batch.tokens[sequence, step, None].clamp(min=0))[:, 0]
@@ -264,7 +264,7 @@ class Queries(Composition):
             total[ending] -= torch.xlogy(last, last).sum(1)
         posterior = lattice.filtered.map(exp_of_sum, messages)
         for (row, _, x, source), (_, _, share, target) in lattice.pairs(lattice.filtered, posterior):
-            for piece in torch.arange(len(row), device=self.device).split(max(1, _ENTROPIES // self.states)):
+            for piece in torch.arange(len(row), device=self.device).split(at_once(self.states, _ENTROPIES)):
                 own, other = some_rows(source, piece), some_rows(target, piece)
                 conditional = model.transition.origin_entropy(x[piece], own, other)
                 total.index_add_(0, row[piece], (conditional * share[piece]).sum(1).double())
@@ -277,7 +277,7 @@ class Queries(Composition):
         shape = (*lattice.batch.tokens.shape, self.vocab_size)
         result = torch.full(shape, NEG_INF, dtype=self.dtype, device=self.device)
         ahead, active = self._ahead(lattice), lattice.batch.active
-        size = max(1, _PREDICTED // (active[0] * max(self.vocab_size, self.states)))
+        size = at_once(active[0] * max(self.vocab_size, self.states), _PREDICTED)
         for first in range(0, len(active), size):
             sizes = active[first : first + size]
             emitted = self.emit(self._surroundings(lattice, ahead, range(first, first + len(sizes))))

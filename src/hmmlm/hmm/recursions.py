@@ -21,13 +21,13 @@ from hmmlm.hmm.steps import Steps, add_step, pass_back
 from hmmlm.numerics.semirings import LOG, MAX_PLUS
 from hmmlm.numerics.support import Support, first_rows, restrict, some_rows, spread, state_ids
 from hmmlm.ops.common import NEG_INF, Carry, log_normalize, logsumexp
+from hmmlm.ops.pieces import at_once
 from hmmlm.ops.scan import path_loops_pay
 
 if TYPE_CHECKING:
     from hmmlm.hmm.composition import Composition
 
-_WINDOW_CELLS = 2**25  # tokens × states of a window of queries that need no more than one at a time
-_WINDOW_STEPS = 2**13
+_WINDOW_STEPS = 2**13  # of queries that need no more than a window of bounded size at a time
 _STEPS_PER_SHIFT = 16  # of best paths, between two subtractions of the largest score: float32 suffices for any length
 
 
@@ -146,7 +146,7 @@ def windows(hmm: Composition, batch: SortedBatch, log_initial: Tensor | None) ->
 
     What a window passes on is in log space: a state that a later window needs may have any probability.
     """
-    size = max(1, min(_WINDOW_STEPS, _WINDOW_CELLS // (len(batch.tokens) * hmm.states)))
+    size = min(_WINDOW_STEPS, at_once(len(batch.tokens) * hmm.states, 2**25))
     for first in range(0, len(batch.active), size):
         here = slice(first, first + size)
         active = batch.active[here]

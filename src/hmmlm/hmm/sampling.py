@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.hmm.lattice import Lattice
-
-_CELLS = 2**22  # of the scores of all steps whose noise is drawn together
+from hmmlm.ops.pieces import at_once
 
 
 def draw_paths(lattice: Lattice, into: Tensor, paths: Tensor, generator: torch.Generator | None) -> None:
@@ -21,9 +20,10 @@ def draw_paths(lattice: Lattice, into: Tensor, paths: Tensor, generator: torch.G
     """
     starts, columns, drawn = lattice.batch.starts, into.numpy(), paths.numpy()
     num, states, end = len(paths), np.empty((len(paths), 0), dtype=np.int64), len(lattice.filtered)
+    most = at_once(num * into.shape[1], 2**22)  # rows whose noise is drawn together
     while end:
         first = end - 1
-        while first and num * (starts[end] - starts[first - 1]) * into.shape[1] <= _CELLS:
+        while first and starts[end] - starts[first - 1] <= most:
             first -= 1
         values = lattice.filtered.whole[starts[first] : starts[end]].expand(num, -1, -1)
         scores = (values - _noise(values, generator).log_()).numpy()  # the exponential race, see `draw`

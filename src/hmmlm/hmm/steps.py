@@ -10,6 +10,7 @@ from torch import Tensor
 from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, Stack, Supports, condition
 from hmmlm.numerics.semirings import LOG, PROBABILITY, Semiring
 from hmmlm.numerics.support import BlockSupport, Support, first_rows, some_rows
+from hmmlm.ops.pieces import at_once, fits
 from hmmlm.ops.underflow import exp
 from hmmlm.transitions import Transition
 from hmmlm.transitions.tiled import TiledTransition
@@ -41,7 +42,7 @@ class Steps:
         totals = {name: torch.zeros_like(value) for name, value in self.transition.parameters().items()}
         for (row, _, x, source), (_, _, y, target) in pairs:
             apart = self.ring is LOG or source is not None or target is not None
-            size = max(1, _CELLS // (x.shape[1] * y.shape[1])) if apart else len(x)
+            size = at_once(x.shape[1] * y.shape[1], _CELLS) if apart else len(x)
             for piece in torch.arange(len(x), device=x.device).split(size):
                 own, other, weight = some_rows(source, piece), some_rows(target, piece), weights[row[piece]]
                 found = self.transition.gradient(self.ring, x[piece], y[piece], weight, own, other)
@@ -76,7 +77,7 @@ class TileSteps(Steps):
         if len(tiles) == 1 or len(index) == 1:  # one tile for all rows
             tile = tiles[0 if len(tiles) == 1 else int(index)]
             return values @ (tile.t() if transposed else tile)
-        size = max(1, _TILE_CELLS // tiles[0].numel())
+        size = at_once(tiles[0].numel(), _TILE_CELLS)
         pairs = zip(values.split(size), index.split(size), strict=True)
         return torch.cat([multiply(rows, tiles.index_select(0, own)) for rows, own in pairs])
 
@@ -91,7 +92,7 @@ class TileSteps(Steps):
             for total, rows in zip(counts, order.split(sizes), strict=True):
                 torch.mm(x[rows].t(), y[rows], out=total)
         else:
-            size = max(1, _CELLS // counts[0].numel())
+            size = at_once(counts[0].numel(), _CELLS)
             for left, right, own in zip(x.split(size), y.split(size), index.split(size), strict=True):
                 counts.index_add_(0, own, left[:, :, None] * right[:, None])
         return self.transition.tile_gradient(self.sources, self.targets, counts.mul_(self.tiles))
@@ -159,6 +160,6 @@ def steps_of(transition: TiledTransition, source: BlockSupport, target: BlockSup
     """Return the steps in probabilities from blocks [n] to others, of steps of `sizes` one after the other."""
     width = source.width
     distinct, index = (source.blocks * (transition.num_states // width) + target.blocks).unique(return_inverse=True)
-    if len(distinct) * width**2 > _TILE_CELLS:
+    if not fits(len(distinct) * width**2, _TILE_CELLS):
         return Steps(PROBABILITY, transition)
     return TileSteps(transition, distinct, index.split(list(sizes)), width)

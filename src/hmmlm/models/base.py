@@ -21,13 +21,12 @@ from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.blocked_scan import refusal as blocked_refusal
 from hmmlm.ops.common import factor_logits, last_tokens, logsumexp, product_dtype
 from hmmlm.ops.linear_logsumexp import linear_logsumexp, split_linear_logsumexp
+from hmmlm.ops.pieces import fits
 from hmmlm.ranks import world
 from hmmlm.section import Fraction, ModelSize, Passes, Section, States
 from hmmlm.structure.blocks import Blocks
 from hmmlm.structure.dropout import global_states, sample_states, states_kept
 from hmmlm.transitions import Dense, Factored, Transition
-
-_TABLE_CELLS = 2**24  # largest matrix of transitions that training on a CPU keeps
 
 BlockCount = Annotated[int, Field(ge=0, le=2**16)]
 
@@ -259,7 +258,7 @@ class Features(NamedTuple):
 
         Several processes divide the normalizers instead, and all of them must do the same.
         """
-        if world().count > 1 or len(self.u) ** 2 > _TABLE_CELLS:
+        if world().count > 1 or not fits(len(self.u) ** 2):
             return from_factors(self.training_factors())
         log_transition = factor_logits(self.u, self.w).to(self.log_start.dtype).log_softmax(1)
         return _blocked_hmm(self.log_start, Dense(log_transition), self.log_emission, self.block_of_word)

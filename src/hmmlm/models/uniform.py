@@ -18,11 +18,10 @@ from hmmlm.ops.blocked_scan import Factors
 from hmmlm.ops.blocked_scan import refusal as blocked_refusal
 from hmmlm.ops.common import accumulate, factor_logits, last_tokens, matmul, product_dtype
 from hmmlm.ops.linear_logsumexp import linear_logsumexp, split_linear_logsumexp
+from hmmlm.ops.pieces import at_once
 from hmmlm.section import Fraction, ModelSize, States
 from hmmlm.structure.blocks import UniformSubsets
 from hmmlm.structure.dropout import sample_columns, states_kept
-
-_SCORES = 2**25  # products of states and words held at a time: 128 MB in float32
 
 
 class UniformConfig(NetworkConfig):
@@ -111,7 +110,7 @@ class _PairScores(torch.autograd.Function):
 
 
 def _rows_at_once(words: Tensor) -> int:
-    return max(1, _SCORES // len(words))
+    return at_once(len(words), 2**25)  # products with words: 128 MB in float32
 
 
 class UniformNeural(Model):

@@ -10,8 +10,7 @@ from torch import Tensor
 from hmmlm.arguments import check_type, describe
 from hmmlm.errors import InputError
 from hmmlm.ops.common import capturing
-
-_PIECE = 2**17  # elements of a distribution that are summed at once
+from hmmlm.ops.pieces import at_once
 
 
 def check_parameters(named: dict[str, Tensor], hint: str = "") -> None:
@@ -37,7 +36,7 @@ def check_distributions(log_probs: Tensor, name: str) -> None:
     """Raise an InputError unless every row (last dimension) sums to one, to the precision of its dtype."""
     rows = log_probs.detach().reshape(-1, log_probs.shape[-1])
     # Denormal numbers are slow, and pieces that fit a cache are read once.
-    totals = torch.cat([part.clamp(min=-80).exp_().sum(1) for part in rows.split(max(1, _PIECE // rows.shape[1]))])
+    totals = torch.cat([part.clamp(min=-80).exp_().sum(1) for part in rows.split(at_once(rows.shape[1], 2**17))])
     # log_softmax on a CPU adds one by one, in at least 8 lanes: many equal small probabilities, such as those of words
     # that never occurred, are all rounded in the same direction.
     rounding = log_probs.shape[-1] * torch.finfo(log_probs.dtype).eps / 8

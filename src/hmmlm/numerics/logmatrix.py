@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.ops.common import NEG_INF
+from hmmlm.ops.pieces import at_once, fits
 from hmmlm.ops.underflow import FLOOR, exp, flush, least_sum
 
 _WIDE = 4  # columns per row of a wide matrix
@@ -142,12 +143,12 @@ class LogMatrix:
         possible = (log_weights > NEG_INF).to(result.dtype) @ self.possible > 0
         *rows, columns = ((relative < self._least) & possible).nonzero(as_tuple=True)
         terms, cells = log_weights.shape[-1], (*rows, columns)
-        many = len(columns) * terms > _CELLS and self.log_values.numel() <= _DOUBLE_CELLS
+        many = not fits(len(columns) * terms, _CELLS) and fits(self.log_values.numel(), _DOUBLE_CELLS)
         if many and result.dtype == torch.float32:
             result[cells] = self._double.product(log_weights.double())[cells].to(result)
             return
         by_column = self.log_values.mT
-        for piece in torch.arange(len(columns), device=columns.device).split(max(1, _CELLS // terms)):
+        for piece in torch.arange(len(columns), device=columns.device).split(at_once(terms, _CELLS)):
             own, column = tuple(index[piece] for index in rows), columns[piece]
             result[(*own, column)] = torch.logsumexp(log_weights[own] + by_column[(*own[:-1], column)], 1)
 

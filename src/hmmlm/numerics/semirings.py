@@ -12,10 +12,8 @@ from torch import Tensor
 
 from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.ops.common import NEG_INF, finite, logsumexp
+from hmmlm.ops.pieces import MOST, at_once
 from hmmlm.ops.underflow import flush
-
-_CELLS = 2**24  # largest intermediate
-_CACHE_CELLS = 2**17  # largest intermediate of `best_origins` on a CPU: fits in its cache
 
 
 class Semiring(ABC):
@@ -92,7 +90,7 @@ class _MaxPlus(_Logarithms):
     def product(self, values: Tensor, matrix: LogMatrix, normalized: bool = False) -> Tensor:
         if matrix.log_values.dim() == 2:
             return best_origins(values, matrix.log_columns)
-        size = max(1, _CELLS // matrix.log_values.numel())
+        size = at_once(matrix.log_values.numel())
         pieces = [(part[..., None] + matrix.log_values.unsqueeze(-3)).amax(-2) for part in values.split(size, -2)]
         return torch.cat(pieces, -2)
 
@@ -162,7 +160,7 @@ def row_pieces(values: Tensor, tiles: Tensor) -> Iterator[tuple[Tensor, Tensor]]
     if tiles.dim() == 3:
         yield values, tiles
     else:
-        for piece in values.split(max(1, _CELLS // tiles.numel())):
+        for piece in values.split(at_once(tiles.numel())):
             yield piece, tiles
 
 
@@ -172,7 +170,7 @@ def best_origins(log_probs: Tensor, into: Tensor) -> Tensor:
     Sums are taken in pieces that stay in the CPU's cache.
     """
     (batch, states), targets = log_probs.shape, len(into)
-    cells = _CACHE_CELLS if log_probs.device.type == "cpu" else _CELLS
+    cells = at_once(1, 2**17 if log_probs.device.type == "cpu" else MOST)
     if batch * states * targets <= cells:
         return (log_probs[:, None, :] + into).amax(2)
     columns = max(1, min(targets, cells // states))

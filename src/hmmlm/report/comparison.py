@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hmmlm.errors import InputError
+from hmmlm.ops.pieces import at_once
 
 RESAMPLES = 4_000
-_CELLS = 1 << 22  # texts × resamples drawn at a time
 
 
 class Difference(NamedTuple):
@@ -31,7 +31,7 @@ def paired_difference(first: np.ndarray, second: np.ndarray, sizes: np.ndarray, 
         raise InputError("an interval needs at least two texts: give a text of several lines")
     differences = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
     generator, means = np.random.default_rng(seed), []
-    rows = max(1, _CELLS // len(sizes))
+    rows = at_once(len(sizes), 2**22)
     for begin in range(0, RESAMPLES, rows):
         chosen = generator.integers(len(sizes), size=(min(rows, RESAMPLES - begin), len(sizes)))
         means.append(differences[chosen].sum(1) / sizes[chosen].sum(1))

@@ -10,10 +10,9 @@ from torch import Tensor
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.hmm.checks import padded
+from hmmlm.ops.pieces import at_once
 from hmmlm.text.embeddings import long_run
 from hmmlm.text.lm import LanguageModel
-
-_CELLS = 2**22  # states × words looked at together
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def telling_words(hmm: HMM, states: Tensor, log_word: Tensor, count: int) -> Ten
         log_word: [V] log p(word) in the long run.
     """
     found = []
-    for piece in states.split(max(1, _CELLS // hmm.vocab_size)):
+    for piece in states.split(at_once(hmm.vocab_size, 2**22)):
         words, log_probs = hmm.detach().emission.log_rows(piece)
         probs, contrast = log_probs.exp(), log_probs - log_word[words.clamp(min=0)]
         contribution = torch.where(probs > 0, probs * contrast, 0.0)

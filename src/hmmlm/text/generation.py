@@ -30,7 +30,6 @@ from hmmlm.ops.pieces import at_once
 
 _SAMPLES = 1_000_000  # most samples of a call: each has a random generator of its own
 ONLY_UNKNOWN = "only <unk> can follow here: allow unknown words"
-_CELLS = 2**22  # largest table of probabilities: samples × words or states
 _STEPS = 32  # draws for which random numbers are made at once
 _NUMBERS = 4  # random numbers of a draw: the state before, the state, its token, whether it is accepted
 _PROPOSED = 0.5  # lowest temperature at which tokens are proposed: below, nearly all would be rejected
@@ -123,7 +122,7 @@ def sample_continuations(
     """
     model = hmm.detach()
     before = read_context(model, context)
-    size = at_once(max(hmm.states, hmm.vocab_size), _CELLS)
+    size = at_once(max(hmm.states, hmm.vocab_size), 2**22)
     sampled: list[list[int]] = []
     for first in range(0, options.num, size):
         rows = _Rows(options, range(first, min(first + size, options.num)), end, hmm.device)

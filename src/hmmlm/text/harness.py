@@ -23,6 +23,7 @@ from hmmlm.errors import InputError, require, warn
 from hmmlm.hmm import HMM
 from hmmlm.hmm.checks import padded
 from hmmlm.hmm.reader import Reader
+from hmmlm.ops.pieces import at_once
 from hmmlm.text.generation import SamplingOptions
 from hmmlm.text.lm import LanguageModel
 
@@ -31,7 +32,6 @@ import lm_eval.models  # noqa: E402, F401  # the harness registers its models on
 from lm_eval.api.model import LM  # noqa: E402
 from lm_eval.api.registry import register_model  # noqa: E402
 
-_CELLS = 2**22  # largest table of probabilities: texts × words or states
 _TOKENS = 256  # generated at most where a task does not say how many
 _COUNTS = ("max_gen_toks", "max_new_tokens", "max_tokens")
 _KNOWN = ("until", "do_sample", "temperature", "top_k", *_COUNTS)
@@ -140,7 +140,7 @@ class HarnessModel(LM):
     @property
     def _rows(self) -> int:
         """The number of texts that are continued together."""
-        return max(1, _CELLS // max(self.lm.hmm.states, self.lm.hmm.vocab_size))
+        return at_once(max(self.lm.hmm.states, self.lm.hmm.vocab_size), 2**22)
 
     @torch.no_grad()
     def _greedy(self, pairs: Sequence[tuple[list[int], list[int]]], scores: Sequence[float]) -> list[bool]:

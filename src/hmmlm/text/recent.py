@@ -21,6 +21,7 @@ from hmmlm.arguments import check_arguments
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm.checks import check_count, padded
+from hmmlm.ops.pieces import at_once
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.predictors import HmmContext, HmmPredictor, Predictor
 from hmmlm.text.sequences import length_batches
@@ -32,7 +33,6 @@ _PRIOR = 0.5  # weight of shorter sequences, in occurrences
 _SHARE = 0.3  # of the recent frequencies in the frequencies that an HMM adapts to
 _HALVES = 8  # half-lives after which an HMM forgets a word: its weight is 1/256
 _REMEMBERED = 64  # half-lives of words that are kept while sampling; older ones have no weight
-_CELLS = 2**22  # of a piece: tokens × recent words
 _TOKENS = 2**19  # that an HMM reads together, so that what its blocks share is computed once
 
 Tokens = Sequence[int]
@@ -149,7 +149,7 @@ class AdaptedHmmPredictor(Predictor):
         windows = [values.unfold(0, remembered, 1) for values in (joined, rarity)]
         begins_of_words = [begin + remembered for begin in begins[:-1]]
         for positions, possible, observed, probs in self._predictions(encoded, begins_of_words, words):
-            size = max(1, _CELLS // remembered)
+            size = at_once(remembered, 2**22)
             for own, known, log_prob, part in zip(
                 *(each.split(size) for each in (positions, possible, observed, probs)), strict=True
             ):

@@ -13,10 +13,10 @@ from hmmlm.data.words import split_at
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.hmm.checks import padded
+from hmmlm.ops.pieces import at_once
 from hmmlm.text.textmodel import TextModel, check_texts
 
 _BATCH_TOKENS = 1 << 13  # tokens scored together
-_BATCH_CELLS = 1 << 25  # tokens × states of queries that keep all of them
 
 
 class SequenceModel(TextModel):
@@ -131,7 +131,7 @@ class SequenceModel(TextModel):
     @property
     def _lattice_tokens(self) -> int:
         """Return how many tokens a query that keeps tokens × states may process together."""
-        return max(1, min(_BATCH_TOKENS, _BATCH_CELLS // self.hmm.states))
+        return min(_BATCH_TOKENS, at_once(self.hmm.states, 2**25))
 
     @torch.no_grad()
     @check_arguments
@@ -155,7 +155,7 @@ class SequenceModel(TextModel):
 
 def length_batches(lengths: Sequence[int], tokens: int | None = None) -> Iterator[list[int]]:
     """Yield indices of texts of similar length, at most `tokens` padded tokens together (or one text)."""
-    tokens = _BATCH_TOKENS if tokens is None else tokens
+    tokens = at_once(1, _BATCH_TOKENS) if tokens is None else tokens
     batch: list[int] = []
     for i in sorted(range(len(lengths)), key=lengths.__getitem__):
         if batch and (len(batch) + 1) * lengths[i] > tokens:

@@ -13,9 +13,8 @@ from hmmlm.numerics.semirings import LOG, Semiring
 from hmmlm.numerics.support import Support
 from hmmlm.numerics.tables import Tables
 from hmmlm.ops.common import NEG_INF
+from hmmlm.ops.pieces import at_once
 from hmmlm.transitions.tiles import contract, entropy_of_sources
-
-_CELLS = 2**24  # largest piece of the matrix that is computed at once
 
 
 class Transition(Tables):
@@ -57,7 +56,7 @@ class Transition(Tables):
 
     def pieces(self, inner: slice, outer: slice, forward: bool = True) -> Iterator[Tensor]:
         """Yield log A from all of `inner` into pieces of `outer`; transposed unless `forward`."""
-        size = max(1, _CELLS // (inner.stop - inner.start))
+        size = at_once(inner.stop - inner.start)
         for first in range(outer.start, outer.stop, size):
             part = slice(first, min(first + size, outer.stop))
             yield self.log_block(inner, part) if forward else self.log_block(part, inner).t()

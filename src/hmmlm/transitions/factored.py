@@ -11,9 +11,9 @@ from torch import Tensor
 from hmmlm.errors import InputError
 from hmmlm.numerics.distributions import check_finite, check_totals
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
+from hmmlm.ops.pieces import at_once, fits
 from hmmlm.transitions.tiled import TiledTransition
 
-_CELLS = 2**24  # largest matrix that is kept whole
 _VALIDATED_CELLS = 2**28  # products for the rows that `validate` computes
 _TOLERANCE = 0.01  # of normalizers from TF32 products of large factors
 
@@ -44,7 +44,7 @@ class Factored(TiledTransition):
 
     @property
     def keeps_matrix(self) -> bool:
-        return self.num_states**2 <= _CELLS and not self.requires_grad
+        return fits(self.num_states**2) and not self.requires_grad
 
     def log_block(self, rows: slice, columns: slice) -> Tensor:
         return torch.addmm(-self.log_normalizer[rows, None], self.u[rows], self.w[columns].t())
@@ -105,7 +105,7 @@ class Factored(TiledTransition):
                 f"{self._name('log_normalizer')} of state {outside[0]} is {found:.4g}, but u and w allow {low:.4g} to "
                 f"{high:.4g}: normalize it first"
             )
-        stride = max(1, self.num_states * w.numel() // _VALIDATED_CELLS)
+        stride = max(1, self.num_states * w.numel() // at_once(1, _VALIDATED_CELLS))
         scores = u[::stride] @ w.t() - log_normalizer[::stride, None]
         check_totals(
             scores.exp_().sum(1),

@@ -13,9 +13,8 @@ from hmmlm.numerics.semirings import LOG, MAX_PLUS, Semiring
 from hmmlm.numerics.support import BlockSupport, Support
 from hmmlm.ops.common import logsumexp
 from hmmlm.ops.maximize_rows import maximize_rows
+from hmmlm.ops.pieces import at_once
 from hmmlm.transitions.base import Transition
-
-_CELLS = 2**24  # largest intermediate
 
 
 class LowRank(Transition):
@@ -69,7 +68,7 @@ class LowRank(Transition):
 
     def tiles(self, sources: Tensor, targets: Tensor, width: int) -> Tensor:
         left, right = _rows_of(self.log_left, sources, width), _rows_of(self.log_right.t(), targets, width)
-        size = max(1, _CELLS // (width * left[0].numel()))
+        size = at_once(width * left[0].numel())
         pairs = zip(left.split(size), right.split(size), strict=True)
         return torch.cat([logsumexp(a[:, :, None] + b[:, None], -1) for a, b in pairs])
 

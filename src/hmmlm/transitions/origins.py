@@ -5,8 +5,8 @@ from torch import Tensor
 
 from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.ops.common import NEG_INF
+from hmmlm.ops.pieces import at_once
 
-_CELLS = 2**24  # largest intermediate
 _FAINT = 1e-20  # scaled predictions below this make the entropy of origins inexact in products
 
 
@@ -27,7 +27,7 @@ def entropy_of_origins(log_probs: Tensor, matrix: LogMatrix, into: Tensor) -> Te
     faint = predicted < _FAINT
     result = torch.where(faint, 0.0, predicted.log() - mean / predicted).clamp_min(0)
     for b in faint.any(1).nonzero().flatten().tolist():
-        for columns in faint[b].nonzero().flatten().split(max(1, _CELLS // len(into))):
+        for columns in faint[b].nonzero().flatten().split(at_once(len(into))):
             conditional = (log_probs[b] + into[columns]).log_softmax(1)
             entropy = -torch.where(conditional == NEG_INF, 0.0, conditional.exp() * conditional).sum(1)
             result[b, columns] = entropy.nan_to_num(0.0)  # NaN: a state without predecessors

@@ -10,6 +10,7 @@ from hmmlm.device import total_memory
 from hmmlm.numerics.logmatrix import LogMatrix, LogTiles
 from hmmlm.numerics.semirings import LOG, Semiring
 from hmmlm.numerics.support import Support
+from hmmlm.ops.pieces import fits
 from hmmlm.transitions.base import Transition
 from hmmlm.transitions.tiles import narrow, span_of
 from hmmlm.transitions.tilestore import TileStore
@@ -65,7 +66,7 @@ class TiledTransition(Transition):
 
     def table(self, width: int, forward: bool = True) -> LogTiles | None:
         """Return log A, or its transpose, as tiles [M, M, k, k]; None if it is large or requires a gradient."""
-        if self.requires_grad or self.num_states**2 > TABLE_CELLS:
+        if self.requires_grad or not fits(self.num_states**2, TABLE_CELLS):
             return None
         found = self._tables.get((width, forward))
         if found is None:

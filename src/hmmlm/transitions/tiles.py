@@ -14,11 +14,11 @@ from torch import Tensor
 from hmmlm.numerics.semirings import LOG, row_pieces
 from hmmlm.numerics.support import BlockSupport, Support
 from hmmlm.ops.common import NEG_INF, logsumexp
+from hmmlm.ops.pieces import at_once
 
 if TYPE_CHECKING:
     from hmmlm.transitions.base import Transition
 
-_CELLS = 2**24  # largest table of sums computed at once
 
 Reduce = Callable[[Tensor, Tensor], Tensor]
 """Maps values [b, K] and log A, one matrix [K, K'] or one for each row [b, K, K'], to [b, K']."""
@@ -52,7 +52,7 @@ def contract(
     groups = _groups(transition.num_states, inner, outer, values)
     if groups is None:
         assert isinstance(inner, BlockSupport) and isinstance(outer, BlockSupport)
-        size, parts = max(1, _CELLS // inner.width**2), []
+        size, parts = at_once(inner.width**2), []
         for part, a, b in zip(values.split(size), inner.blocks.split(size), outer.blocks.split(size), strict=True):
             tiles = transition.tiles(a, b, inner.width) if forward else transition.tiles(b, a, inner.width).mT
             parts.append(reduce(part, tiles))

@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 
 from hmmlm.ops.common import accumulate, matmul, wide
+from hmmlm.ops.pieces import at_once
 
-_CHUNK = 2**24  # scores of a tile at most: 64 MB in float32
 _ROWS = 2048  # rows of a tile at most; more do not make a product faster
 _CPU_TILE = 512, 1024  # rows and columns: what stays in the cache of a core is not written to memory
 
 
 def _tiles(u: Tensor, w: Tensor) -> tuple[list[slice], list[slice]]:
     """Return the rows and the columns of the tiles of scores [N, M]."""
-    rows, columns = max(1, min(_ROWS, _CHUNK // len(w))), len(w)
+    rows, columns = min(_ROWS, at_once(len(w))), len(w)
     if u.device.type == "cpu":
         rows, columns = _CPU_TILE
     return _pieces(len(u), rows), _pieces(len(w), columns)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hmmlm.ops import loops
 from hmmlm.ops.lanes import LANES, ROWS
+from hmmlm.ops.pieces import at_once
 from hmmlm.ops.scan import scaled
 from hmmlm.ops.scan.problem import Evidence, Parameters
 from hmmlm.ops.scan.scaled import ScaledForward, sort_by_length
@@ -21,7 +22,6 @@ from hmmlm.ops.underflow import FLOOR, least_sum
 
 STEPS_PER_SHIFT = 16  # of Viterbi, between two subtractions of the largest score: float32 then suffices for any length
 MOST_ROWS = 64  # sequences that go through a step together: what they share is read once
-PATH_CELLS = 2**24  # of scores [T, rows, W] that Viterbi keeps, where a tile has no more
 THREAD_WORK = 2**24  # products of two numbers that take some times as long as a thread to start
 CELL_WORK = 128  # products in the time of a cell of the table
 
@@ -181,7 +181,7 @@ def best_paths(parameters: Parameters, tokens: Tensor, active: list[int]) -> tup
     path, log_prob, lengths = np.full(tokens.shape, -1), np.empty(tokens.shape[0]), _lengths(active)
     lowest, states = table.dtype.type(np.finfo(table.dtype).min), len(parameters.log_start)
     into, strips = table[1 : 1 + states, :states].T.copy(), _strips(table, states)
-    most = max(ROWS, min(MOST_ROWS, PATH_CELLS // (len(active) * table.shape[1]) // ROWS * ROWS))
+    most = max(ROWS, min(MOST_ROWS, at_once(len(active) * table.shape[1]) // ROWS * ROWS))
     groups = _groups(lengths, len(active), states, most)
 
     def run(part: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.ops.common import NEG_INF, capturing, log_normalize
+from hmmlm.ops.pieces import at_once
 from hmmlm.ops.scan.problem import Evidence, Parameters
 from hmmlm.ops.underflow import FLOOR, TOLERANCE, exp, least_sum
 
@@ -22,7 +23,6 @@ GROUPS = (4, 1)  # steps between two normalizations: first several, which is fas
 LEAST = {torch.float32: 1e-12, torch.float64: 1e-100}  # mass below which every step is normalized
 SURE_RATIO = 1e8  # max/min ratio of a transition column up to which `suspicious` is a proof
 _STATES = 32  # whose counts of words are written at once
-SPAN_CELLS = 2**22  # largest [steps, B, Z] buffer when nothing is kept
 
 
 class ScaledChain(NamedTuple):
@@ -151,7 +151,7 @@ def scaled_filter(
     """
     steps, batch = chain.words.shape
     like, states, tiny = chain.start, len(chain.transition), torch.finfo(chain.start.dtype).tiny
-    span = steps if keep else max(1, min(steps, SPAN_CELLS // (batch * states)))
+    span = steps if keep else max(1, min(steps, at_once(batch * states, 2**22)))
     scale = like.new_ones(steps, batch)
     inside = _inside(chain)
     alpha, mass, least = like.new_empty(0), like.new_ones(1, batch), like.new_ones(())
