@@ -78,6 +78,16 @@ def test_products_of_probabilities_agree_with_log_space_in_every_cell(
         torch.testing.assert_close(got, want, **close)
 
 
+def test_paths_drawn_in_pieces_of_steps_continue_each_other() -> None:
+    states, num = 64, 64
+    cycle = torch.eye(states).roll(1, 1)  # a path is determined by any of its states
+    hmm = HMM(torch.full((states,), 1 / states).log(), cycle.log(), torch.zeros(states, 1))
+    lengths = torch.tensor([13, 20])
+    drawn = hmm.posterior_sample(torch.zeros(2, 20, dtype=torch.long), lengths, num, torch.Generator().manual_seed(0))
+    for paths, length in zip(drawn.unbind(1), lengths.tolist(), strict=True):
+        assert bool((paths[:, :length].diff(dim=1) % states == 1).all()) and bool((paths[:, length:] == -1).all())
+
+
 # --- memory ---
 
 

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from hmmlm.emissions import Blocked
 from hmmlm.hmm import HMM, Carry
+from hmmlm.hmm.generic_filter import Problem, run_scaled
+from hmmlm.hmm.generic_scan import generic_scan
+from hmmlm.hmm.recursions import sort_batch
 from hmmlm.models.base import Model
 from hmmlm.transitions import Dense, Factored
 
@@ -84,6 +87,27 @@ def test_a_sequence_that_underflows_beside_one_with_missing_tokens() -> None:
     tokens = torch.tensor([[0, 0, 1, 1], [-1, -1, -1, -1]])
     alone = torch.cat([hmm.log_likelihood(tokens[:1]), hmm.log_likelihood(tokens[1:])])
     torch.testing.assert_close(hmm.log_likelihood(tokens), alone)
+
+
+@pytest.mark.parametrize(("log_second", "computed_again"), [(-math.inf, []), (-100.0, [0])])
+def test_only_what_underflow_may_have_changed_is_computed_again(log_second: float, computed_again: list[int]) -> None:
+    """The second state explains the text far better; it matters unless the sequence cannot start in it."""
+    emission = torch.tensor([[1e-3, 1 - 1e-3], [1.0, 0.0]])
+    hmm = HMM(torch.tensor([0.0, log_second]), torch.eye(2).log(), emission.log())
+    batch = sort_batch(hmm, torch.zeros(1, 40, dtype=torch.long), None)
+    problem = Problem(hmm, batch, None, exact_carry=False, in_log_space=False, learns=False)
+    run = run_scaled(problem, hmm.log_start[None])
+    assert run.rows.tolist() == computed_again
+    want = max(40 * math.log(1e-3), log_second)
+    torch.testing.assert_close(run.total, torch.tensor([want], dtype=torch.float64))
+
+
+def test_an_emission_below_the_floor_may_explain_a_word_best() -> None:
+    """The last state, which is impossible, emits the word best: of the others, only the less likely one is kept."""
+    emission = torch.tensor([[9e-67], [1e-47], [1.0]], dtype=torch.float64).log().float()
+    hmm = HMM(torch.tensor([1.0, 1e-20, 0.0]).log(), torch.eye(3).log(), emission)
+    found = generic_scan(hmm, torch.tensor([[0]])).log_likelihood
+    torch.testing.assert_close(found, torch.tensor([math.log(9e-67 + 1e-67)]))
 
 
 def test_the_carry_of_a_model_that_requires_gradients_loses_no_state() -> None:

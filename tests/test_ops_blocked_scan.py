@@ -211,6 +211,17 @@ def test_shared_tiles_are_summed_where_single_terms_overflow() -> None:
 
 
 @outside_interpreter
+def test_the_score_of_words_has_a_gradient_without_that_of_the_text() -> None:
+    case, gradients = make_case(2, 3, 4, 5, 2, 5, entered=True, next_words=2, seed=12), []
+    for impl in ("generic", "naive"):
+        leaves = case.to("cpu", torch.float64)
+        score = scan(leaves, impl).next_word_score
+        assert score is not None
+        gradients.append(torch.autograd.grad(score.sum(), list(leaves.inputs().values()), materialize_grads=True))
+    torch.testing.assert_close(*gradients)
+
+
+@outside_interpreter
 @pytest.mark.parametrize("entered", [False, True])
 @pytest.mark.parametrize("restarts", [False, True])
 def test_the_specification_agrees_with_enumeration(entered: bool, restarts: bool) -> None:

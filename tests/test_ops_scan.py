@@ -203,6 +203,19 @@ def test_a_carry_below_the_floor_may_be_the_only_explanation(impl: Impl) -> None
     torch.testing.assert_close(result.carry.log_probs.exp(), torch.tensor([[0.0, 1.0]], dtype=torch.float64))
 
 
+@pytest.mark.parametrize("impl", RECURSIONS)
+def test_a_path_of_many_small_factors_is_not_impossible(impl: Impl) -> None:
+    """A start, two emissions and the transition between them underflow: so would the product of two in the bound."""
+    never = NEG_INF
+    transition = torch.full((4, 4), never).fill_diagonal_(0.0)
+    transition[1, 2] = -50.0
+    # The other two states emit both words best, and cannot explain the text.
+    emission = torch.tensor([[0.0, never], [-50.0, never], [0.0, -50.0], [never, 0.0]])
+    parameters = Parameters(torch.tensor([0.0, -50.0, never, never]), transition, emission)
+    result = scan(parameters, Evidence(torch.tensor([[0, 1]])), impl)
+    torch.testing.assert_close(result.log_likelihood, torch.tensor([-200.0]))
+
+
 # --- compiled loops ---
 
 
