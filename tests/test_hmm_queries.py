@@ -78,6 +78,17 @@ def test_products_of_probabilities_agree_with_log_space_in_every_cell(
         torch.testing.assert_close(got, want, **close)
 
 
+def test_a_step_of_little_mass_is_computed_in_log_space() -> None:
+    """The second state, whose share of the second word is a denormal number in float32, explains the words after it."""
+    start = torch.tensor([1.0, 3e-8, 1e-9])
+    transition = torch.tensor([[1.0, 1e-24, 1e-28], [1e-24, 1.0, 1e-28], [1e-20, 1e-24, 1.0]])
+    emission = torch.tensor([[1.0, 1e-25, 1e-3], [1.0, 2e-36, 1.0], [1e-20, 1.0, 1e-3]])
+    hmm, tokens = HMM(start.log(), transition.log(), emission.log()), torch.tensor([[0, 1] + [2] * 8])
+    exact = HMM(*(p.double() for p in hmm.parameters().values()))
+    want = exact.token_log_probs(tokens)
+    torch.testing.assert_close(hmm.token_log_probs(tokens).double(), want, rtol=1e-5, atol=1e-4)
+
+
 def test_paths_drawn_in_pieces_of_steps_continue_each_other() -> None:
     states, num = 64, 64
     cycle = torch.eye(states).roll(1, 1)  # a path is determined by any of its states

@@ -110,6 +110,15 @@ def test_an_emission_below_the_floor_may_explain_a_word_best() -> None:
     torch.testing.assert_close(found, torch.tensor([math.log(9e-67 + 1e-67)]))
 
 
+def test_a_sum_of_which_a_term_is_below_the_floor_is_not_sure() -> None:
+    """The second word is as likely in either state, though only one of the two ways into the last one is kept."""
+    start, transition = torch.tensor([0.2, 0.8]), torch.tensor([[1.0, 2e-36], [1.0, 9e-37]])
+    emission = torch.tensor([[1.0, 1e-36], [0.5, 0.5]])
+    hmm, tokens = HMM(start.log(), transition.log(), emission.log()), torch.tensor([[0, 1]])
+    want = HMM(*(p.double() for p in hmm.parameters().values()), impl="naive").log_likelihood(tokens)
+    torch.testing.assert_close(generic_scan(hmm, tokens).log_likelihood.double(), want, rtol=1e-5, atol=0)
+
+
 def test_the_carry_of_a_model_that_requires_gradients_loses_no_state() -> None:
     uniform = Factored(torch.zeros(2, 1), torch.zeros(2, 1))
     hmm = HMM(torch.tensor([0.5, 0.5]).log(), uniform, torch.tensor([[0.0, -200.0], [-200.0, 0.0]]))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.oracle import random_blocked_hmm, random_hmm
+from helpers.oracle import random_blocked_hmm, random_hmm, with_gradients
 
 from hmmlm.emissions import UnionEmission
 from hmmlm.errors import InputError
@@ -122,3 +122,16 @@ def test_segments_cut_at_restarts() -> None:
     assert cut.row.tolist() == [0, 0, 1] and cut.last.tolist() == [1, 2]
     assert cut.restart is not None and cut.restart[:, 0].tolist() == [False, True, True]
     assert not cut.restart[:, 1:].any()
+
+
+@pytest.mark.parametrize("impossible", [0, 2])
+def test_an_impossible_segment_leaves_no_gradient_of_the_others(impossible: int) -> None:
+    emission = torch.tensor([[0.3, 0.7, 0.0], [0.6, 0.4, 0.0]], dtype=torch.float64)  # no state emits word 2
+    start, transition, _ = random_hmm(2, 3, seed=0)
+    union = with_gradients(HMM.union([HMM.from_probs(start, transition, p) for p in (emission, emission.flip(0))]))
+    tokens = torch.tensor([[0, 1, 0, 1]])
+    tokens[0, impossible] = 2
+    total = union.scan(tokens, restart=torch.tensor([[False, False, True, False]])).log_likelihood
+    assert total.item() == -torch.inf
+    for gradient in torch.autograd.grad(total.sum(), list(union.parameters().values()), materialize_grads=True):
+        assert bool((gradient == 0).all())

@@ -222,6 +222,28 @@ def test_the_score_of_words_has_a_gradient_without_that_of_the_text() -> None:
 
 
 @outside_interpreter
+def test_impossible_words_in_place_of_tokens_count_as_zero() -> None:
+    case = make_case(2, 3, 4, 5, 2, 4, next_words=1, seed=13)
+    case.factors.log_emission[4] = -torch.inf  # no state emits word 4
+    case, words = case._replace(tokens=case.tokens.clamp(max=3)), case.next_words
+    assert words is not None
+    words.clamp_(max=3)
+    leaves = case.to("cpu", torch.float64)
+    parts = [scan(leaves._replace(lengths=torch.tensor([n, n])), "naive").next_word_score for n in (1, 3, 4)]
+    first, most, whole = (score for score in parts if score is not None)
+    want = most[0] + whole[1] - first[1]
+    words[0, 3], words[1, 0] = 4, 4
+    score = scan(leaves._replace(next_words=words), "generic").next_word_score
+    assert score is not None
+    torch.testing.assert_close(score.sum(), want)
+    got, expected = (
+        torch.autograd.grad(total, list(leaves.inputs().values()), materialize_grads=True)
+        for total in (score.sum(), want)
+    )
+    torch.testing.assert_close(got, expected)
+
+
+@outside_interpreter
 @pytest.mark.parametrize("entered", [False, True])
 @pytest.mark.parametrize("restarts", [False, True])
 def test_the_specification_agrees_with_enumeration(entered: bool, restarts: bool) -> None:

@@ -216,6 +216,15 @@ def test_a_path_of_many_small_factors_is_not_impossible(impl: Impl) -> None:
     torch.testing.assert_close(result.log_likelihood, torch.tensor([-200.0]))
 
 
+@pytest.mark.parametrize("impl", RECURSIONS)
+def test_a_missing_token_may_be_emitted_by_states_that_emit_no_first_word(impl: Impl) -> None:
+    """The second state underflows before the missing token, and explains the words after it."""
+    parameters = sticky(-90.0, -25.0)
+    never = torch.full((2, 1), NEG_INF, dtype=torch.float64)
+    parameters = parameters._replace(log_emission=torch.cat([never, parameters.log_emission], 1))
+    assert_agrees(parameters, Evidence(torch.tensor([[1] * 4 + [-1] + [2] * 10])), impl)
+
+
 # --- compiled loops ---
 
 
