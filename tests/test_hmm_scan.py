@@ -127,6 +127,21 @@ def test_the_carry_of_a_model_that_requires_gradients_loses_no_state() -> None:
         torch.testing.assert_close(carry.over_all(2), torch.tensor([[0.0, -200.0]], dtype=torch.float64))
 
 
+@pytest.mark.parametrize("kind", ["auto", "scaled", "blocked", "union"])
+def test_a_carry_loses_no_state_below_the_range_of_float64(kind: str) -> None:
+    """The second state is reached by a transition of e^−800 only, and explains each word as well as the first."""
+    start, emission = torch.tensor([0.0, -math.inf]), torch.zeros(2, 1)
+    transition = torch.tensor([[0.0, -800.0], [-math.inf, 0.0]])
+    hmm = HMM(start, transition, emission, impl="scaled" if kind == "scaled" else "auto")
+    if kind == "blocked":
+        hmm = with_gradients(HMM(start, transition, Blocked(emission.t(), torch.tensor([0]))))
+    if kind == "union":
+        hmm = HMM.union([hmm, hmm], [1.0, 0.0])
+    carry = hmm.scan(torch.tensor([[0, 0]]), exact_carry=True).carry
+    want = torch.tensor([[0.0, -800.0]], dtype=torch.float64)
+    torch.testing.assert_close(carry.over_all(hmm.states)[:, :2], want)
+
+
 def unlikely_first() -> tuple[HMM, Tensor]:
     """Return a union whose second component alone explains the end of a text, and hardly its beginning."""
     sure, rare = math.log1p(-math.exp(-30.0)), -30.0
