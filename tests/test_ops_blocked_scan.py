@@ -183,6 +183,18 @@ def narrow(factors: Factors) -> Factors:
 
 
 @outside_interpreter
+@pytest.mark.parametrize("leak", [-90.0, -400.0])
+def test_words_of_a_sequence_that_underflows_are_scored(leak: float) -> None:
+    factors = narrow(two_regimes(leak, -25.0))
+    tokens = torch.tensor([[0] * 4 + [1] * 10, [0] * 14])
+    case = Case(tokens, factors, next_words=torch.stack([tokens, 1 - tokens], 2))
+    assert_agrees(case, "generic", tolerance=3e-5)
+    same = solve(case._replace(next_words=tokens[..., None]), "generic").scan
+    assert same.next_word_score is not None
+    torch.testing.assert_close(same.next_word_score, same.log_likelihood)
+
+
+@outside_interpreter
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"entered": True, "ragged": True, "restarts": True}])
 def test_steps_between_the_same_blocks_share_a_tile(blocks: int, options: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ class Gradient:
     def add_scaled(self, run: Run, lattice: Lattice, seed: Tensor, seed_score: Tensor) -> Tensor:
         """Add those of log-likelihoods and of words' scores, times seeds [B]; return those of the first step [B, K]."""
         seed = torch.where(run.total == NEG_INF, 0.0, seed)
-        seed = seed if run.exact is None else seed.index_fill(0, run.rows, 0.0)
+        seed, seed_score = (each.index_fill(0, run.rows, 0.0) for each in (seed, seed_score))
         size, change = seed.abs(), list[Tensor]()
         if run.words is not None:
             change = self._add_words(lattice.batch, run.words, seed_score)

@@ -54,7 +54,8 @@ def generic_scan(
             with `next_words` [B, 1 + S, K]: also over the states of the words in their place.
         next_words: [B, T, S] words in place of those of `tokens`, such as a teacher's samples, of an HMM with blocks.
             `next_word_score` [B] is then the mean over S of Σ_t log p(next_words[b, t] | tokens[b, :t]), where a word
-            whose probability underflows counts as 0; differentiable.
+            whose probability underflows counts as 0, as do all words of a sequence that underflows in float64;
+            differentiable. In float32, sequences that underflow are computed again in float64.
         exact_carry: also compute sequences of which a state of the carry underflows again.
         in_log_space: compute everything in log space.
     """
@@ -80,7 +81,7 @@ def generic_scan(
         learns = torch.is_grad_enabled() and (hmm.requires_grad or first.requires_grad)
         problem = Problem(hmm.detach(), batch, words, exact_carry, in_log_space, learns)
         names, parameters = zip(*hmm.parameters().items(), strict=True)
-        log_likelihood, score, last = _GenericScan.apply(problem, names, first[:, 0], *parameters)
+        log_likelihood, score, last, lost = _GenericScan.apply(problem, names, first[:, 0], *parameters)
         total = cut.add_up(batch.unsort(log_likelihood)).to(hmm.dtype)
         total = torch.where(total.detach() == NEG_INF, NEG_INF, total)  # impossible: no gradient of other segments
         states = None
@@ -92,7 +93,11 @@ def generic_scan(
             return scan
         emitted = torch.stack([hmm.emission.score(word, missing=False)[1] for word in words[:, 0].unbind(1)], 1)
         score = score + _known(logsumexp(first[:, 1:] + emitted, 2)).mean(1)
-        return scan._replace(next_word_score=cut.add_up(batch.unsort(score)))
+        scan = scan._replace(next_word_score=cut.add_up(batch.unsort(score)))
+        if hmm.dtype == torch.float64 or not len(lost):
+            return scan
+        scan = scan._replace(suspect=torch.zeros_like(total, dtype=torch.bool).index_fill(0, row[lost], True))
+    return compute_again(scan, lambda: hmm, tokens, lengths, carry, restart, entry, next_words, exact_carry)
 
 
 def _broken(hmm: Composition, rows: int) -> Scan:
@@ -110,6 +115,7 @@ def compute_again(
     carry: Carry | None,
     restart: Tensor | None,
     entry: Tensor | None = None,
+    next_words: Tensor | None = None,
     exact_carry: bool = False,
 ) -> Scan:
     """Return a scan with its suspect sequences computed again, in float64, by `generic_scan`; not inside a CUDA graph.
@@ -122,7 +128,7 @@ def compute_again(
     if not bool(result.suspect.any()):
         return result._replace(suspect=None)
     rows, log_probs = result.suspect.nonzero()[:, 0], result.carry.log_probs
-    given = [None if value is None else value[rows] for value in (lengths, restart, entry)]
+    given = [None if value is None else value[rows] for value in (lengths, restart, entry, next_words)]
     before = None
     if carry is not None:
         before = Carry(carry.log_probs[rows], None if carry.states is None else carry.states[rows])
@@ -132,13 +138,17 @@ def compute_again(
         given[0],
         before,
         given[1],
-        entry=None if given[2] is None else given[2][:, :1].double(),
+        entry=None if given[2] is None else given[2].double() if given[3] is not None else given[2][:, :1].double(),
+        next_words=given[3],
         exact_carry=exact_carry,
     )
     if log_probs.dim() == 2:  # a carry is wanted
         log_probs = log_probs.index_copy(0, rows, found.carry.log_probs)
     log_likelihood = result.log_likelihood.index_copy(0, rows, found.log_likelihood.to(result.log_likelihood.dtype))
-    return result._replace(log_likelihood=log_likelihood, carry=Carry(log_probs, result.carry.states), suspect=None)
+    score = result.next_word_score
+    if score is not None and found.next_word_score is not None:
+        score = score.index_copy(0, rows, found.next_word_score.to(score.dtype))
+    return Scan(log_likelihood, Carry(log_probs, result.carry.states), None, score)
 
 
 # --- carries ---
@@ -165,21 +175,21 @@ class _GenericScan(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, problem: Problem, names: tuple[str, ...], first: Tensor, *parameters: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         run = run_scaled(problem, first)
         if problem.learns:
             ctx.problem, ctx.names, ctx.run = problem, names, run
-        total, last = run.total.clone(), run.last.clone()  # ctx must not hold a returned tensor
-        ctx.mark_non_differentiable(last)
+        total, last, lost = run.total.clone(), run.last.clone(), run.rows.clone()  # ctx must not hold a returned tensor
+        ctx.mark_non_differentiable(last, lost)
         score = torch.zeros_like(run.total)
         if run.words is not None:
             means = run.words.log_probs.unflatten(0, (len(problem.batch.before), -1)).mean(1)
-            score = Packed(problem.batch, torch.cat([score, means])).padded(0.0).sum(0)
-        return total, score.to(first.dtype), last
+            score = Packed(problem.batch, torch.cat([score, means])).padded(0.0).sum(0).index_fill(0, run.rows, 0.0)
+        return total, score.to(first.dtype), last, lost
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_score: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, grad_score: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         run, hmm = ctx.run, ctx.problem.hmm
         found = Gradient(hmm)
         with without_autocast(grad):
