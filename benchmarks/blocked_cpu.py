@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from hmmlm.hmm import steps
-from hmmlm.hmm.generic_scan import generic_scan
 from hmmlm.models.base import from_factors
 from hmmlm.ops.blocked_scan import Factors
+from hmmlm.scan import steps
+from hmmlm.scan.generic_scan import generic_scan
 from papers.records import add_record, commit, machine
 
 WORDS, BATCH, TIME, HIDDEN, REPEATS = 10_000, 16, 32, 256, 5

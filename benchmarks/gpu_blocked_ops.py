@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.generic_scan import generic_scan
 from hmmlm.models.base import from_factors
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.blocked_scan import triton as scan_kernels
 from hmmlm.ops.blocked_scan.problem import Problem, lay_out
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
 from hmmlm.ops.linear_logsumexp import triton as linear_kernels
+from hmmlm.scan.generic_scan import generic_scan
 
 DEVICE = "cuda"
 RESULTS: list[dict[str, Any]] = []

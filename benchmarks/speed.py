@@ -39,11 +39,11 @@ from benchmarks.dense_step import ADAMW, ROUNDS, Steps, Training, check, draw_to
 from benchmarks.peers.bare import products
 from benchmarks.peers.loop import log_likelihood
 from hmmlm.hmm import HMM
-from hmmlm.hmm.generic_scan import generic_scan
 from hmmlm.models.base import from_factors
 from hmmlm.models.neural import Neural
 from hmmlm.ops.blocked_scan import Factors, blocked_scan, refusal
 from hmmlm.ops.common import installed
+from hmmlm.scan.generic_scan import generic_scan
 from hmmlm.structure.blocks import Blocks
 from papers.records import add_record, commit, machine
 

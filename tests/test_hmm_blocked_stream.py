@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers.oracle import random_blocked_hmm
 
-from hmmlm.hmm import blocked_stream
-from hmmlm.hmm.recursions import run_filter, sort_batch
-from hmmlm.hmm.steps import add_step
 from hmmlm.ops import pieces
+from hmmlm.scan import blocked_stream
+from hmmlm.scan.recursions import run_filter, sort_batch
+from hmmlm.scan.steps import add_step
 
 WORDS, STEPS, K = 9, 50, 4
 TEXT = torch.randint(WORDS, (1, STEPS), generator=torch.Generator().manual_seed(0))

@@ -8,10 +8,10 @@ from hmmlm.emissions import Blocked
 from hmmlm.emissions.columns import EmissionMatrix, equal_columns, log_group_sums
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.hmm.recursions import forward, messages_back, run_filter, run_messages, sort_batch
 from hmmlm.numerics.logmatrix import LogMatrix, LogTiles
 from hmmlm.ops import pieces
 from hmmlm.ops.common import installed
+from hmmlm.scan.recursions import forward, messages_back, run_filter, run_messages, sort_batch
 from hmmlm.transitions import Factored
 from hmmlm.transitions.tilestore import TileStore
 

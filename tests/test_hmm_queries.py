@@ -11,10 +11,10 @@ from helpers.oracle import random_blocked_hmm, random_hmm, single_block
 from torch import Tensor
 
 from hmmlm.hmm import HMM
-from hmmlm.hmm.recursions import run_messages
 from hmmlm.numerics import logmatrix
 from hmmlm.ops import pieces
 from hmmlm.ops.scan import Evidence, Parameters
+from hmmlm.scan.recursions import run_messages
 
 NEG_INF = -math.inf
 DTYPES = [torch.float32, torch.float64]

@@ -18,10 +18,11 @@ from helpers.interpreter import (
 )
 from helpers.oracle import random_hmm
 
-from hmmlm.hmm import HMM, recorded_scan
-from hmmlm.hmm.recorded_scan import EAGER, RecordedScans
+from hmmlm.hmm import HMM
 from hmmlm.ops import pieces
 from hmmlm.ops.scan import Evidence, Parameters
+from hmmlm.scan import recorded_scan
+from hmmlm.scan.recorded_scan import EAGER, RecordedScans
 
 STATES, WORDS, BATCH, LENGTH = 12, 9, 3, 5
 

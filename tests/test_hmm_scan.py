@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from hmmlm.emissions import Blocked
 from hmmlm.hmm import HMM, Carry
-from hmmlm.hmm.generic_filter import Problem, run_scaled
-from hmmlm.hmm.generic_scan import generic_scan
-from hmmlm.hmm.recursions import sort_batch
 from hmmlm.models.base import Model
+from hmmlm.scan.generic_filter import Problem, run_scaled
+from hmmlm.scan.generic_scan import generic_scan
+from hmmlm.scan.recursions import sort_batch
 from hmmlm.transitions import Dense, Factored
 
 

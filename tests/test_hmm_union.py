@@ -7,9 +7,9 @@ from helpers.oracle import random_blocked_hmm, random_hmm, with_gradients
 from hmmlm.emissions import UnionEmission
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.hmm.composition import layout
-from hmmlm.hmm.union_scan import Segments
 from hmmlm.ops import pieces
+from hmmlm.scan.composition import layout
+from hmmlm.scan.union_scan import Segments
 from hmmlm.transitions import BlockDiagonal
 
 WORDS = 6

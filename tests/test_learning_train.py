@@ -16,7 +16,6 @@ from helpers.runs import fit_planted, planted, random_hmm, records, tiny_config,
 
 import hmmlm
 from hmmlm.errors import InputError
-from hmmlm.hmm import implementations
 from hmmlm.learning import learners
 from hmmlm.learning.baum_welch import maximize
 from hmmlm.learning.evaluate import Evaluation, evaluate
@@ -30,6 +29,7 @@ from hmmlm.models.base import Model
 from hmmlm.models.scalar import Scalar
 from hmmlm.ops.scan import Evidence
 from hmmlm.runs.checkpoint import read_checkpoint
+from hmmlm.scan import implementations
 
 CHUNKS: dict[str, Any] = {"kind": "chunks", "batch_size": 16, "length": 12}
 STEADY: dict[str, Any] = {"kind": "constant", "warmup": 0}

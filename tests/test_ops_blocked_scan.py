@@ -33,12 +33,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hmmlm.hmm import HMM, steps
-from hmmlm.hmm.recursions import observe, sort_batch
+from hmmlm.hmm import HMM
 from hmmlm.models.base import from_factors
 from hmmlm.ops import pieces
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.blocked_scan.problem import lay_out
+from hmmlm.scan import steps
+from hmmlm.scan.recursions import observe, sort_batch
 
 IMPLEMENTATIONS = implementations("generic")
 

@@ -33,10 +33,11 @@ from helpers.interpreter import (
 from helpers.oracle import matrices, random_hmm
 
 from hmmlm.errors import InputError
-from hmmlm.hmm import HMM, generic_scan
+from hmmlm.hmm import HMM
 from hmmlm.models.scalar import Scalar
 from hmmlm.ops.common import Impl
 from hmmlm.ops.scan import Evidence, Parameters, api, scaled
+from hmmlm.scan import generic_scan
 
 NEG_INF = -math.inf
 IMPL: Impl = "triton" if INTERPRETING else "scaled"

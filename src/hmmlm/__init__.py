@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hmmlm import emissions, transitions
+    from hmmlm.checks import padded
     from hmmlm.device import set_threads
     from hmmlm.errors import InputError, InputWarning
     from hmmlm.explorer.notebook import Display
     from hmmlm.hmm import HMM, Carry, Counts, Filtered
     from hmmlm.hmm.automaton import Automaton
-    from hmmlm.hmm.checks import padded
     from hmmlm.hmm.constraints import Guide
     from hmmlm.learning.run import distill, train
     from hmmlm.text.control import save_control
@@ -36,7 +36,7 @@ _MODULES = {
     "distill": "hmmlm.learning.run",
     "MixtureModel": "hmmlm.text.mixture",
     "load": "hmmlm.text.mixture",
-    "padded": "hmmlm.hmm.checks",
+    "padded": "hmmlm.checks",
     "sample_particles": "hmmlm.text.particles",
     "save_control": "hmmlm.text.control",
     "set_threads": "hmmlm.device",

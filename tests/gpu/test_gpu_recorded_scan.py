@@ -11,8 +11,8 @@ from helpers.oracle import matrices
 from torch import Tensor
 
 from hmmlm.hmm import HMM, Carry
-from hmmlm.hmm.recorded_scan import EAGER
 from hmmlm.ops.scan import Evidence
+from hmmlm.scan.recorded_scan import EAGER
 
 WORDS, BATCH, LENGTH = 500, 16, 8
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from helpers import naive_blocked
 from helpers.dense_scan import sticky
-from hmmlm.hmm.generic_scan import generic_scan
 from hmmlm.models.base import from_factors, scan_factors
 from hmmlm.ops.blocked_scan import Factors
 from hmmlm.ops.common import Scan
+from hmmlm.scan.generic_scan import generic_scan
 
 KERNEL_CASES: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((3, 4, 5, 9, 3, 4), {}),

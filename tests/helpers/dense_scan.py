@@ -9,11 +9,11 @@ from torch import Tensor
 from helpers import naive_scan
 from helpers.oracle import NEG_INF, random_hmm
 from hmmlm.hmm import HMM
-from hmmlm.hmm.generic_scan import compute_again
 from hmmlm.ops.common import Carry, Impl, Scan
 from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.scan import scan as run_scan
 from hmmlm.ops.scan.api import CarryKind
+from hmmlm.scan.generic_scan import compute_again
 
 KERNEL_CASES: list[tuple[tuple[int, int, int, int], dict[str, Any]]] = [
     ((17, 11, 5, 4), {}),

@@ -23,9 +23,9 @@ from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Counts
 from hmmlm.hmm.automaton import Automaton
 from hmmlm.hmm.constraints import Guide
-from hmmlm.hmm.generic_scan import generic_scan
 from hmmlm.ops import pieces
 from hmmlm.ops.common import Carry, Impl, Scan, logsumexp
+from hmmlm.scan.generic_scan import generic_scan
 from hmmlm.transitions import (
     BlockDiagonal,
     Dense,

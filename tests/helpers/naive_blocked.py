@@ -15,7 +15,7 @@ def blocked_scan(
     restart: Tensor | None,
     next_words: Tensor | None = None,
 ) -> Scan:
-    """Compute log p(x) [B] and the carry; see `hmmlm.hmm.generic_scan.generic_scan`."""
+    """Compute log p(x) [B] and the carry; see `hmmlm.scan.generic_scan.generic_scan`."""
     u, kept = factors.u, factors.log_emission.shape[1]
     batch, time = tokens.shape
     log_likelihoods, carries, scores = [], [], []

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hmmlm.arguments import check_arguments
+from hmmlm.checks import check_count
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import check_count
 
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]

@@ -22,7 +22,7 @@ from hmmlm.data.modelfolder import (
 from hmmlm.data.tensorfiles import check_checksum
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.hmm.composition import layout
+from hmmlm.scan.composition import layout
 
 
 def load_hmm(path: Path) -> tuple[ModelFolder, HMM]:

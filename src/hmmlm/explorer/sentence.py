@@ -10,11 +10,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from hmmlm.checks import padded
 from hmmlm.errors import InputError
 from hmmlm.explorer.explorer import Explorer
 from hmmlm.explorer.query import MAX_CHARACTERS, Count, Query, Text
 from hmmlm.explorer.tokens import bits, continues, described, display, spans_of
-from hmmlm.hmm.checks import padded
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.scoring import perplexity
 

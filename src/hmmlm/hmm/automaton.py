@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hmmlm.arguments import check_arguments, describe
+from hmmlm.checks import check_count
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import check_count
 from hmmlm.ops.pieces import at_once
 
 LARGEST = 2**14  # automaton states of a product

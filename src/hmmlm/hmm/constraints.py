@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.arguments import check_arguments
+from hmmlm.checks import check_count
 from hmmlm.errors import InputError
 from hmmlm.hmm.ahead import Ahead, Edges, live_states, tables_ahead
 from hmmlm.hmm.automaton import Automaton, check_words
-from hmmlm.hmm.checks import check_count
 from hmmlm.hmm.guided import Plan, Targets, advance_states, log_chances
 from hmmlm.hmm.hmm import HMM
 from hmmlm.ops.common import NEG_INF, logsumexp

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from hmmlm.errors import InputError
 from hmmlm.hmm.guided_cpu import advance_products, column_chances, single_chances
-from hmmlm.hmm.lattice import condition
 from hmmlm.numerics.logmatrix import log_ratio
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import restrict
 from hmmlm.ops.common import NEG_INF, logsumexp, without_autocast
 from hmmlm.ops.pieces import MOST, at_once, fits
+from hmmlm.scan.lattice import condition
 
 if TYPE_CHECKING:
     from hmmlm.hmm.hmm import HMM

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from hmmlm.arguments import check_arguments
+from hmmlm.checks import ArrayLike, as_log_probs, check_batch, check_count, check_number
 from hmmlm.emissions import Categorical, Emission, UnionEmission
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import ArrayLike, as_log_probs, check_batch, check_count, check_number
 from hmmlm.hmm.guided_step import GuidedSteps
-from hmmlm.hmm.implementations import Choice, Problem, choose
 from hmmlm.hmm.queries import Queries
 from hmmlm.numerics.distributions import check_distributions
 from hmmlm.ops.common import NEG_INF, Carry, Impl, Scan, installed
 from hmmlm.ops.maximize_rows import maximize_rows
 from hmmlm.ops.pieces import at_once
+from hmmlm.scan.implementations import Choice, Problem, choose
 from hmmlm.transitions import BlockDiagonal, Dense, Transition
 
 _RANDOM_CELLS = 2**30  # probabilities of a random model: 8 GB while they are drawn

@@ -1,7 +1,7 @@
 """The queries of an HMM, written once for every transition and emission, batched, in log space.
 
 For each position an emission returns the states that can emit its token (its support) and their scores; a transition
-moves distributions between supports. The filter and the messages are those of `hmmlm.hmm.recursions`; the recursions
+moves distributions between supports. The filter and the messages are those of `hmmlm.scan.recursions`; the recursions
 below are the standard ones.
 """
 
@@ -15,9 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from hmmlm.emissions import Blocked, Categorical
-from hmmlm.errors import InputError
-from hmmlm.hmm.checks import (
+from hmmlm.checks import (
     ArrayLike,
     check_batch,
     check_carry,
@@ -27,10 +25,18 @@ from hmmlm.hmm.checks import (
     check_tokens,
     check_words,
 )
-from hmmlm.hmm.composition import Composition
-from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, condition, endings
-from hmmlm.hmm.likelihood import expected_counts, log_likelihood
-from hmmlm.hmm.recursions import (
+from hmmlm.emissions import Blocked, Categorical
+from hmmlm.errors import InputError
+from hmmlm.hmm.sampling import draw, draw_paths
+from hmmlm.hmm.word_products import WordProducts
+from hmmlm.numerics.semirings import LOG
+from hmmlm.numerics.support import BlockSupport, Support, first_rows, restrict, some_rows, state_ids
+from hmmlm.ops.common import NEG_INF, Carry, Scan, finite, logsumexp, without_autocast
+from hmmlm.ops.pieces import at_once
+from hmmlm.scan.composition import Composition
+from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, condition, endings
+from hmmlm.scan.likelihood import expected_counts, log_likelihood
+from hmmlm.scan.recursions import (
     exp_of_sum,
     find_best_paths,
     gather,
@@ -42,13 +48,7 @@ from hmmlm.hmm.recursions import (
     sort_batch,
     windows,
 )
-from hmmlm.hmm.results import Counts, Filtered, Predictions
-from hmmlm.hmm.sampling import draw, draw_paths
-from hmmlm.hmm.word_products import WordProducts
-from hmmlm.numerics.semirings import LOG
-from hmmlm.numerics.support import BlockSupport, Support, first_rows, restrict, some_rows, state_ids
-from hmmlm.ops.common import NEG_INF, Carry, Scan, finite, logsumexp, without_autocast
-from hmmlm.ops.pieces import at_once
+from hmmlm.scan.results import Counts, Filtered, Predictions
 from hmmlm.transitions import BlockDiagonal, Dense
 from hmmlm.transitions.tiled import TiledTransition
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hmmlm.hmm.hmm import HMM
-from hmmlm.hmm.lattice import condition
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import Support, restrict, state_ids
+from hmmlm.scan.lattice import condition
 
 
 @dataclass(frozen=True)

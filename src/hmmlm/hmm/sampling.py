@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.lattice import Lattice
 from hmmlm.ops.pieces import at_once
+from hmmlm.scan.lattice import Lattice
 
 
 def draw_paths(lattice: Lattice, into: Tensor, paths: Tensor, generator: torch.Generator | None) -> None:

@@ -12,7 +12,7 @@ from hmmlm.emissions import Blocked
 from hmmlm.numerics.logmatrix import LogMatrix
 
 if TYPE_CHECKING:
-    from hmmlm.hmm.composition import Composition
+    from hmmlm.scan.composition import Composition
 
 
 class WordProducts:

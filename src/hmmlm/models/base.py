@@ -15,7 +15,6 @@ from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Carry, Scan
-from hmmlm.hmm.generic_scan import compute_again, generic_scan
 from hmmlm.ops.blocked_emission import make_tiles
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.blocked_scan import refusal as blocked_refusal
@@ -23,6 +22,7 @@ from hmmlm.ops.common import factor_logits, last_tokens, logsumexp, product_dtyp
 from hmmlm.ops.linear_logsumexp import linear_logsumexp, split_linear_logsumexp
 from hmmlm.ops.pieces import fits
 from hmmlm.ranks import world
+from hmmlm.scan.generic_scan import compute_again, generic_scan
 from hmmlm.section import Fraction, ModelSize, Passes, Section, States
 from hmmlm.structure.blocks import Blocks
 from hmmlm.structure.dropout import global_states, sample_states, states_kept

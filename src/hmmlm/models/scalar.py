@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Carry, Scan
-from hmmlm.hmm.generic_scan import generic_scan
 from hmmlm.models.base import BlockedConfig, BlockedModel, Model, TableModel, enter, restart_lost, scan_factors
 from hmmlm.ops.blocked_scan import Factors
 from hmmlm.ops.blocked_scan import refusal as blocked_refusal
+from hmmlm.scan.generic_scan import generic_scan
 from hmmlm.section import ModelSize, Scale
 from hmmlm.structure.blocks import Blocks
 from hmmlm.structure.dropout import global_states, sample_states

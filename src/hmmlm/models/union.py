@@ -14,9 +14,9 @@ from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Carry, Scan
-from hmmlm.hmm.union_scan import scan_components
 from hmmlm.models.base import FactoredBlockedModel, Features, Model, ModelConfig, restart_lost
 from hmmlm.models.scalar import Scalar, log_softmax_in_blocks
+from hmmlm.scan.union_scan import scan_components
 from hmmlm.section import Fraction, ModelSize, States
 from hmmlm.structure.blocks import Blocks
 from hmmlm.transitions import Factored

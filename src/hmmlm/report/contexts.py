@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from hmmlm.checks import padded
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import padded
 from hmmlm.report.explain import StateSummary
 from hmmlm.report.labels import state_label, token_label
 from hmmlm.terminal import printable

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hmmlm.checks import padded
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.hmm.checks import padded
 from hmmlm.ops.pieces import at_once
 from hmmlm.text.embeddings import long_run
 from hmmlm.text.lm import LanguageModel

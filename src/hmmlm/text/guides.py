@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from hmmlm.checks import check_count
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.hmm.automaton import Automaton
-from hmmlm.hmm.checks import check_count
 from hmmlm.hmm.constraints import Guide, Position
 from hmmlm.text.constraint import Constraint
 from hmmlm.text.phrases import Phrases

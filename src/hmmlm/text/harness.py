@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from hmmlm.checks import padded
 from hmmlm.errors import InputError, require, warn
 from hmmlm.hmm import HMM
-from hmmlm.hmm.checks import padded
 from hmmlm.hmm.reader import Reader
 from hmmlm.ops.pieces import at_once
 from hmmlm.text.generation import SamplingOptions

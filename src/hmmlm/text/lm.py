@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.arguments import check_arguments, check_type
+from hmmlm.checks import check_count
 from hmmlm.data.files import is_integer, write_bytes
 from hmmlm.data.hmmfolder import load_hmm
 from hmmlm.data.modelfolder import CONFIG, LANGUAGE_MODEL, as_folder, save_model
@@ -28,7 +29,6 @@ from hmmlm.device import pick_device
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.hmm.automaton import Automaton
-from hmmlm.hmm.checks import check_count
 from hmmlm.hmm.constraints import Guide, Position
 from hmmlm.text.blanks import encode_blanks, readable_token
 from hmmlm.text.constraint import Constraint, ConstraintOptions, Wanted

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from hmmlm.arguments import check_arguments, describe
+from hmmlm.checks import check_count, check_number, check_seed
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import check_count, check_number, check_seed
 from hmmlm.hmm.constraints import Guide, Position
 from hmmlm.ops.common import NEG_INF
 from hmmlm.text.steering import Steering

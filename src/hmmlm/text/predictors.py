@@ -16,10 +16,10 @@ from hmmlm.arguments import check_arguments
 from hmmlm.baselines.neural import FORMAT as BASELINE
 from hmmlm.baselines.neural import Hidden, NeuralBaseline, load_baseline
 from hmmlm.baselines.ngram import NgramModel
+from hmmlm.checks import check_count, padded
 from hmmlm.data.files import read_json
 from hmmlm.data.modelfolder import CONFIG, find_model, load_model
 from hmmlm.data.tokenizers import Tokenizer
-from hmmlm.hmm.checks import check_count, padded
 from hmmlm.ops.common import NEG_INF
 from hmmlm.text.lm import LanguageModel
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from hmmlm.arguments import check_arguments
+from hmmlm.checks import check_count, padded
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm.checks import check_count, padded
 from hmmlm.ops.pieces import at_once
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.predictors import HmmContext, HmmPredictor, Predictor

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hmmlm.arguments import check_arguments
+from hmmlm.checks import padded
 from hmmlm.data.words import split_at
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.hmm.checks import padded
 from hmmlm.ops.pieces import at_once
 from hmmlm.text.textmodel import TextModel, check_texts
 

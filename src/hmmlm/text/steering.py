@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hmmlm.arguments import check_arguments, is_sequence
+from hmmlm.checks import check_number
 from hmmlm.errors import InputError, InputWarning
 from hmmlm.hmm.automaton import check_words
-from hmmlm.hmm.checks import check_number
 from hmmlm.hmm.constraints import Guide, Node, Position
 from hmmlm.hmm.guided import StepRows, advance_states, steer
 from hmmlm.ops.common import NEG_INF

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from hmmlm.emissions import Blocked
-from hmmlm.hmm.composition import Composition
-from hmmlm.hmm.lattice import Lattice, Packed
-from hmmlm.hmm.results import Counts
 from hmmlm.numerics.support import BlockSupport, some_rows, spread
 from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.pieces import at_once
+from hmmlm.scan.composition import Composition
+from hmmlm.scan.lattice import Lattice, Packed
+from hmmlm.scan.results import Counts
 from hmmlm.transitions.tiles import span_of
 
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from hmmlm.emissions import Categorical
-from hmmlm.hmm.blocked_counts import count_expected
-from hmmlm.hmm.composition import Composition
-from hmmlm.hmm.implementations import Problem, run
-from hmmlm.hmm.recursions import run_filter, run_messages, sort_batch
-from hmmlm.hmm.results import Counts
-from hmmlm.hmm.union_scan import split_carry
 from hmmlm.ops.common import Carry, logsumexp
 from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.scan import expected_counts as count_dense
+from hmmlm.scan.blocked_counts import count_expected
+from hmmlm.scan.composition import Composition
+from hmmlm.scan.implementations import Problem, run
+from hmmlm.scan.recursions import run_filter, run_messages, sort_batch
+from hmmlm.scan.results import Counts
+from hmmlm.scan.union_scan import split_carry
 from hmmlm.transitions import BlockDiagonal, Dense, Factored
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.functional import threshold
 
 from hmmlm.emissions import Categorical
-from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, Supports
 from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.numerics.semirings import LOG
 from hmmlm.ops.pieces import fits
@@ -23,10 +22,11 @@ from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.scan.api import refusal
 from hmmlm.ops.scan.scaled import GROUPS, ScaledChain, distinct, scaled_filter
 from hmmlm.ops.underflow import FLOOR, least_sum
+from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, Supports
 from hmmlm.transitions import Dense
 
 if TYPE_CHECKING:
-    from hmmlm.hmm.composition import Composition
+    from hmmlm.scan.composition import Composition
 
 _LOOP_STEPS = 1024  # of a text for which compiled loops pay: to load them takes 0.1 GB
 _LEAST_CARRIED = 1e-20  # probability of a state of a carry that compiled loops may start from

@@ -12,10 +12,6 @@ from torch import Tensor
 
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
-from hmmlm.hmm.composition import Composition
-from hmmlm.hmm.generic_scan import block_states, compute_again, generic_scan, over_support
-from hmmlm.hmm.recursions import last_filtered, log_initial, run_filter, sort_batch
-from hmmlm.hmm.union_scan import Scanner, scan_components
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import BlockSupport
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
@@ -24,6 +20,10 @@ from hmmlm.ops.common import Carry, Impl, Scan, capturing, product_dtype, withou
 from hmmlm.ops.pieces import at_once, fits
 from hmmlm.ops.scan import Evidence, scan
 from hmmlm.ops.scan.api import CarryKind, refusal
+from hmmlm.scan.composition import Composition
+from hmmlm.scan.generic_scan import block_states, compute_again, generic_scan, over_support
+from hmmlm.scan.recursions import last_filtered, log_initial, run_filter, sort_batch
+from hmmlm.scan.union_scan import Scanner, scan_components
 from hmmlm.transitions import BlockDiagonal, Factored
 from hmmlm.transitions.tiled import TABLE_CELLS, TiledTransition
 

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hmmlm.checks import ArrayLike, check_batch
 from hmmlm.errors import InputError
-from hmmlm.hmm.blocked_stream import filter_stream, is_stream
-from hmmlm.hmm.checks import ArrayLike, check_batch
-from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, Supports, add_first, endings
-from hmmlm.hmm.products import filter_dense, messages_dense
-from hmmlm.hmm.steps import Steps, add_step, pass_back
 from hmmlm.numerics.semirings import LOG, MAX_PLUS
 from hmmlm.numerics.support import Support, first_rows, restrict, some_rows, spread, state_ids
 from hmmlm.ops.common import NEG_INF, Carry, log_normalize, logsumexp
 from hmmlm.ops.pieces import at_once
 from hmmlm.ops.scan import path_loops_pay
+from hmmlm.scan.blocked_stream import filter_stream, is_stream
+from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, Supports, add_first, endings
+from hmmlm.scan.products import filter_dense, messages_dense
+from hmmlm.scan.steps import Steps, add_step, pass_back
 
 if TYPE_CHECKING:
-    from hmmlm.hmm.composition import Composition
+    from hmmlm.scan.composition import Composition
 
 _WINDOW_STEPS = 2**13  # of queries that need no more than a window of bounded size at a time
 _STEPS_PER_SHIFT = 16  # of best paths, between two subtractions of the largest score: float32 suffices for any length

@@ -13,11 +13,11 @@ from hmmlm import emissions, transitions
 from hmmlm.arguments import check_type
 from hmmlm.emissions import Categorical, Emission, UnionEmission
 from hmmlm.errors import InputError
-from hmmlm.hmm.recorded_scan import RecordedScans
 from hmmlm.numerics.distributions import check_distributions, check_parameters, move
 from hmmlm.numerics.tables import UnionTables
 from hmmlm.ops.common import Impl, finite, logsumexp
 from hmmlm.ops.scan import Parameters
+from hmmlm.scan.recorded_scan import RecordedScans
 from hmmlm.transitions import BlockDiagonal, Dense, Transition
 
 Self = TypeVar("Self", bound="Composition")

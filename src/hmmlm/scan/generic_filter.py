@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from hmmlm.emissions import Blocked
-from hmmlm.hmm.composition import Composition
-from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, endings
-from hmmlm.hmm.recursions import forward, last_filtered, observe
-from hmmlm.hmm.steps import Steps, add_step, between, steps_of
 from hmmlm.numerics.semirings import BOOLEAN, PROBABILITY
 from hmmlm.numerics.support import BlockSupport, Support, first_rows, some_rows, spread
 from hmmlm.ops.common import NEG_INF, finite, log_normalize
 from hmmlm.ops.underflow import FLOOR, LIFT, TOLERANCE, flush
+from hmmlm.scan.composition import Composition
+from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, endings
+from hmmlm.scan.recursions import forward, last_filtered, observe
+from hmmlm.scan.steps import Steps, add_step, between, steps_of
 from hmmlm.transitions.tiled import TiledTransition
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.composition import Composition
-from hmmlm.hmm.generic_filter import Run, Words
-from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, Stack
-from hmmlm.hmm.recursions import messages_back
-from hmmlm.hmm.steps import Steps, pass_back
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import some_rows
 from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.underflow import FLOOR, TOLERANCE
+from hmmlm.scan.composition import Composition
+from hmmlm.scan.generic_filter import Run, Words
+from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, Stack
+from hmmlm.scan.recursions import messages_back
+from hmmlm.scan.steps import Steps, pass_back
 
 
 class Gradient:

@@ -16,12 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hmmlm.emissions import Blocked
-from hmmlm.hmm.composition import Composition
-from hmmlm.hmm.generic_filter import Problem, is_narrow, run_scaled
-from hmmlm.hmm.generic_gradient import Gradient
-from hmmlm.hmm.lattice import Packed
-from hmmlm.hmm.recursions import predict_first, sort_batch
-from hmmlm.hmm.union_scan import Segments
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import BlockSupport, Support, some_rows
 from hmmlm.ops.common import (
@@ -33,6 +27,12 @@ from hmmlm.ops.common import (
     logsumexp,
     without_autocast,
 )
+from hmmlm.scan.composition import Composition
+from hmmlm.scan.generic_filter import Problem, is_narrow, run_scaled
+from hmmlm.scan.generic_gradient import Gradient
+from hmmlm.scan.lattice import Packed
+from hmmlm.scan.recursions import predict_first, sort_batch
+from hmmlm.scan.union_scan import Segments
 
 
 def generic_scan(

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, Stack, Supports, condition
 from hmmlm.numerics.semirings import LOG, PROBABILITY, Semiring
 from hmmlm.numerics.support import BlockSupport, Support, first_rows, some_rows
 from hmmlm.ops.pieces import at_once, fits
 from hmmlm.ops.underflow import exp
+from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, Stack, Supports, condition
 from hmmlm.transitions import Transition
 from hmmlm.transitions.tiled import TiledTransition
 

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from hmmlm.emissions import Blocked
-from hmmlm.hmm.lattice import Lattice, Packed, SortedBatch, Supports
-from hmmlm.hmm.steps import Steps, add_step
 from hmmlm.numerics.logmatrix import LogTiles
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import restrict
 from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.pieces import at_once
 from hmmlm.ops.underflow import FLOOR, least_sum
+from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, Supports
+from hmmlm.scan.steps import Steps, add_step
 from hmmlm.transitions.tiled import TiledTransition
 
 if TYPE_CHECKING:
-    from hmmlm.hmm.composition import Composition
+    from hmmlm.scan.composition import Composition
 
 _STEPS = 256  # of a piece
 
