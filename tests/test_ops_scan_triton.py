@@ -193,7 +193,7 @@ def test_gradients_stay_finite_where_nothing_explains_a_word() -> None:
 
 @outside_interpreter
 def test_a_sequence_that_is_not_suspect_is_not_doubtful() -> None:
-    """Where no column of the transition matrix varies by more than SURE_RATIO."""
+    """Where no column of the transition matrix varies by more than LARGEST_RATIO."""
     generator, tested = torch.Generator().manual_seed(0), 0
     for _ in range(20):
         seed = int(torch.randint(999, (), generator=generator))
@@ -202,10 +202,10 @@ def test_a_sequence_that_is_not_suspect_is_not_doubtful() -> None:
         chain = scaled.make_chain(matrices(hmm), evidence, torch.float32)
         result = scaled.forward(chain)
         ratio = (hmm.transition.log_probs.amax(0) - hmm.transition.log_probs.amin(0)).amax()
-        if ratio < math.log(scaled.SURE_RATIO):
+        if ratio < math.log(scaled.LARGEST_RATIO):
             tested += 1
-            trusted = ~scaled.suspicious(result)
-            assert not (scaled.doubtful(matrices(hmm), chain, result) & trusted).any()
+            trusted = ~scaled.guess_suspect(result)
+            assert not (scaled.find_suspect(matrices(hmm), chain, result) & trusted).any()
     assert tested
 
 

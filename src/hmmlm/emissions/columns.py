@@ -54,13 +54,13 @@ class EmissionMatrix:
         total.index_add_(0, group[bags], sums.double())
         result = total.log().to(sums)
         least = least_sum(1, sums.dtype) * group_of_word.bincount(minlength=groups)
-        faint = (total.amin(1) < least).nonzero()[:, 0]
-        if len(faint):  # some sums may have underflowed: in log space
-            words = torch.isin(group_of_word, faint).nonzero()[:, 0]
-            number = torch.searchsorted(faint, group_of_word[words])
+        suspect = (total.amin(1) < least).nonzero()[:, 0]
+        if len(suspect):  # some sums may have underflowed: in log space
+            words = torch.isin(group_of_word, suspect).nonzero()[:, 0]
+            number = torch.searchsorted(suspect, group_of_word[words])
             pieces = self._log_emission.split(at_once(len(words)))
-            sums_of = [log_group_sums(piece.index_select(1, words).t(), number, len(faint)) for piece in pieces]
-            result[faint] = torch.cat(sums_of, 1)
+            sums_of = [log_group_sums(piece.index_select(1, words).t(), number, len(suspect)) for piece in pieces]
+            result[suspect] = torch.cat(sums_of, 1)
         return result
 
 

@@ -72,32 +72,32 @@ def _run(ring: Semiring, hmm: HMM, edges: Edges, rows_of: Sequence[Tensor], dtyp
     count, device = int(rows_of[0].max()) + 1, hmm.device
     before = torch.zeros(count, hmm.states, dtype=hmm.dtype, device=device)
     values = Values(ring.from_log(before), torch.zeros(count, dtype=torch.float64, device=device))
-    tables, doubtful = [Ahead(rows_of[0], before.to(dtype))], torch.zeros((), dtype=torch.int32, device=device)
+    tables, suspect = [Ahead(rows_of[0], before.to(dtype))], torch.zeros((), dtype=torch.int32, device=device)
     step = _kernel_step if ring is PROBABILITY and hmm.has_kernels else _step
     for r in range(1, len(rows_of)):
         terms = edges.find_terms(rows_of[r - 1], rows_of[r])
         if not terms.rows:  # nothing is accepted, nor after more tokens
             tables.append(Ahead(rows_of[r], before[:0].to(dtype)))
             break
-        after, values = step(ring, hmm, edges, terms, values, doubtful)
+        after, values = step(ring, hmm, edges, terms, values, suspect)
         tables.append(Ahead(rows_of[r], after.to(dtype)))
         left = len(rows_of) - r
         if r % _CHECKED == 0 or left == 1:
-            if bool(doubtful):
+            if bool(suspect):
                 return []
             if rows_of[r] is rows_of[r - 1] and _converged(before, after, left, dtype):
                 break
         before = after
-    return [] if bool(doubtful) else tables
+    return [] if bool(suspect) else tables
 
 
 def _step(
-    ring: Semiring, hmm: HMM, edges: Edges, terms: _Terms, values: Values, doubtful: Tensor
+    ring: Semiring, hmm: HMM, edges: Edges, terms: _Terms, values: Values, suspect: Tensor
 ) -> tuple[Tensor, Values]:
     """Return the next table [rows, Z], and its values.
 
     Of probabilities, terms below FLOOR may be lost: one for each edge in a sum over edges, one for each state in a sum
-    over states. Sums of 10⁶ times as much have not changed; others set `doubtful`.
+    over states. Sums of 10⁶ times as much have not changed; others set `suspect`.
     """
     total, top = edges.add(ring, values, terms)
     moved = hmm.transition.backward_step(ring, total)
@@ -106,14 +106,14 @@ def _step(
         log_relative = relative = moved - finite(peak)
         offset = top + finite(peak)[:, 0]
     else:
-        doubtful |= ~(moved.amin() >= least_sum(hmm.states + terms.most, moved.dtype))  # or NaN
+        suspect |= ~(moved.amin() >= least_sum(hmm.states + terms.most, moved.dtype))  # or NaN
         relative = moved.div_(peak)
         log_relative, offset = relative.log(), top + peak[:, 0].double().log()
     return log_relative + offset[:, None], Values(relative, offset)
 
 
 def _kernel_step(
-    ring: Semiring, hmm: HMM, edges: Edges, terms: _Terms, values: Values, doubtful: Tensor
+    ring: Semiring, hmm: HMM, edges: Edges, terms: _Terms, values: Values, suspect: Tensor
 ) -> tuple[Tensor, Values]:
     """See `_step`; in probabilities, on a GPU."""
     from hmmlm.ops.ahead_kernels import divide_kernel, edges_kernel  # needs Triton
@@ -127,7 +127,7 @@ def _kernel_step(
     )
     torch.mm(total, transition.matrix(forward=False).probs, out=moved)
     least = least_sum(states + terms.most, torch.float32)
-    divide_kernel[(terms.rows,)](moved, top, total, log_probs, doubtful, states, least, BLOCK=_BLOCK)
+    divide_kernel[(terms.rows,)](moved, top, total, log_probs, suspect, states, least, BLOCK=_BLOCK)
     return log_probs, Values(total, top)
 
 
@@ -205,14 +205,14 @@ class Edges:
             total.index_add_(0, source[piece], threshold(each, floor, 0.0, inplace=True))  # denormal numbers are slow
         if ring is PROBABILITY:
             return total, top
-        faint = (total.amin(1) < least_sum(terms.most, total.dtype)).nonzero()[:, 0]
+        suspect = (total.amin(1) < least_sum(terms.most, total.dtype)).nonzero()[:, 0]
         result = total.log_()
-        if len(faint):  # some sums may have underflowed: in log space
-            chosen = torch.isin(source, faint).nonzero()[:, 0]
+        if len(suspect):  # some sums may have underflowed: in log space
+            chosen = torch.isin(source, suspect).nonzero()[:, 0]
             number = torch.full((rows,), -1, device=self._device)
-            number[faint] = torch.arange(len(faint), device=self._device)
+            number[suspect] = torch.arange(len(suspect), device=self._device)
             log_terms = self.log_weights[kept[chosen]] + values.relative[from_row[chosen]] + log_factor[chosen, None]
-            result[faint] = log_group_sums(log_terms, number[source[chosen]], len(faint))
+            result[suspect] = log_group_sums(log_terms, number[source[chosen]], len(suspect))
         return result, top
 
     def read_from(self, state: int, before: Ahead) -> Tensor:

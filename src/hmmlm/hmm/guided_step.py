@@ -161,8 +161,8 @@ class _Step:
             self.graph.replay()
         if scores.is_cuda:
             torch.accelerator.current_stream(scores.device.index).synchronize()
-        doubtful, *changed = self.reports.tolist()
-        return None if doubtful else StepResult(out, log_states, sum(changed), log_masses)
+        suspect, *changed = self.reports.tolist()
+        return None if suspect else StepResult(out, log_states, sum(changed), log_masses)
 
     def launch(self) -> None:
         """Launch the kernels."""

@@ -31,7 +31,7 @@ def edges_kernel(probs, offset, weights, first, edge, from_row, total, top, STAT
 
 
 @triton.jit
-def divide_kernel(moved, offset, probs, log_probs, doubtful, STATES, LEAST, BLOCK: tl.constexpr):
+def divide_kernel(moved, offset, probs, log_probs, suspect, STATES, LEAST, BLOCK: tl.constexpr):
     """One program per row: divide moved by its largest value, which is added to the offset."""
     row = tl.program_id(0).to(tl.int64)
     moved += row * STATES
@@ -45,7 +45,7 @@ def divide_kernel(moved, offset, probs, log_probs, doubtful, STATES, LEAST, BLOC
         low = tl.minimum(low, tl.where(inside, value, float("inf")))
     peak = tl.max(high, 0)
     if (tl.min(low, 0) >= LEAST) == 0:  # or NaN
-        tl.store(doubtful, 1)
+        tl.store(suspect, 1)
     at = tl.load(offset + row) + tl.log(peak.to(tl.float64))
     tl.store(offset + row, at)
     for first in range(0, STATES, BLOCK):

@@ -125,16 +125,16 @@ def weigh_kernel(
     table = _floats(tl.load(at + 3)) + of_table * STATES
     adding = of_table + tl.zeros([BLOCK], tl.int64) >= 0
     peaks = tl.full([BLOCK], -float("inf"), tl.float32)
-    faint = tl.zeros([BLOCK], tl.int32)
+    suspect = tl.zeros([BLOCK], tl.int32)
     for first in range(0, STATES, BLOCK):
         z = first + tl.arange(0, BLOCK)
         value, scaled = _log_state(state, moved, peak, z, STATES, stride, FIRST, PARTS)
-        faint |= (scaled < LEAST).to(tl.int32)
+        suspect |= (scaled < LEAST).to(tl.int32)
         if place == 0:
             tl.store(states + z, value, mask=z < STATES)
         peaks = tl.maximum(peaks, value + tl.load(table + z, mask=adding & (z < STATES), other=0.0))
     top = tl.where((place > 0) & (of_table < 0), -float("inf"), tl.max(peaks, 0))
-    if (tl.max(faint, 0) > 0) & constrained:
+    if (tl.max(suspect, 0) > 0) & constrained:
         tl.store(found, 1)
     index = row * tl.num_programs(1) + place
     tl.store(tops + index, top)
@@ -240,8 +240,8 @@ def combine_kernel(
         joint = tl.load(sums + (first + 1 + group).to(tl.int64) * COLUMNS + column, mask=chosen, other=1.0)
         top = tl.load(tops + first + 1 + group, mask=chosen, other=-float("inf"))
         possible = top > -float("inf")
-        faint = (inside & (plain < LEAST)) | (possible & (joint < LEAST))
-        if tl.max(faint.to(tl.int32), 0) > 0:
+        suspect = (inside & (plain < LEAST)) | (possible & (joint < LEAST))
+        if tl.max(suspect.to(tl.int32), 0) > 0:
             tl.store(found, 1)
         chance = tl.where(possible, tl.log(joint) + top - tl.log(plain) - tl.load(tops + first), -float("inf"))
         result = _steer(score, chance, WEIGHT)

@@ -1,14 +1,14 @@
 """Probabilities that underflow: what is set to zero, and how little of a sum may be lost.
 
 Every recursion in probabilities sets values below FLOOR to zero. Three bounds decide whether that may have changed a
-result by more than TOLERANCE; where it may have, it is computed again in log space:
+result by more than TOLERANCE; where it may have, the result is "suspect" and is computed again in log space:
 
 - A sum of products of n values of which each may be lost is sure from `least_sum` on: queries, constraints, and the
   upper bound of the dense scan.
 - `hmmlm.scan.generic_scan` follows what each state lacks through the steps, and so do the kernels of blocked models
   (`hmmlm.ops.blocked_scan.problem.Limits`).
 - The dense scan bounds the loss by the least mass of a step and by how much a column of the transition varies
-  (`hmmlm.ops.scan.scaled.faint`).
+  (`hmmlm.ops.scan.scaled.suspect_by_ratio`).
 """
 
 import math

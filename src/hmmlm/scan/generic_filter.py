@@ -78,7 +78,7 @@ def run_scaled(problem: Problem, first: Tensor) -> Run:
         logs = Packed(batch, lattice.scales.whole.double().log() + offsets.whole)
         total = lattice._replace(scales=logs).log_likelihood() + peak
         last = _carry(hmm, lattice, predicted)
-        rows, model = _find_lost(problem, steps, lattice, first, predicted).nonzero()[:, 0], hmm
+        rows, model = _find_suspect(problem, steps, lattice, first, predicted).nonzero()[:, 0], hmm
         if problem.words is not None and len(batch.active) > 1:
             words = _score_words(problem, lattice)
         if len(rows):
@@ -160,7 +160,9 @@ def _select(batch: SortedBatch, rows: Tensor) -> SortedBatch:
     )
 
 
-def _find_lost(problem: Problem, steps: Steps, lattice: Lattice, first: Tensor, predicted: dict[int, Tensor]) -> Tensor:
+def _find_suspect(
+    problem: Problem, steps: Steps, lattice: Lattice, first: Tensor, predicted: dict[int, Tensor]
+) -> Tensor:
     """Return a mask [B] of the sequences that underflow may have changed by more than TOLERANCE."""
     hmm, batch, dtype = problem.hmm, lattice.batch, problem.hmm.dtype
     least = torch.stack([values.amin() for values in lattice.filtered.pieces()]).amin()

@@ -81,7 +81,7 @@ def generic_scan(
         learns = torch.is_grad_enabled() and (hmm.requires_grad or first.requires_grad)
         problem = Problem(hmm.detach(), batch, words, exact_carry, in_log_space, learns)
         names, parameters = zip(*hmm.parameters().items(), strict=True)
-        log_likelihood, score, last, lost = _GenericScan.apply(problem, names, first[:, 0], *parameters)
+        log_likelihood, score, last, suspect = _GenericScan.apply(problem, names, first[:, 0], *parameters)
         total = cut.add_up(batch.unsort(log_likelihood)).to(hmm.dtype)
         total = torch.where(total.detach() == NEG_INF, NEG_INF, total)  # impossible: no gradient of other segments
         states = None
@@ -94,9 +94,9 @@ def generic_scan(
         emitted = torch.stack([hmm.emission.score(word, missing=False)[1] for word in words[:, 0].unbind(1)], 1)
         score = score + _known(logsumexp(first[:, 1:] + emitted, 2)).mean(1)
         scan = scan._replace(next_word_score=cut.add_up(batch.unsort(score)))
-        if hmm.dtype == torch.float64 or not len(lost):
+        if hmm.dtype == torch.float64 or not len(suspect):
             return scan
-        scan = scan._replace(suspect=torch.zeros_like(total, dtype=torch.bool).index_fill(0, row[lost], True))
+        scan = scan._replace(suspect=torch.zeros_like(total, dtype=torch.bool).index_fill(0, row[suspect], True))
     return compute_again(scan, lambda: hmm, tokens, lengths, carry, restart, entry, next_words, exact_carry)
 
 
@@ -179,13 +179,17 @@ class _GenericScan(torch.autograd.Function):
         run = run_scaled(problem, first)
         if problem.learns:
             ctx.problem, ctx.names, ctx.run = problem, names, run
-        total, last, lost = run.total.clone(), run.last.clone(), run.rows.clone()  # ctx must not hold a returned tensor
-        ctx.mark_non_differentiable(last, lost)
+        total, last, suspect = (
+            run.total.clone(),
+            run.last.clone(),
+            run.rows.clone(),
+        )  # ctx must not hold a returned tensor
+        ctx.mark_non_differentiable(last, suspect)
         score = torch.zeros_like(run.total)
         if run.words is not None:
             means = run.words.log_probs.unflatten(0, (len(problem.batch.before), -1)).mean(1)
             score = Packed(problem.batch, torch.cat([score, means])).padded(0.0).sum(0).index_fill(0, run.rows, 0.0)
-        return total, score.to(first.dtype), last, lost
+        return total, score.to(first.dtype), last, suspect
 
     @staticmethod
     @once_differentiable

@@ -23,7 +23,7 @@ _SHAPES = 4  # whose graphs are kept
 _CELLS = 2**26  # largest [T, B, Z] of a graph, which keeps 400 MB then
 _EMISSIONS = 2**28  # largest [Z, V], of which a copy by word is kept: 1 GB
 _PRODUCT = 2**34  # largest B·Z²: the products of larger steps take longer than their launches
-_TRIALS = 4  # replays that may turn out unsound before the share of these matters
+_TRIALS = 4  # replays that may turn out suspect before the share of these matters
 
 
 class RecordedScans:
@@ -79,12 +79,12 @@ class _Shape:
 
     def __init__(self) -> None:
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.runs, self.replays, self.unsound = 0, 0, 0
+        self.runs, self.replays, self.suspect = 0, 0, 0
 
     def run(self, get_model: Callable[[], FixedModel | None], evidence: Evidence, exact_carry: bool) -> Scan | None:
         """Replay the graph; None if there is none yet, or it did not serve."""
         self.runs += 1
-        if self.runs <= EAGER or 2 * self.unsound > self.replays + _TRIALS:
+        if self.runs <= EAGER or 2 * self.suspect > self.replays + _TRIALS:
             return None
         if self.graph is None:
             self.record(get_model, evidence)
@@ -96,10 +96,10 @@ class _Shape:
         self.graph.replay()
         self.replays += 1
         log_likelihood, carry = self.result.log_likelihood.clone(), self.result.carry.clone()
-        sound = self.result.sound & ~self.result.lost if exact_carry else self.result.sound
-        if bool(sound):  # waits: nothing else may write to the buffers before
+        suspect = self.result.suspect | self.result.suspect_carry if exact_carry else self.result.suspect
+        if not bool(suspect):  # waits: nothing else may write to the buffers before
             return Scan(log_likelihood, Carry(carry))
-        self.unsound += 1
+        self.suspect += 1
         return None
 
     @torch.inference_mode(False)  # the buffers outlive it
@@ -108,7 +108,7 @@ class _Shape:
         """Record the filter, unless nothing can be recorded."""
         model = get_model()
         if model is None:
-            self.unsound = _TRIALS  # do not try again
+            self.suspect = _TRIALS  # do not try again
             return
         tokens, _, carry, restart = evidence
         carry, restart = (None if value is None else _copy(value) for value in (carry, restart))

@@ -7,7 +7,7 @@ from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.pieces import at_once
 
-_FAINT = 1e-20  # scaled predictions below this make the entropy of origins inexact in products
+_LEAST = 1e-20  # scaled predictions below this make the entropy of origins inexact in products
 
 
 def entropy_of_origins(log_probs: Tensor, matrix: LogMatrix, into: Tensor) -> Tensor:
@@ -24,10 +24,10 @@ def entropy_of_origins(log_probs: Tensor, matrix: LogMatrix, into: Tensor) -> Te
     probs = log_probs.exp()
     predicted = probs @ matrix.scaled
     mean = torch.xlogy(probs, probs) @ matrix.scaled + probs @ torch.xlogy(matrix.scaled, matrix.scaled)
-    faint = predicted < _FAINT
-    result = torch.where(faint, 0.0, predicted.log() - mean / predicted).clamp_min(0)
-    for b in faint.any(1).nonzero().flatten().tolist():
-        for columns in faint[b].nonzero().flatten().split(at_once(len(into))):
+    suspect = predicted < _LEAST
+    result = torch.where(suspect, 0.0, predicted.log() - mean / predicted).clamp_min(0)
+    for b in suspect.any(1).nonzero().flatten().tolist():
+        for columns in suspect[b].nonzero().flatten().split(at_once(len(into))):
             conditional = (log_probs[b] + into[columns]).log_softmax(1)
             entropy = -torch.where(conditional == NEG_INF, 0.0, conditional.exp() * conditional).sum(1)
             result[b, columns] = entropy.nan_to_num(0.0)  # NaN: a state without predecessors

@@ -46,10 +46,10 @@ class TileStore:
             peaks[first:end], scaled = self.tile(key)
             torch.mm(weights[first:end], scaled, out=sums[first:end])
         result = sums.log().add_(peaks).add_(top)
-        faint = sums.amin(1) < least_sum(values.shape[1], values.dtype)
-        if bool(faint.any()):
+        suspect = sums.amin(1) < least_sum(values.shape[1], values.dtype)
+        if bool(suspect.any()):
             for key, first, end in groups:
-                if bool(faint[first:end].any()):
+                if bool(suspect[first:end].any()):
                     exact = LogMatrix(self._make(*divmod(key, self._blocks)))
                     result[first:end] = exact.product(values[first:end])
         return torch.empty_like(result).index_copy_(0, order, result)

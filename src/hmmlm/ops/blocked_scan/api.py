@@ -84,8 +84,8 @@ def log_carry(problem: Problem, result: BlockedForward) -> tuple[Tensor, Tensor]
     emission, begins = problem.log_emission[word[:, 0].clamp_min(0)], source < 0
     begun = torch.where(source == ENTRY, problem.entry, problem.log_start[block[:, 0].clamp_min(0)])
     joint = torch.where(begins, begun, reached.log()) + emission
-    lost = (reached < LIMITS.sure) & ~begins & (emission > NEG_INF)
-    return log_normalize(joint.double()).masked_fill(problem.lengths[:, None] == 0, NEG_INF), lost.any(1)
+    suspect = (reached < LIMITS.sure) & ~begins & (emission > NEG_INF)
+    return log_normalize(joint.double()).masked_fill(problem.lengths[:, None] == 0, NEG_INF), suspect.any(1)
 
 
 class _BlockedScan(torch.autograd.Function):
@@ -98,9 +98,9 @@ class _BlockedScan(torch.autograd.Function):
         from hmmlm.ops.blocked_scan import triton as kernels  # only where Triton is
 
         result = kernels.forward(problem)
-        carry, lost = log_carry(problem, result)
+        carry, suspect = log_carry(problem, result)
         if exact_carry:
-            result = result._replace(suspect=result.suspect | lost)
+            result = result._replace(suspect=result.suspect | suspect)
         carry = carry.masked_fill(result.suspect[:, None], NEG_INF)
         score = torch.zeros_like(result.log_likelihood)
         of_words: tuple[Tensor | None, ...] = ()

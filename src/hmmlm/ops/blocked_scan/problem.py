@@ -98,7 +98,7 @@ class Limits(NamedTuple):
     floor: (
         float  # predicted probabilities below this become zero; the reciprocal bounds the ratios of the backward pass
     )
-    suspicious: float  # mass of a step below which a sequence is suspect
+    least_mass: float  # mass of a step below which a sequence is suspect
     lost: float  # filtered probabilities below this become zero
     tiny: float  # smallest normal number
     sure: float  # predicted probabilities from this on lose a negligible share to underflow

@@ -119,7 +119,7 @@ def forward(problem: Problem) -> BlockedForward:
             end,
             time,
             LIMITS.floor,
-            LIMITS.suspicious,
+            LIMITS.least_mass,
             **_recursion(problem),
         )
         stray_kernel[(batch,)](

@@ -166,11 +166,11 @@ def _run_filter(
         result = recursions.forward(chain, keep)
         predicted = chain.unsort(result.predicted if result.predicted.dim() == 2 else result.predicted[-1])
         if capturing(tokens):  # where nothing can be looked at
-            suspect = chain.unsort(recursions.suspicious(result))
+            suspect = chain.unsort(recursions.guess_suspect(result))
         else:
-            suspect = chain.unsort(recursions.doubtful(parameters, chain, result))
+            suspect = chain.unsort(recursions.find_suspect(parameters, chain, result))
             if kind == "exact":
-                suspect = suspect | scaled.lost_in_carry(parameters, evidence, predicted, result.floor)
+                suspect = suspect | scaled.suspect_in_carry(parameters, evidence, predicted, result.floor)
     carry = None
     if kind != "none":
         carry = scaled.log_carry(parameters, evidence, predicted) if result.carry is None else result.carry

@@ -119,8 +119,8 @@ def forward(chain: CompiledChain, keep: bool = True) -> CompiledForward:
     return CompiledForward(alpha, scale, likelihood, last, FLOOR[last.dtype])
 
 
-def doubtful(parameters: Parameters, chain: CompiledChain, result: CompiledForward) -> Tensor:
-    """Return a mask [B] as `scaled.doubtful`, whose cheap bound decides for most batches."""
+def find_suspect(parameters: Parameters, chain: CompiledChain, result: CompiledForward) -> Tensor:
+    """Return a mask [B] as `scaled.find_suspect`, whose cheap bound decides for most batches."""
     (states,), dtype = parameters.log_start.shape, parameters.log_start.dtype
     floor = FLOOR[dtype]
     margin = math.log(least_sum(states, dtype, floor)) + chain.log_ratio
@@ -129,7 +129,7 @@ def doubtful(parameters: Parameters, chain: CompiledChain, result: CompiledForwa
         return torch.zeros(chain.words.shape[1], dtype=torch.bool)
     scale = torch.from_numpy(result.scale)
     found = ScaledForward(None, scale, result.log_likelihood, result.predicted, floor)
-    return scaled.doubtful(parameters, scaled.make_chain(parameters, chain.evidence, dtype), found)
+    return scaled.find_suspect(parameters, scaled.make_chain(parameters, chain.evidence, dtype), found)
 
 
 def accumulate(chain: CompiledChain, result: CompiledForward, seed: Tensor, shape: torch.Size) -> Parameters:

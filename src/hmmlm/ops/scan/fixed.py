@@ -1,6 +1,6 @@
 """The filter of a model that does not change, on a GPU, without a look at the result: what a CUDA graph can record.
 
-What depends on the model alone is computed once. `sound` is the bound of `scaled.faint`: where it does not hold, the
+What depends on the model alone is computed once. Where `suspect`, the bound of `scaled.suspect_by_ratio`, is true, the
 caller has to run `scan`, which finds the sequences that underflow may have changed and recomputes them in log space.
 """
 
@@ -26,7 +26,7 @@ class FixedModel(NamedTuple):
     transition: Tensor  # [Z, Z] probabilities, in the dtype of products
     scores: Tensor  # [V+1, Z] log p(word | z); the first row is of a missing token
     log_peak: Tensor  # [V+1] maximum of scores over states
-    least_scale: float  # a step with a smaller one is not sound
+    least_scale: float  # a step with a smaller one is suspect
     least_prediction: float  # of a state, below which it may have lost its share
 
 
@@ -35,8 +35,8 @@ class FixedResult(NamedTuple):
 
     log_likelihood: Tensor  # [B]
     carry: Tensor  # [B, Z] log p(z | x) of the last token, in float64
-    lost: Tensor  # [] bool: a state of a carry may have lost its share
-    sound: Tensor  # [] bool: underflow does not matter for any sequence
+    suspect: Tensor  # [] bool: underflow may matter for a sequence
+    suspect_carry: Tensor  # [] bool: a state of a carry may have lost its share
 
 
 def serves(parameters: Parameters, evidence: Evidence, products: torch.dtype, impl: Impl) -> bool:
@@ -48,7 +48,7 @@ def serves(parameters: Parameters, evidence: Evidence, products: torch.dtype, im
 
 
 def prepare(parameters: Parameters, products: torch.dtype) -> FixedModel | None:
-    """Prepare a model; None if its transitions differ so much that no result would be sound."""
+    """Prepare a model; None if its transitions differ so much that every result would be suspect."""
     from hmmlm.ops.scan.kernel_chain import scores_by_word, transition_probs
 
     states, dtype = len(parameters.log_start), parameters.log_start.dtype
@@ -69,6 +69,6 @@ def filter_fixed(model: FixedModel, evidence: Evidence) -> FixedResult:
     with without_autocast(evidence.tokens):
         chain = index_chain(model.start, model.transition, model.scores, model.log_peak, evidence)
         result = triton.forward(chain, keep=False)
-        sound = result.scale.amin() >= model.least_scale  # False for NaN
-        lost = ~(result.predicted[-1].amin() >= model.least_prediction)
-    return FixedResult(result.log_likelihood, result.carry, lost, sound)
+        suspect = ~(result.scale.amin() >= model.least_scale)  # True for NaN
+        suspect_carry = ~(result.predicted[-1].amin() >= model.least_prediction)
+    return FixedResult(result.log_likelihood, result.carry, suspect, suspect_carry)

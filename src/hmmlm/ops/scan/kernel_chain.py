@@ -89,7 +89,7 @@ class KernelForward(NamedTuple):
     log_likelihood: Tensor  # [B]
     carry: Tensor  # [B, Z] log p(z | x) of the last token, in float64
     meeting: Tensor  # [B] least agreement, relative to the mass before joint[1] was divided
-    suspect: Tensor  # [B] as `scaled.suspicious`, or because `meeting` is too small
+    suspect: Tensor  # [B] as `scaled.guess_suspect`, or because `meeting` is too small
     floor: float = FLOOR[torch.float32]  # values below this share of a step's mass may have been lost
 
 

@@ -4,8 +4,8 @@ Values below FLOOR are lost. This keeps the backward messages finite: α_t(z) β
 FLOOR wherever α_t(z) is kept.
 
 Each word's emissions are divided by their maximum over states, and each step's joint by its sum, so nothing overflows.
-Paths that matter later may still be flushed to zero. `doubtful` finds the sequences for which this cannot be excluded,
-which are computed again in log space.
+Paths that matter later may still be flushed to zero. `find_suspect` finds the sequences for which this cannot be
+excluded, which are computed again in log space.
 """
 
 import math
@@ -21,7 +21,7 @@ from hmmlm.ops.underflow import FLOOR, TOLERANCE, exp, least_sum
 
 GROUPS = (4, 1)  # steps between two normalizations: first several, which is faster; then one, which is more accurate
 LEAST = {torch.float32: 1e-12, torch.float64: 1e-100}  # mass below which every step is normalized
-SURE_RATIO = 1e8  # max/min ratio of a transition column up to which `suspicious` is a proof
+LARGEST_RATIO = 1e8  # max/min ratio of a transition column up to which `guess_suspect` is a proof
 _STATES = 32  # whose counts of words are written at once
 
 
@@ -300,7 +300,7 @@ def transition_counts(chain: ScaledChain, alpha: Tensor, weights: Tensor) -> tup
     return start * chain.start, transition * chain.transition
 
 
-def faint(parameters: Parameters, scale: Tensor, floor: float) -> Tensor:
+def suspect_by_ratio(parameters: Parameters, scale: Tensor, floor: float) -> Tensor:
     """Return a mask [B] (sorted rows): True where a cheap bound does not exclude that mass flushed to zero matters.
 
     If no column of the transition matrix varies by more than a factor ρ, the mass flushed so far is, one step later,
@@ -317,25 +317,25 @@ def log_column_ratio(log_transition: Tensor) -> Tensor:
     return (log_transition.amax(0) - log_transition.amin(0)).nan_to_num(nan=0.0, posinf=math.inf).amax()
 
 
-def suspicious(result: ScaledForward) -> Tensor:
+def guess_suspect(result: ScaledForward) -> Tensor:
     """Return a mask [B] (sorted rows): True where mass was probably lost; does not synchronize with the device.
 
-    This is the bound of `faint` for ρ = SURE_RATIO, a proof up to that ratio. Beyond it, where `faint` would suspect
-    every sequence of a peaked but sound model, it is a heuristic: the mass of a step is so small that the states which
-    explain its word must have been lost (or no state explains it).
+    This is the bound of `suspect_by_ratio` for ρ = LARGEST_RATIO, a proof up to that ratio. Beyond it, where every
+    sequence of a peaked but sound model would be suspect, it is a heuristic: the mass of a step is so small that the
+    states which explain its word must have been lost (or no state explains it).
     """
     dtype, states = result.scale.dtype, result.predicted.shape[1]
-    return ~(result.scale.amin(0) >= least_sum(states, dtype, result.floor) * SURE_RATIO)  # negated: NaN is suspect
+    return ~(result.scale.amin(0) >= least_sum(states, dtype, result.floor) * LARGEST_RATIO)  # negated: NaN is suspect
 
 
-def doubtful(parameters: Parameters, chain: ScaledChain, result: ScaledForward) -> Tensor:
+def find_suspect(parameters: Parameters, chain: ScaledChain, result: ScaledForward) -> Tensor:
     """Return a mask [B] (sorted rows): True where mass flushed to zero may matter and log space must decide.
 
-    Where the bound of `faint` is inconclusive (zeros or peaks in the matrix), the filter runs again with everything
-    possible raised to a floor. If that upper bound agrees with the result, nothing was lost.
+    Where the bound of `suspect_by_ratio` is inconclusive (zeros or peaks in the matrix), the filter runs again with
+    everything possible raised to a floor. If that upper bound agrees with the result, nothing was lost.
     """
     dtype = chain.start.dtype
-    suspect = faint(parameters, result.scale, result.floor)
+    suspect = suspect_by_ratio(parameters, result.scale, result.floor)
     if not bool(suspect.any()):
         return suspect
     if chain.transition.dtype != dtype:  # low-precision rounding would hide the difference
@@ -360,7 +360,7 @@ def log_carry(parameters: Parameters, evidence: Evidence, predicted: Tensor) -> 
     return log_normalize((predicted.log() + torch.where(tokens < 0, 0.0, scores)).double())
 
 
-def lost_in_carry(parameters: Parameters, evidence: Evidence, predicted: Tensor, floor: float) -> Tensor:
+def suspect_in_carry(parameters: Parameters, evidence: Evidence, predicted: Tensor, floor: float) -> Tensor:
     """Return a mask [B]: True where a state that is possible may have lost its share of `predicted` [B, Z]."""
     dtype = predicted.dtype
     least = least_sum(predicted.shape[1], dtype, floor)

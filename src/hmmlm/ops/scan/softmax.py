@@ -51,6 +51,6 @@ def softmax_scan(logits: Parameters, evidence: Evidence) -> SoftmaxScan | None:
             carry = torch.where(result.suspect[:, None], chain.start.log().double(), result.carry)
             return SoftmaxScan(Scan(result.log_likelihood, Carry(carry), result.suspect), chain, result)
         exact = Parameters(*(part.log_softmax(-1) for part in given))
-        if bool(kernels.doubtful(exact, chain, result).any()):
+        if bool(kernels.find_suspect(exact, chain, result).any()):
             return None
     return SoftmaxScan(Scan(result.log_likelihood, Carry(result.carry)), chain, result)

@@ -1,7 +1,7 @@
 """GPU kernels for the scan: few launches per step, no table over the vocabulary.
 
 `make_chain` prepares a batch (kernel_chain.py), `forward` runs the recursions, `accumulate` and `accumulate_words`
-compute their gradient (kernel_counts.py). The launches are meant to be replayed from a CUDA graph. Only `doubtful`
+compute their gradient (kernel_counts.py). The launches are meant to be replayed from a CUDA graph. Only `find_suspect`
 synchronizes with the device. Sums are accumulated in a fixed order, so results are deterministic.
 
 The forward and backward recursions (kernels.py) are independent: each divides every step by its own sum, and their
@@ -27,7 +27,7 @@ from hmmlm.ops.scan.kernels import divide_kernel, finish_kernel, meet_kernel, st
 from hmmlm.ops.scan.problem import Parameters
 from hmmlm.ops.underflow import FLOOR, least_sum
 
-__all__ = ["accumulate", "accumulate_words", "doubtful", "forward", "make_chain", "suspicious"]
+__all__ = ["accumulate", "accumulate_words", "find_suspect", "forward", "guess_suspect", "make_chain"]
 
 _FLOOR = FLOOR[torch.float32]
 _TILES = ((128, 64), (64, 64), (32, 64), (32, 32), (16, 32), (16, 16))  # sequences × states per program
@@ -86,7 +86,7 @@ def forward(chain: KernelChain, keep: bool = True) -> KernelForward:
         steps,
         batch if keep else 0,
         batch,
-        least * scaled.SURE_RATIO,
+        least * scaled.LARGEST_RATIO,
         least,
         INDEXED=chain.places is not None,
         KEPT=keep,
@@ -206,13 +206,13 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
-def suspicious(result: KernelForward) -> Tensor:
-    """Return a mask [B]: as `scaled.suspicious`, or where past and future hardly agree (see `doubtful`)."""
+def guess_suspect(result: KernelForward) -> Tensor:
+    """Return a mask [B]: as `scaled.guess_suspect`, or where past and future hardly agree (see `find_suspect`)."""
     return result.suspect
 
 
-def doubtful(parameters: Parameters, chain: KernelChain, result: KernelForward) -> Tensor:
-    """Return a mask [B]: as `scaled.doubtful`, whose recursions also verify the suspect sequences.
+def find_suspect(parameters: Parameters, chain: KernelChain, result: KernelForward) -> Tensor:
+    """Return a mask [B]: as `scaled.find_suspect`, whose recursions also verify the suspect sequences.
 
     Also True where the states that explain the future are so unlikely given the past that the likely states were
     flushed to zero in the backward recursion. Each step loses at most _FLOOR per state from a sum over states, the
@@ -220,8 +220,8 @@ def doubtful(parameters: Parameters, chain: KernelChain, result: KernelForward) 
     """
     least = least_sum(len(chain.start), chain.start.dtype, _FLOOR)
     apart = ~(result.meeting >= least) & (result.log_likelihood > NEG_INF)
-    suspect = scaled.faint(parameters, result.scale, _FLOOR)
+    suspect = scaled.suspect_by_ratio(parameters, result.scale, _FLOOR)
     if bool(suspect.any()):
         portable = scaled.make_chain(parameters, chain.evidence, chain.start.dtype)
-        suspect &= scaled.doubtful(parameters, portable, scaled.forward(portable, keep=False))
+        suspect &= scaled.find_suspect(parameters, portable, scaled.forward(portable, keep=False))
     return suspect | apart
