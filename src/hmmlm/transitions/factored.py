@@ -67,7 +67,9 @@ class Factored(TiledTransition):
         left = self.log_normalizer.new_zeros(shape).index_add_(0, sources, counts.sum(2), alpha=-1)
         return {"u": grad_u.view_as(self.u), "w": grad_w.view_as(self.w), "log_normalizer": left.flatten()}
 
-    def reduce_row(self, values: Tensor, inner: slice, outer: slice, forward: bool) -> Tensor:
+    def reduce_row(self, values: Tensor, inner: slice, outer: slice, forward: bool) -> Tensor | None:
+        if self.is_tabled:
+            return None
         if forward:
             return linear_logsumexp(self.w[outer], self.u[inner], values[0] - self.log_normalizer[inner])[None]
         return (linear_logsumexp(self.u[outer], self.w[inner], values[0]) - self.log_normalizer[outer])[None]
