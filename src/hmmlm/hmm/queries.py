@@ -53,7 +53,6 @@ from hmmlm.transitions import BlockDiagonal, Dense
 from hmmlm.transitions.tiled import TiledTransition
 
 _ENTROPIES = 2**18  # steps × states whose entropies are computed together
-_PREDICTED = 2**22  # largest table of predictions
 _SAMPLED = 10**8  # most tokens of a sample: a few gigabytes
 
 
@@ -235,7 +234,7 @@ class Queries(Composition):
             following = batch.active[first + 1 : first + 1 + len(lattice.filtered)]
             for row, t, log_filtered, support in lattice.take(lattice.filtered, range(len(following)), following):
                 order = support.blocks.argsort() if isinstance(support, BlockSupport) else torch.arange(len(row))
-                for piece in order.to(row.device).split(at_once(self.vocab_size, _PREDICTED)):
+                for piece in order.to(row.device).split(at_once(self.vocab_size, 2**18)):
                     log_probs = model.predict(log_filtered[piece], some_rows(support, piece))
                     sequence, step = row[piece], t[piece] + first + 1
                     observed = log_probs.gather(1, batch.tokens[sequence, step, None].clamp(min=0))[:, 0]
@@ -277,7 +276,7 @@ class Queries(Composition):
         shape = (*lattice.batch.tokens.shape, self.vocab_size)
         result = torch.full(shape, NEG_INF, dtype=self.dtype, device=self.device)
         ahead, active = self._ahead(lattice), lattice.batch.active
-        size = at_once(active[0] * max(self.vocab_size, self.states), _PREDICTED)
+        size = at_once(active[0] * max(self.vocab_size, self.states), 2**22)
         for first in range(0, len(active), size):
             sizes = active[first : first + size]
             emitted = self.emit(self._surroundings(lattice, ahead, range(first, first + len(sizes))))

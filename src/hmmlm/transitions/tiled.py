@@ -65,14 +65,9 @@ class TiledTransition(Transition):
 
     # --- tiles between blocks ---
 
-    @property
-    def is_tabled(self) -> bool:
-        """Whether log A is small enough to be kept whole."""
-        return not self.requires_grad and fits(self.num_states**2, TABLE_CELLS)
-
     def table(self, width: int, forward: bool = True) -> LogTiles | None:
         """Return log A, or its transpose, as tiles [M, M, k, k]; None if it is large or requires a gradient."""
-        if not self.is_tabled:
+        if self.requires_grad or not fits(self.num_states**2, TABLE_CELLS):
             return None
         found = self._tables.get((width, forward))
         if found is None:
@@ -85,16 +80,17 @@ class TiledTransition(Transition):
         return self.make_tiles(sources, targets, width) if table is None else table.log_values[sources, targets]
 
     def pieces(self, inner: slice, outer: slice, forward: bool = True) -> Iterator[Tensor]:
-        spans = (inner, outer) if forward else (outer, inner)
-        rows, columns = (span.stop - span.start for span in spans)
-        width = min(rows, columns)
-        table = self.table(width) if width < self.num_states else None
-        if table is None:
+        tiles = self.tiles_into(inner, outer) if forward else None
+        if tiles is None:
             yield from super().pieces(inner, outer, forward)
         else:
-            tiles = table.log_values[tuple(slice(span.start // width, span.stop // width) for span in spans)]
-            matrix = tiles.transpose(1, 2).reshape(rows, columns)
-            yield matrix if forward else matrix.t()
+            yield tiles.flatten(0, 1)
+
+    def tiles_into(self, inner: slice, outer: slice) -> Tensor | None:
+        """Return log A [M, k, k] from all states into a block; None if not all tiles are kept."""
+        width = outer.stop - outer.start
+        table = self.table(width) if inner.stop - inner.start == self.num_states > width else None
+        return None if table is None else table.log_values[:, outer.start // width]
 
     @abstractmethod
     def make_tiles(self, sources: Tensor, targets: Tensor, width: int) -> Tensor:
