@@ -16,6 +16,14 @@ BLOCKED_CPU = Study(
     made_by="python -m benchmarks.blocked_cpu",
     headers={"as_it_comes_ms": "shared tiles, ms", "a_tile_a_step_ms": "one tile per step, ms"},
 )
+FAST_PATHS = Study(
+    name="fast-paths",
+    title="What fast paths on the CPU buy: the same call with and without each",
+    topic=topics.SPEED,
+    device="CPU",
+    made_by="python -m benchmarks.fast_paths",
+    headers={"with_ms": "with it, ms", "without_ms": "without it, ms", "times_as_fast": "times as fast"},
+)
 GPU_FUZZ = Study(
     name="gpu-fuzz",
     title="Answers of random models on a GPU beside enumeration",

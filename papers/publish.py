@@ -30,7 +30,7 @@ INTRODUCTION = (
     "commit of then are in the record. `corpus` and `tokenizer.model` in recipes are placeholders: give your own text "
     "and tokenizer with `--data` and `--tokenizer.file`."
 )
-WITH_NUMBERS = ("README.md", "docs/reproduction/chiu2020.md", "docs/reproduction/lee2025.md")
+WITH_NUMBERS = ("README.md", "docs/architecture.md", "docs/reproduction/chiu2020.md", "docs/reproduction/lee2025.md")
 """Pages with text of their own, whose numbers name records; those of docs/guide too."""
 KNOWN = frozenset(
     {
