@@ -99,6 +99,24 @@ def test_paths_drawn_in_pieces_of_steps_continue_each_other() -> None:
         assert bool((paths[:, :length].diff(dim=1) % states == 1).all()) and bool((paths[:, length:] == -1).all())
 
 
+@pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.parametrize("query", ["filter", "posterior", "token_log_probs", "infill", "viterbi", "entropy"])
+def test_columns_beyond_every_length_change_no_answer_and_stay(query: str, blocked: bool) -> None:
+    hmm = random_blocked_hmm(2, 3, 7, seed=0) if blocked else HMM.from_probs(*random_hmm(3, 7, 0))
+    tokens, lengths = possible_tokens(hmm, 2, 8, 0, missing=0), torch.tensor([5, 5])
+
+    def answer(*batch: Tensor) -> Tensor:
+        found = getattr(hmm, query)(*batch)
+        return found.probs if query == "filter" else found[0] if query == "viterbi" else found
+
+    found, want = answer(tokens, lengths), answer(tokens[:, :5])
+    if query == "entropy":
+        torch.testing.assert_close(found, want)
+    else:
+        assert found.shape[:2] == tokens.shape
+        torch.testing.assert_close(found[:, :5], want)
+
+
 # --- memory ---
 
 

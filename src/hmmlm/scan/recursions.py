@@ -213,7 +213,8 @@ def exp_of_sum(a: Tensor, b: Tensor) -> Tensor:
 def gather(hmm: Composition, lattice: Lattice, values: Packed) -> Tensor:
     """Return values over supports as [B, T, Z], original order, zero outside supports and beyond lengths."""
     batch, blocks = lattice.batch, lattice.supports.blocks
-    if lattice.supports.is_one and lattice.supports.whole is None and batch.is_even:
+    everywhere = lattice.supports.is_one and lattice.supports.whole is None
+    if everywhere and batch.is_even and len(batch.active) == batch.tokens.shape[1]:
         return values.padded(0.0).transpose(0, 1).contiguous()
     result = torch.zeros(*batch.tokens.shape, hmm.states, dtype=hmm.dtype, device=hmm.device)
     if blocks is not None:  # written without spreading them first
