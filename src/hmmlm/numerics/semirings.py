@@ -169,8 +169,8 @@ def best_origins(log_probs: Tensor, into: Tensor) -> Tensor:
 
     Sums are taken in pieces that stay in the CPU's cache.
     """
-    (batch, states), targets = log_probs.shape, len(into)
-    cells = at_once(1, 2**17 if log_probs.device.type == "cpu" else MOST)
+    (batch, states), targets = log_probs.shape, into.shape[0]
+    cells = at_once(1, MOST if log_probs.is_cuda else 2**17)
     if batch * states * targets <= cells:
         return (log_probs[:, None, :] + into).amax(2)
     columns = max(1, min(targets, cells // states))

@@ -76,11 +76,12 @@ class Packed(Sequence[Any]):
         return len(self._values) if isinstance(self._values, list) else len(self._batch.active)
 
     def __getitem__(self, t: Any) -> Any:
-        if isinstance(self._values, list):
-            return self._values[t]
-        t = range(len(self))[t]
-        rows = slice(self._batch.starts[t], self._batch.starts[t + 1])
-        return self._values[rows] if isinstance(self._values, Tensor) else some_rows(self._values, rows)
+        return self._values[t] if isinstance(self._values, list) else self._steps[t]
+
+    @cached_property
+    def _steps(self) -> Sequence[Any]:
+        """Views of the rows of each step."""
+        return self._values.split(self._batch.active)
 
     def extend(self, values: Sequence[Tensor]) -> None:
         """Add the values of the next steps."""
@@ -126,6 +127,15 @@ class Packed(Sequence[Any]):
 
 class Supports(Packed):
     """The support of every step: one for the rows of all steps [N], or a list if they are of several kinds."""
+
+    @cached_property
+    def _steps(self) -> Sequence[Any]:
+        whole, active = self._values, self._batch.active
+        if not isinstance(whole, BlockSupport):
+            return [
+                some_rows(whole, slice(first, first + n)) for first, n in zip(self._batch.starts, active, strict=False)
+            ]
+        return [whole._replace(blocks=blocks) for blocks in whole.blocks.split(active)]
 
     def _join(self, steps: list[Any]) -> Any:
         blocks = [own.blocks for own in steps if isinstance(own, BlockSupport) and not own.wide]
@@ -208,8 +218,8 @@ class Lattice(NamedTuple):
 
 def add_first(values: Tensor, added: Tensor) -> Tensor:
     """Return values [n, K] with `added` [m, K], m ≤ n, added to the first rows."""
-    rows = len(added)
-    return values + added if rows == len(values) else torch.cat([values[:rows] + added, values[rows:]])
+    rows = added.shape[0]
+    return values + added if rows == values.shape[0] else torch.cat([values[:rows] + added, values[rows:]])
 
 
 def endings(batch: SortedBatch) -> list[tuple[int, slice]]:

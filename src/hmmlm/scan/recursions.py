@@ -180,11 +180,11 @@ def best_paths(hmm: Composition, batch: SortedBatch) -> tuple[Tensor, Tensor]:
         log_prob[ending] += lattice.filtered[t][ending].amax(1)
     path, states = torch.full_like(batch.tokens, -1), torch.empty(0, dtype=torch.long, device=hmm.device)
     for t in reversed(range(len(lattice.supports))):
-        best, support, rows = lattice.filtered[t], lattice.supports[t], len(states)
+        best, support, rows = lattice.filtered[t], lattice.supports[t], states.shape[0]
         if rows:
             best = add_first(best, hmm.transition.log_columns(states, first_rows(support, rows)))
         states = state_ids(support, best.argmax(1))
-        path[: len(states), t] = states
+        path[: states.shape[0], t] = states
     return path, log_prob
 
 

@@ -107,7 +107,7 @@ def add_step(steps: Steps, lattice: Lattice, first: Tensor, normalize: bool = Tr
     """
     t = len(lattice.filtered)
     scores, predicted = lattice.scores[t], first
-    rows = len(scores)
+    rows = scores.shape[0]
     if t:
         source = first_rows(lattice.supports[t - 1], rows)
         predicted = steps.forward(t, lattice.filtered[t - 1][:rows], source, lattice.supports[t])
