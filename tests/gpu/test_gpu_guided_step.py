@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hmmlm import HMM, Guide, Steering
 from hmmlm.hmm.automaton import containing
+from hmmlm.hmm.guided_step import GuidedSteps
 
 END, WORDS, LENGTH = 0, 3000, 12
 
@@ -41,5 +42,5 @@ def test_steps_agree_with_log_space(states: int, equal: int, rows: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(kernels.log_masses, portable.log_masses, rtol=1e-4, atol=1e-4)
     assert not kernels._doubtful and kernels.report == portable.report
-    steps = hmm.guided_steps
+    steps = GuidedSteps.of(hmm)
     assert steps is not None and any(step.graph is not None for step in steps._graphs.values())

@@ -15,6 +15,7 @@ from torch.nn.functional import threshold
 
 from hmmlm.emissions.columns import log_group_sums
 from hmmlm.hmm.automaton import Automaton
+from hmmlm.hmm.guided import has_kernels
 from hmmlm.hmm.hmm import HMM
 from hmmlm.numerics.semirings import LOG, PROBABILITY, Semiring
 from hmmlm.ops.common import NEG_INF, finite, logsumexp
@@ -73,7 +74,7 @@ def _run(ring: Semiring, hmm: HMM, edges: Edges, rows_of: Sequence[Tensor], dtyp
     before = torch.zeros(count, hmm.states, dtype=hmm.dtype, device=device)
     values = Values(ring.from_log(before), torch.zeros(count, dtype=torch.float64, device=device))
     tables, suspect = [Ahead(rows_of[0], before.to(dtype))], torch.zeros((), dtype=torch.int32, device=device)
-    step = _kernel_step if ring is PROBABILITY and hmm.has_kernels else _step
+    step = _kernel_step if ring is PROBABILITY and has_kernels(hmm) else _step
     for r in range(1, len(rows_of)):
         terms = edges.find_terms(rows_of[r - 1], rows_of[r])
         if not terms.rows:  # nothing is accepted, nor after more tokens

@@ -6,25 +6,30 @@ emission matrix, few of them one by one.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
-from hmmlm.hmm.guided_cpu import advance_products, column_chances, single_chances
+from hmmlm.hmm.guided_cpu import advance_products, column_chances, cpu_matrices, single_chances
+from hmmlm.hmm.hmm import HMM
 from hmmlm.numerics.logmatrix import log_ratio
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import restrict
-from hmmlm.ops.common import NEG_INF, logsumexp, without_autocast
+from hmmlm.ops.common import NEG_INF, installed, logsumexp, without_autocast
 from hmmlm.ops.pieces import MOST, at_once, fits
 from hmmlm.scan.lattice import condition
 
-if TYPE_CHECKING:
-    from hmmlm.hmm.hmm import HMM
+
+def has_kernels(hmm: HMM) -> bool:
+    """Return whether the GPU kernels of constraints serve a model."""
+    there = hmm.device.type == "cuda" or "TRITON_INTERPRET" in os.environ
+    return hmm.matrices() is not None and there and hmm.dtype == torch.float32 and installed("triton")
 
 
 class Targets:
@@ -135,7 +140,8 @@ def steer(hmm: HMM, rows: StepRows, scores: Tensor, weight: float) -> StepResult
 def advance_states(hmm: HMM, log_states: Tensor, tokens: Sequence[int]) -> Tensor:
     """Compute log p(z of the next token | tokens so far) [n, Z] after one more token each, from log_states [n, Z]."""
     with without_autocast(log_states):
-        moved = advance_products(*hmm.cpu_matrices, log_states, tokens) if hmm.cpu_matrices else None
+        matrices = cpu_matrices(hmm)
+        moved = None if matrices is None else advance_products(*matrices, log_states, tokens)
         return _advance(hmm, log_states, tokens) if moved is None else moved
 
 
@@ -161,7 +167,7 @@ def log_chances(
         relative: otherwise log p(next token = v, all accepted | tokens so far).
         cells: size of the largest intermediate.
     """
-    matrices = hmm.cpu_matrices if relative else None
+    matrices = cpu_matrices(hmm) if relative else None
     with without_autocast(log_states):
         columns = None if matrices is None else column_chances(matrices[1], log_states, plans)
         if columns is None:

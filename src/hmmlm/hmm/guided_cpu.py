@@ -15,12 +15,19 @@ import torch
 from torch import Tensor
 
 from hmmlm.emissions import Categorical
+from hmmlm.hmm.hmm import HMM
 from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.underflow import FLOOR, least_sum
 from hmmlm.transitions import Dense
 
 if TYPE_CHECKING:
     from hmmlm.hmm.guided import Plan
+
+
+def cpu_matrices(hmm: HMM) -> tuple[Dense, Categorical] | None:
+    """Return the transition and the emission of a model of two matrices on a CPU; None for others."""
+    there = hmm.matrices() is not None and hmm.device.type == "cpu"
+    return (hmm.transition, hmm.emission) if there else None  # type: ignore[return-value]
 
 
 def advance_products(

@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from hmmlm.emissions import Categorical
-from hmmlm.hmm.guided import StepResult, StepRows, Targets
+from hmmlm.hmm.guided import StepResult, StepRows, Targets, has_kernels
+from hmmlm.hmm.hmm import HMM
 from hmmlm.ops.graph import record
 from hmmlm.ops.underflow import least_sum
 from hmmlm.transitions import Dense
@@ -63,16 +65,19 @@ def pack(targets: Targets) -> Packed:
 class GuidedSteps:
     """Steps of one HMM in float32. Those of one shape share a CUDA graph."""
 
+    _of_models: ClassVar[WeakKeyDictionary[HMM, GuidedSteps]] = WeakKeyDictionary()
+
     def __init__(self, transition: Dense, emission: Categorical) -> None:
         self.transition, self.emission = transition, emission
         self._graphs: OrderedDict[_Shape, _Step] = OrderedDict()
         self._lock = Lock()  # buffers are shared by all threads that steer with this model
 
-    def __getstate__(self) -> tuple[Dense, Categorical]:
-        return self.transition, self.emission  # a copy of the model records graphs of its own
-
-    def __setstate__(self, parts: tuple[Dense, Categorical]) -> None:
-        self.__init__(*parts)  # type: ignore[misc]
+    @classmethod
+    def of(cls, hmm: HMM) -> GuidedSteps | None:
+        """Return the steps of a model, always the same; None if the kernels do not serve it."""
+        if has_kernels(hmm) and hmm not in cls._of_models:
+            cls._of_models[hmm] = cls(hmm.transition, hmm.emission)  # type: ignore[arg-type]
+        return cls._of_models.get(hmm)
 
     def run(self, rows: StepRows, scores: Tensor, weight: float) -> StepResult | None:
         """Return steered scores for scores [B, V]; None if the kernels do not serve.

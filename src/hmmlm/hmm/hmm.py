@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,16 +11,15 @@ from torch import Tensor
 
 from hmmlm.arguments import check_arguments
 from hmmlm.checks import ArrayLike, as_log_probs, check_batch, check_count, check_number
-from hmmlm.emissions import Categorical, Emission, UnionEmission
+from hmmlm.emissions import Emission, UnionEmission
 from hmmlm.errors import InputError
-from hmmlm.hmm.guided_step import GuidedSteps
 from hmmlm.hmm.queries import Queries
 from hmmlm.numerics.distributions import check_distributions
-from hmmlm.ops.common import NEG_INF, Carry, Impl, Scan, installed
+from hmmlm.ops.common import NEG_INF, Carry, Impl, Scan
 from hmmlm.ops.maximize_rows import maximize_rows
 from hmmlm.ops.pieces import at_once
 from hmmlm.scan.implementations import Choice, Problem, choose
-from hmmlm.transitions import BlockDiagonal, Dense, Transition
+from hmmlm.transitions import BlockDiagonal, Transition
 
 _RANDOM_CELLS = 2**30  # probabilities of a random model: 8 GB while they are drawn
 
@@ -245,25 +242,6 @@ class HMM(Queries):
                 model.emission.maximize(_by_name(emission, model.emission), pseudocount),
             )
         return model
-
-    # --- constraints ---
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether the GPU kernels of constraints serve this model."""
-        there = self.log_start.is_cuda or "TRITON_INTERPRET" in os.environ
-        return self.matrices() is not None and there and self.dtype == torch.float32 and installed("triton")
-
-    @cached_property
-    def cpu_matrices(self) -> tuple[Dense, Categorical] | None:
-        """The transition and the emission of a model of two matrices on a CPU; None for others."""
-        there = self.matrices() is not None and self.device.type == "cpu"
-        return (self.transition, self.emission) if there else None  # type: ignore[return-value]
-
-    @cached_property
-    def guided_steps(self) -> GuidedSteps | None:
-        """The recorded steps of a token under constraints; None if the kernels do not serve this model."""
-        return GuidedSteps(self.transition, self.emission) if self.has_kernels else None  # type: ignore[arg-type]
 
 
 def _by_name(counts: Any, part: Transition | Emission) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from hmmlm.errors import InputError, InputWarning
 from hmmlm.hmm.automaton import check_words
 from hmmlm.hmm.constraints import Guide, Node, Position
 from hmmlm.hmm.guided import StepRows, advance_states, steer
+from hmmlm.hmm.guided_step import GuidedSteps
 from hmmlm.ops.common import NEG_INF
 
 _DOUBTFUL = 4  # calls whose sums may have underflowed in the kernels, after which these are not tried again
@@ -123,7 +124,7 @@ class Steering:
             raise InputError("the guides of a batch need the same HMM: make them with one LanguageModel")
         self._positions, self._words = [position for _, position in guided], self.guides[0].automaton.vocab_size
         self._changed = 0
-        self._kernels, self._device = self.guides[0].hmm.guided_steps, self.guides[0].hmm.device
+        self._kernels, self._device = GuidedSteps.of(self.guides[0].hmm), self.guides[0].hmm.device
         self._doubtful = 0  # calls for which they did not serve
         self._tokens = 0
         self.log_masses: Tensor | None = None
