@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hmmlm.arguments import check_type, describe
+from hmmlm.arguments import check_type, describe, is_sequence
 from hmmlm.errors import InputError
 from hmmlm.numerics.distributions import check_distributions
 from hmmlm.ops.common import Carry
@@ -191,3 +191,23 @@ def check_words(tokens: Tensor, vocab_size: int) -> None:
         raise InputError("tokens must be a tensor of integers [n]")
     if bool(((tokens < 0) | (tokens >= vocab_size)).any()):
         raise InputError(f"tokens must be between 0 and {vocab_size - 1}")
+
+
+def check_text(name: str, text: object) -> None:
+    """Raise an InputError unless `text` is a string of valid Unicode."""
+    if not isinstance(text, str):
+        raise InputError(f"{name} is a {type(text).__name__}, not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{name} has a lone surrogate, {text[error.start]!r}, at position {error.start}") from None
+
+
+def check_texts(texts: Sequence[str]) -> None:
+    """Raise an InputError unless `texts` is a list of strings."""
+    if isinstance(texts, str):
+        raise InputError("texts must be a list of strings: write [text] for a single one")
+    if not is_sequence(texts):
+        raise InputError(f"texts must be a list of strings, not {describe(texts)}: write list(texts)")
+    for i, text in enumerate(texts):
+        check_text(f"texts[{i}]", text)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.arguments import check_arguments, check_type
-from hmmlm.checks import check_count
+from hmmlm.checks import check_count, check_text
 from hmmlm.data.files import is_integer, write_bytes
 from hmmlm.data.hmmfolder import load_hmm
 from hmmlm.data.modelfolder import CONFIG, LANGUAGE_MODEL, as_folder, save_model
@@ -39,7 +39,6 @@ from hmmlm.text.guides import Guides
 from hmmlm.text.hub import CARD, fetch_model, model_card
 from hmmlm.text.reading import check_training
 from hmmlm.text.sequences import SequenceModel
-from hmmlm.text.textmodel import check_text
 
 
 class Page(Protocol):

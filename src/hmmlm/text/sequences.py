@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hmmlm.arguments import check_arguments
-from hmmlm.checks import padded
+from hmmlm.checks import check_texts, padded
 from hmmlm.data.words import split_at
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.ops.pieces import at_once
-from hmmlm.text.textmodel import TextModel, check_texts
+from hmmlm.text.textmodel import TextModel
 
 _BATCH_TOKENS = 1 << 13  # tokens scored together
 

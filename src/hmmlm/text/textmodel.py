@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmmlm.arguments import describe, is_sequence
+from hmmlm.checks import check_text, check_texts
 from hmmlm.data.text import split_units
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError, warn
@@ -102,23 +102,3 @@ class TextModel(ABC):
         known = len(self.tokenizer.decode(given))
         ends = [self.tokenizer.decode([*given, *tokens])[known:] for tokens in added]
         return [prompt + (end.lstrip(" ") if prompt.endswith((" ", "\t")) else end) for end in ends]
-
-
-def check_text(name: str, text: object) -> None:
-    """Raise an InputError unless `text` is a string of valid Unicode."""
-    if not isinstance(text, str):
-        raise InputError(f"{name} is a {type(text).__name__}, not a string")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"{name} has a lone surrogate, {text[error.start]!r}, at position {error.start}") from None
-
-
-def check_texts(texts: Sequence[str]) -> None:
-    """Raise an InputError unless `texts` is a list of strings."""
-    if isinstance(texts, str):
-        raise InputError("texts must be a list of strings: write [text] for a single one")
-    if not is_sequence(texts):
-        raise InputError(f"texts must be a list of strings, not {describe(texts)}: write list(texts)")
-    for i, text in enumerate(texts):
-        check_text(f"texts[{i}]", text)
