@@ -40,9 +40,9 @@ from torch import Tensor
 
 import hmmlm
 from hmmlm import HMM, Automaton, Guide, LanguageModel, Steering
-from hmmlm.hmm.automaton import anything, at_least, containing
-from hmmlm.hmm.constraints import Position
-from hmmlm.text.particles import Particles
+from hmmlm.constrain.automaton import anything, at_least, containing
+from hmmlm.constrain.constraints import Position
+from hmmlm.constrain.particles import Particles
 from papers.records import add_record, commit, machine
 
 WORDS = 32_000

@@ -17,7 +17,7 @@ import torch
 
 import hmmlm
 from benchmarks.text import blocked_model
-from hmmlm.hmm.automaton import containing
+from hmmlm.constrain.automaton import containing
 from hmmlm.hmm.hmm import HMM
 from hmmlm.numerics.semirings import PROBABILITY
 from hmmlm.scan import implementations
@@ -167,10 +167,10 @@ PATHS = (
     *(
         FastPath(
             "guides in products",
-            "hmm/guided_cpu.py",
+            "constrain/guided_cpu.py",
             f"a token under a guide, {states:,} states × 32,000 words",
             steering(states),
-            {"hmmlm.hmm.guided.cpu_matrices": lambda _: None},
+            {"hmmlm.constrain.guided.cpu_matrices": lambda _: None},
         )
         for states in (64, 1024)
     ),

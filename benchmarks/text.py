@@ -21,7 +21,7 @@ import torch
 
 from hmmlm.data.words import WordTokenizer
 from hmmlm.emissions import Blocked
-from hmmlm.hmm.automaton import containing
+from hmmlm.constrain.automaton import containing
 from hmmlm.transitions import Factored
 # isort: on
 

@@ -17,6 +17,7 @@ from helpers.report_models import sentence_model
 
 import hmmlm
 from hmmlm.cli.main import main
+from hmmlm.constrain.constraint import Constraint
 from hmmlm.data.words import WordTokenizer
 from hmmlm.emissions import Categorical
 from hmmlm.errors import InputError
@@ -27,7 +28,6 @@ from hmmlm.explorer.index import StateIndex
 from hmmlm.explorer.layout import embed
 from hmmlm.hmm import HMM
 from hmmlm.report.explain import explain_states
-from hmmlm.text.constraint import Constraint
 from hmmlm.text.lm import LanguageModel
 from hmmlm.transitions import LowRank
 

@@ -12,17 +12,17 @@ import torch
 from helpers.oracle import random_blocked_hmm, random_hmm
 from torch import Tensor
 
+from hmmlm.constrain.automaton import Automaton, anything, containing
+from hmmlm.constrain.constraint import Constraint
+from hmmlm.constrain.constraints import Guide
+from hmmlm.constrain.guided import log_chances
+from hmmlm.constrain.phrases import Phrases
+from hmmlm.constrain.spelling import Spelling, containing_text
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.hmm.automaton import Automaton, anything, containing
-from hmmlm.hmm.constraints import Guide
-from hmmlm.hmm.guided import log_chances
-from hmmlm.hmm.spelling import Spelling, containing_text
 from hmmlm.numerics.logmatrix import LogMatrix
-from hmmlm.text.constraint import Constraint
 from hmmlm.text.lm import LanguageModel
-from hmmlm.text.phrases import Phrases
 
 WORDS = 4
 

@@ -12,8 +12,8 @@ from helpers.interpreter import INTERPRETING, run_in_interpreter, starts_interpr
 from torch import Tensor
 
 from hmmlm import HMM, Guide, Steering
-from hmmlm.hmm.automaton import Automaton, containing
-from hmmlm.hmm.guided_step import GuidedSteps
+from hmmlm.constrain.automaton import Automaton, containing
+from hmmlm.constrain.guided_step import GuidedSteps
 
 END, WORDS, LENGTH = 0, 9, 6
 

@@ -13,10 +13,10 @@ import torch
 from helpers.oracle import random_hmm
 
 from hmmlm import HMM, Automaton, InputError
+from hmmlm.constrain.automaton import at_least, containing
+from hmmlm.constrain.constraint import Constraint, counted_words
+from hmmlm.constrain.spelling import Spelling, containing_text
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, WordTokenizer
-from hmmlm.hmm.automaton import at_least, containing
-from hmmlm.hmm.spelling import Spelling, containing_text
-from hmmlm.text.constraint import Constraint, counted_words
 from hmmlm.text.lm import LanguageModel
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "cats", "sat"]

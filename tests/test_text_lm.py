@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmmlm
+from hmmlm.constrain.guides import Guides
 from hmmlm.data.tokenizers import HuggingFaceTokenizer
 from hmmlm.data.words import WordTokenizer
 from hmmlm.emissions import Blocked
@@ -25,7 +26,6 @@ from hmmlm.ops import pieces
 from hmmlm.text.blanks import encode_blanks
 from hmmlm.text.control import load_control, save_control
 from hmmlm.text.generation import SamplingOptions, invert, sample_continuations
-from hmmlm.text.guides import Guides
 from hmmlm.text.lm import LanguageModel, load
 from hmmlm.transitions import Factored
 

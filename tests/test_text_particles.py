@@ -9,8 +9,8 @@ from helpers.causal import tiny_llama
 from helpers.oracle import random_hmm
 
 from hmmlm import HMM, Guide, InputError, sample_particles
+from hmmlm.constrain.automaton import containing
 from hmmlm.data.tokenizers import WordTokenizer
-from hmmlm.hmm.automaton import containing
 from hmmlm.text.lm import LanguageModel
 
 WORDS = ["<unk>", "<eos>", *"abc"]

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
+from hmmlm.constrain.regex import regex_automaton
+from hmmlm.constrain.spelling import Spelling
 from hmmlm.errors import InputError
-from hmmlm.hmm.spelling import Spelling
-from hmmlm.text.regex import regex_automaton
 
 PATTERNS = [
     r"[A-Z][a-z]+ (is|was) .*",

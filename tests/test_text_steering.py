@@ -12,10 +12,9 @@ from helpers.oracle import random_hmm
 from torch import Tensor
 
 from hmmlm import HMM, Guide, InputError, InputWarning, Steering
+from hmmlm.constrain import guided, steering
+from hmmlm.constrain.automaton import containing
 from hmmlm.data.tokenizers import WordTokenizer
-from hmmlm.hmm import guided
-from hmmlm.hmm.automaton import containing
-from hmmlm.text import steering
 from hmmlm.text.lm import LanguageModel
 
 END, WORDS, LENGTH = 0, 4, 6

@@ -6,38 +6,38 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hmmlm import emissions, transitions
     from hmmlm.checks import padded
+    from hmmlm.constrain.automaton import Automaton
+    from hmmlm.constrain.constraints import Guide
+    from hmmlm.constrain.particles import sample_particles
+    from hmmlm.constrain.steering import Steering
     from hmmlm.device import set_threads
     from hmmlm.errors import InputError, InputWarning
     from hmmlm.explorer.notebook import Display
     from hmmlm.hmm import HMM, Carry, Counts, Filtered
-    from hmmlm.hmm.automaton import Automaton
-    from hmmlm.hmm.constraints import Guide
     from hmmlm.learning.run import distill, train
     from hmmlm.text.control import save_control
     from hmmlm.text.lm import LanguageModel
     from hmmlm.text.mixture import MixtureModel, load
-    from hmmlm.text.particles import sample_particles
-    from hmmlm.text.steering import Steering
 
 __version__ = "0.2.0"
 
 _MODULES = {
     "HMM": "hmmlm.hmm",
-    "Automaton": "hmmlm.hmm.automaton",
+    "Automaton": "hmmlm.constrain.automaton",
     "Carry": "hmmlm.hmm",
     "Counts": "hmmlm.hmm",
     "Display": "hmmlm.explorer.notebook",
     "Filtered": "hmmlm.hmm",
-    "Guide": "hmmlm.hmm.constraints",
+    "Guide": "hmmlm.constrain.constraints",
     "InputError": "hmmlm.errors",
     "InputWarning": "hmmlm.errors",
     "LanguageModel": "hmmlm.text.lm",
-    "Steering": "hmmlm.text.steering",
+    "Steering": "hmmlm.constrain.steering",
     "distill": "hmmlm.learning.run",
     "MixtureModel": "hmmlm.text.mixture",
     "load": "hmmlm.text.mixture",
     "padded": "hmmlm.checks",
-    "sample_particles": "hmmlm.text.particles",
+    "sample_particles": "hmmlm.constrain.particles",
     "save_control": "hmmlm.text.control",
     "set_threads": "hmmlm.device",
     "train": "hmmlm.learning.run",

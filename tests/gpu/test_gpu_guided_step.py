@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from hmmlm import HMM, Guide, Steering
-from hmmlm.hmm.automaton import containing
-from hmmlm.hmm.guided_step import GuidedSteps
+from hmmlm.constrain.automaton import containing
+from hmmlm.constrain.guided_step import GuidedSteps
 
 END, WORDS, LENGTH = 0, 3000, 12
 

@@ -7,13 +7,13 @@ import torch
 from helpers.oracle import matrices, random_blocked_hmm, random_hmm, with_gradients
 from torch import Tensor
 
+from hmmlm.constrain.automaton import containing
+from hmmlm.constrain.constraints import Guide
+from hmmlm.constrain.steering import Steering
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.hmm import HMM, Carry
-from hmmlm.hmm.automaton import containing
-from hmmlm.hmm.constraints import Guide
 from hmmlm.ops import pieces
 from hmmlm.text.lm import LanguageModel
-from hmmlm.text.steering import Steering
 
 WORDS = 30
 CLOSE = {torch.float32: {"rtol": 1e-3, "atol": 3e-4}, torch.float64: {"rtol": 1e-8, "atol": 1e-9}}

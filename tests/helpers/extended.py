@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from hmmlm.constrain.automaton import Automaton
 from hmmlm.emissions import Blocked, Categorical, Emission, UnionEmission
 from hmmlm.hmm import HMM
-from hmmlm.hmm.automaton import Automaton
 from hmmlm.transitions import BlockDiagonal, Dense, Factored, LowRank, Monarch, Transition
 
 Array = np.ndarray

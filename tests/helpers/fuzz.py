@@ -18,11 +18,11 @@ from torch import Tensor
 
 from helpers.extended import LONG, NEG_INF, Array, Paths, Truth, accepted, infill_blanks, log_sum, widen
 from helpers.oracle import with_gradients
+from hmmlm.constrain.automaton import Automaton
+from hmmlm.constrain.constraints import Guide
 from hmmlm.emissions import Blocked, Categorical, Emission, UnionEmission
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Counts
-from hmmlm.hmm.automaton import Automaton
-from hmmlm.hmm.constraints import Guide
 from hmmlm.ops import pieces
 from hmmlm.ops.common import Carry, Impl, Scan, logsumexp
 from hmmlm.scan.generic_scan import generic_scan

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 
+from hmmlm.constrain.constraint import Constraint
 from hmmlm.errors import InputError, InputWarning
 from hmmlm.explorer.explorer import Explorer
 from hmmlm.explorer.query import Count, Query, Text
 from hmmlm.explorer.tokens import described
-from hmmlm.text.constraint import Constraint
 from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuations
 from hmmlm.text.lm import LanguageModel
 

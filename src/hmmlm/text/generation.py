@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from hmmlm.checks import check_count, check_number, check_seed
+from hmmlm.constrain.constraints import Guide, Position, none_accepted
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.hmm.constraints import Guide, Position, none_accepted
 from hmmlm.hmm.reader import Reader, read_context
 from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.pieces import at_once

@@ -19,6 +19,10 @@ from torch import Tensor
 
 from hmmlm.arguments import check_arguments, check_type
 from hmmlm.checks import check_count, check_text
+from hmmlm.constrain.automaton import Automaton
+from hmmlm.constrain.constraint import Constraint, ConstraintOptions, Wanted
+from hmmlm.constrain.constraints import Guide, Position
+from hmmlm.constrain.guides import Guides
 from hmmlm.data.files import is_integer, write_bytes
 from hmmlm.data.hmmfolder import load_hmm
 from hmmlm.data.modelfolder import CONFIG, LANGUAGE_MODEL, as_folder, save_model
@@ -28,14 +32,10 @@ from hmmlm.data.words import split_at
 from hmmlm.device import pick_device
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.hmm.automaton import Automaton
-from hmmlm.hmm.constraints import Guide, Position
 from hmmlm.text.blanks import encode_blanks, readable_token
-from hmmlm.text.constraint import Constraint, ConstraintOptions, Wanted
 from hmmlm.text.control import control_tokenizer, is_control, load_control
 from hmmlm.text.embeddings import long_run, states_of_words
 from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuations
-from hmmlm.text.guides import Guides
 from hmmlm.text.hub import CARD, fetch_model, model_card
 from hmmlm.text.reading import check_training
 from hmmlm.text.sequences import SequenceModel
@@ -184,7 +184,7 @@ class LanguageModel(SequenceModel):
 
         With a constraint the line is drawn given that it satisfies the constraint and ends within `max_new_tokens`,
         `<eos>` counted: `must`, `never` (with `match`), `choice`, `regex`, `json`, `words`, `tokens`, `suffix`,
-        `automaton`; see `hmmlm.text.constraint.Constraint`. With unknown=False the new part also has no `<unk>`.
+        `automaton`; see `hmmlm.constrain.constraint.Constraint`. With unknown=False the new part also has no `<unk>`.
         """
         check_type("unknown", unknown, bool)
         options = SamplingOptions(max_new_tokens, temperature, top_k, seed, 1 if num is None else num)

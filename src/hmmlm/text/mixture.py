@@ -24,13 +24,13 @@ from torch import Tensor
 from hmmlm.arguments import check_arguments, check_type
 from hmmlm.baselines.mixture import fit_weights_by_class, mix
 from hmmlm.checks import check_count
+from hmmlm.constrain.constraint import Constraint, ConstraintOptions, Wanted
 from hmmlm.data.files import read_json
 from hmmlm.data.modelfolder import CONFIG, MIXTURE, MODEL, as_folder, load_model, save_model
 from hmmlm.data.tensorfiles import check_checksum
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.device import pick_device
 from hmmlm.errors import InputError, QueryError
-from hmmlm.text.constraint import Constraint, ConstraintOptions, Wanted
 from hmmlm.text.generation import SamplingOptions, sample_predicted
 from hmmlm.text.lm import LanguageModel
 from hmmlm.text.predictors import (

@@ -21,7 +21,7 @@ from hmmlm.ops.underflow import FLOOR, least_sum
 from hmmlm.transitions import Dense
 
 if TYPE_CHECKING:
-    from hmmlm.hmm.guided import Plan
+    from hmmlm.constrain.guided import Plan
 
 
 def cpu_matrices(hmm: HMM) -> tuple[Dense, Categorical] | None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
+from hmmlm.constrain.automaton import Automaton
+from hmmlm.constrain.guided import has_kernels
 from hmmlm.emissions.columns import log_group_sums
-from hmmlm.hmm.automaton import Automaton
-from hmmlm.hmm.guided import has_kernels
 from hmmlm.hmm.hmm import HMM
 from hmmlm.numerics.semirings import LOG, PROBABILITY, Semiring
 from hmmlm.ops.common import NEG_INF, finite, logsumexp
@@ -117,7 +117,7 @@ def _kernel_step(
     ring: Semiring, hmm: HMM, edges: Edges, terms: _Terms, values: Values, suspect: Tensor
 ) -> tuple[Tensor, Values]:
     """See `_step`; in probabilities, on a GPU."""
-    from hmmlm.ops.ahead_kernels import divide_kernel, edges_kernel  # needs Triton
+    from hmmlm.constrain.ahead_kernels import divide_kernel, edges_kernel  # needs Triton
 
     transition, states, top = hmm.transition, hmm.states, values.offset.new_empty(terms.rows)
     assert isinstance(transition, Dense)

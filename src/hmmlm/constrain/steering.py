@@ -15,11 +15,11 @@ from torch import Tensor
 
 from hmmlm.arguments import check_arguments, is_sequence
 from hmmlm.checks import check_number
+from hmmlm.constrain.automaton import check_words
+from hmmlm.constrain.constraints import Guide, Node, Position
+from hmmlm.constrain.guided import StepRows, advance_states, steer
+from hmmlm.constrain.guided_step import GuidedSteps
 from hmmlm.errors import InputError, InputWarning
-from hmmlm.hmm.automaton import check_words
-from hmmlm.hmm.constraints import Guide, Node, Position
-from hmmlm.hmm.guided import StepRows, advance_states, steer
-from hmmlm.hmm.guided_step import GuidedSteps
 from hmmlm.ops.common import NEG_INF
 
 _DOUBTFUL = 4  # calls whose sums may have underflowed in the kernels, after which these are not tried again

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from hmmlm.arguments import check_arguments, describe
 from hmmlm.checks import check_count, check_number, check_seed
+from hmmlm.constrain.constraints import Guide, Position
+from hmmlm.constrain.steering import Steering
 from hmmlm.errors import InputError
-from hmmlm.hmm.constraints import Guide, Position
 from hmmlm.ops.common import NEG_INF
-from hmmlm.text.steering import Steering
 
 _LARGEST = 1_000_000  # number of particles
 

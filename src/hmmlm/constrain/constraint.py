@@ -13,9 +13,9 @@ from typing import Any, Literal, TypedDict, get_args
 import torch
 
 from hmmlm.arguments import describe
+from hmmlm.constrain.automaton import Automaton
+from hmmlm.constrain.regex import regex_automaton
 from hmmlm.errors import InputError, require
-from hmmlm.hmm.automaton import Automaton
-from hmmlm.text.regex import regex_automaton
 
 Wanted = str | Sequence[str]
 """A word or phrase, or alternatives: ("dog", "dogs")."""

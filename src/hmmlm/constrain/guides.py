@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 from hmmlm.checks import check_count
+from hmmlm.constrain.automaton import Automaton
+from hmmlm.constrain.constraint import Constraint
+from hmmlm.constrain.constraints import Guide, Position
+from hmmlm.constrain.phrases import Phrases
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.data.words import split_at
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.hmm.automaton import Automaton
-from hmmlm.hmm.constraints import Guide, Position
-from hmmlm.text.constraint import Constraint
-from hmmlm.text.phrases import Phrases
 
 
 class Guides:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hmmlm.constrain.automaton import LARGEST, Automaton
 from hmmlm.errors import InputError
-from hmmlm.hmm.automaton import LARGEST, Automaton
 
 _LARGEST_NFA = 2**18  # states before determinization
 _SURROGATES = (0xD800, 0xDFFF)  # no UTF-8 text has them

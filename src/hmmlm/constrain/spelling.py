@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hmmlm.constrain.automaton import LARGEST_TABLE, Automaton
 from hmmlm.errors import InputError
-from hmmlm.hmm.automaton import LARGEST_TABLE, Automaton
 
 Array = NDArray[Any]
 

@@ -9,12 +9,12 @@ from operator import or_
 import torch
 
 from hmmlm.checks import check_text
+from hmmlm.constrain.automaton import Automaton, anything, at_least, containing
+from hmmlm.constrain.constraint import Constraint
+from hmmlm.constrain.spelling import SpacedSpelling, Spelling, containing_text
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.data.words import Spacing, WordTokenizer
 from hmmlm.errors import InputError
-from hmmlm.hmm.automaton import Automaton, anything, at_least, containing
-from hmmlm.hmm.spelling import SpacedSpelling, Spelling, containing_text
-from hmmlm.text.constraint import Constraint
 
 _KEPT = 64  # compiled constraints
 

@@ -22,10 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.arguments import check_arguments
 from hmmlm.checks import check_count
+from hmmlm.constrain.ahead import Ahead, Edges, live_states, tables_ahead
+from hmmlm.constrain.automaton import Automaton, check_words
+from hmmlm.constrain.guided import Plan, Targets, advance_states, log_chances
 from hmmlm.errors import InputError
-from hmmlm.hmm.ahead import Ahead, Edges, live_states, tables_ahead
-from hmmlm.hmm.automaton import Automaton, check_words
-from hmmlm.hmm.guided import Plan, Targets, advance_states, log_chances
 from hmmlm.hmm.hmm import HMM
 from hmmlm.ops.common import NEG_INF, logsumexp
 from hmmlm.ops.pieces import MOST, fits

@@ -14,8 +14,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from hmmlm.constrain.guided import StepResult, StepRows, Targets, has_kernels
 from hmmlm.emissions import Categorical
-from hmmlm.hmm.guided import StepResult, StepRows, Targets, has_kernels
 from hmmlm.hmm.hmm import HMM
 from hmmlm.ops.graph import record
 from hmmlm.ops.underflow import least_sum
@@ -45,7 +45,7 @@ class Packed(NamedTuple):
     rows: int  # for many tokens, rounded up to a power of 2
     alone: int  # tokens that are scored alone
     programs: int  # that score these
-    numbers: Tensor  # see `ops.guided_kernels`
+    numbers: Tensor  # see `guided_kernels`
     addresses: tuple[int, int]  # of number_of and numbers
 
 
@@ -125,7 +125,7 @@ class _Step:
     """Buffers and graph of one shape."""
 
     def __init__(self, transition: Dense, emission: Categorical, shape: _Shape) -> None:
-        from hmmlm.ops import guided_kernels  # needs Triton
+        from hmmlm.constrain import guided_kernels  # needs Triton
 
         self.kernels, self.shape = guided_kernels, shape
         self.transition, self.emission = transition, emission
@@ -266,7 +266,7 @@ def _has_blocks(rows: int, states: int) -> bool:
 
 
 def packet_of(rows: StepRows, tensors: Sequence[Tensor]) -> list[int]:
-    """Return the packet (see `ops.guided_kernels`) of rows; `tensors`: scores, results, log-states and masses."""
+    """Return the packet (see `guided_kernels`) of rows; `tensors`: scores, results, log-states and masses."""
     numbers = [tensor.data_ptr() for tensor in tensors]
     log_states, of_row, tokens, plans = rows
     begin, stride = log_states.data_ptr(), log_states.stride(0) * log_states.element_size()

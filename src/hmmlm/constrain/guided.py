@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hmmlm.constrain.guided_cpu import advance_products, column_chances, cpu_matrices, single_chances
 from hmmlm.errors import InputError
-from hmmlm.hmm.guided_cpu import advance_products, column_chances, cpu_matrices, single_chances
 from hmmlm.hmm.hmm import HMM
 from hmmlm.numerics.logmatrix import log_ratio
 from hmmlm.numerics.semirings import LOG

@@ -1,0 +1,1 @@
+"""Constraints on texts: automata over tokens, and an HMM that looks ahead to what they accept."""
