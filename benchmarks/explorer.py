@@ -17,7 +17,7 @@ from hmmlm.errors import InputError
 from hmmlm.explorer.endpoints import answer
 from hmmlm.explorer.explorer import Explorer
 from hmmlm.hmm import HMM
-from hmmlm.text.lm import LanguageModel
+from hmmlm.lm.lm import LanguageModel
 from hmmlm.transitions import Factored
 
 WORDS = 10_000

@@ -35,7 +35,7 @@ from papers.settings import configuration, identity
 from papers.study import Combination, Study, StudyRun
 
 if TYPE_CHECKING:
-    from hmmlm.text.textmodel import TextModel
+    from hmmlm.lm.textmodel import TextModel
 
 SPEEDS = ("tokens_per_second", "step_ms", "train_seconds", "seconds")
 """Metrics that depend on what else runs on the machine."""
@@ -183,8 +183,8 @@ def _combine(run: StudyRun, combination: Combination, work: Path, on_gpu: bool) 
     from hmmlm.cli.mix import MixArguments
     from hmmlm.cli.mix import build as mix
     from hmmlm.learning.prepare import reopen
+    from hmmlm.lm.scoring import perplexity
     from hmmlm.report.results import score_tokens
-    from hmmlm.text.scoring import perplexity
 
     began, tokens, folders = time.perf_counter(), 0, list[Path]()
     for part in parts_of(run):
@@ -269,8 +269,8 @@ def _train_and_score(config: TrainingConfig, folder: Path, on_gpu: bool) -> dict
 def _evaluate(folder: Path, on_gpu: bool) -> dict[str, float]:
     """Return the perplexities of a run's best model on valid and test."""
     from hmmlm.learning.prepare import reopen
+    from hmmlm.lm.lm import LanguageModel
     from hmmlm.report.results import evaluate_tokens
-    from hmmlm.text.lm import LanguageModel
 
     lm, data = LanguageModel.load(folder), reopen(folder)
     lm = lm.to("cuda") if on_gpu else lm

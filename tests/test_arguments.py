@@ -20,9 +20,9 @@ from hmmlm import HMM, Guide, InputError, LanguageModel, Steering, emissions, tr
 from hmmlm.arguments import check_arguments, describe
 from hmmlm.baselines.ngram import NgramModel
 from hmmlm.data.tokenizers import WordTokenizer
-from hmmlm.text.mixture import MixtureModel
-from hmmlm.text.predictors import CachePredictor, HmmPredictor, NgramPredictor
-from hmmlm.text.union import join_models
+from hmmlm.lm.mixture import MixtureModel
+from hmmlm.lm.predictors import CachePredictor, HmmPredictor, NgramPredictor
+from hmmlm.lm.union import join_models
 
 WORDS = ["<unk>", "<eos>", *"abcd"]
 WRONG: dict[str, Any] = {

@@ -21,9 +21,9 @@ from hmmlm.data.text import Pipe
 from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.text.lm import LanguageModel, load
-from hmmlm.text.mixture import MixtureModel
-from hmmlm.text.predictors import CachePredictor, HmmPredictor
+from hmmlm.lm.lm import LanguageModel, load
+from hmmlm.lm.mixture import MixtureModel
+from hmmlm.lm.predictors import CachePredictor, HmmPredictor
 
 SMALL = shlex.split(
     "--model.states 4 --batches.batch-size 4 --batches.length 8 --train.epochs 1 --no-train.tensorboard"

@@ -21,10 +21,10 @@ from hmmlm.config.run import RunConfig
 from hmmlm.errors import InputError
 from hmmlm.learning.prepare import reopen
 from hmmlm.learning.train import train
+from hmmlm.lm.control import save_control
+from hmmlm.lm.lm import load
 from hmmlm.runs.checkpoint import read_checkpoint
 from hmmlm.runs.folders import saved_config
-from hmmlm.text.control import save_control
-from hmmlm.text.lm import load
 
 SMALL = shlex.split(
     "--model.states 4 --batches.batch-size 4 --batches.length 8 --schedule.kind constant --schedule.warmup 0 "

@@ -21,9 +21,9 @@ from hmmlm.config.training import read_config
 from hmmlm.data.corpora import Documents
 from hmmlm.learning import prepare
 from hmmlm.learning.prepare import reopen
+from hmmlm.lm.lm import load
 from hmmlm.ops import pieces
 from hmmlm.report.results import count_ngram, evaluate_run
-from hmmlm.text.lm import load
 
 RUNNING = ["--no-batches.reset-at-eos", "--no-batches.eval-reset-at-eos"]
 

@@ -27,9 +27,9 @@ from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.learning.prepare import Prepared
 from hmmlm.learning.train import train
+from hmmlm.lm.lm import LanguageModel
 from hmmlm.models.neural import Neural
 from hmmlm.structure.blocks import Blocks
-from hmmlm.text.lm import LanguageModel
 from hmmlm.transitions import Factored
 
 

@@ -23,12 +23,12 @@ from hmmlm.data.tensorfiles import read_tensors, write_tensors
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
+from hmmlm.lm.lm import LanguageModel
 from hmmlm.models.neural import Neural
 from hmmlm.ops import pieces
 from hmmlm.structure.blocks import Blocks
 from hmmlm.teachers.gpt import GPT, GPTShape
 from hmmlm.teachers.teacher import open_teacher
-from hmmlm.text.lm import LanguageModel
 
 WORDS = ["<unk>", "<eos>", "a", "b", "c", "d"]
 DEEP = "[" * 100_000
@@ -333,7 +333,7 @@ def test_tensors_survive_and_depend_on_their_content_alone(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_model_has_the_same_bytes_in_every_process(tmp_path: Path) -> None:
     program = (
-        "import sys, hmmlm; from hmmlm.data.tokenizers import WordTokenizer; from hmmlm.text.lm import LanguageModel;"
+        "import sys, hmmlm; from hmmlm.data.tokenizers import WordTokenizer; from hmmlm.lm.lm import LanguageModel;"
         "hmm = hmmlm.HMM.from_probs([.5, .5], [[.5, .5], [.5, .5]], [[.2, .2, .6], [.1, .1, .8]]);"
         "LanguageModel(hmm, WordTokenizer(['<unk>', '<eos>', 'a'])).save(sys.argv[1])"
     )

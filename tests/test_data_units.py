@@ -11,7 +11,7 @@ from hmmlm.cli.main import main
 from hmmlm.data.corpora import load_text
 from hmmlm.data.text import MAX_CHARACTERS, split_long
 from hmmlm.learning.prepare import reopen
-from hmmlm.text.lm import load
+from hmmlm.lm.lm import load
 
 RUNNING = ["--no-batches.reset-at-eos", "--no-batches.eval-reset-at-eos"]
 WRAPPED = "The first paragraph\nis wrapped.\n\nThe second one\n  too.\n\n\n\nAnother document\nis here.\n"

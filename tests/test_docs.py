@@ -33,7 +33,7 @@ PAGES = [
 ]
 NOT_RUN = {
     "lm_eval": "needs lm-evaluation-harness with tasks from the hub; tests/test_text_harness.py runs a local task",
-    "hmmlm.text.harness": "needs lm-evaluation-harness with tasks from the hub",
+    "hmmlm.lm.harness": "needs lm-evaluation-harness with tasks from the hub",
     "torchrun": "needs several machines; tests/test_ranks_training.py runs it on one",
     "ptb": "needs the Penn Treebank",
     "mine.toml": "extends a recipe for the Penn Treebank; tests/test_readme.py loads it",

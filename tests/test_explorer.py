@@ -27,8 +27,8 @@ from hmmlm.explorer.generation import GenerateQuery, chosen_constraints, constra
 from hmmlm.explorer.index import StateIndex
 from hmmlm.explorer.layout import embed
 from hmmlm.hmm import HMM
+from hmmlm.lm.lm import LanguageModel
 from hmmlm.report.explain import explain_states
-from hmmlm.text.lm import LanguageModel
 from hmmlm.transitions import LowRank
 
 ROOT = Path(__file__).parent.parent

@@ -21,8 +21,8 @@ from hmmlm.constrain.spelling import Spelling, containing_text
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
+from hmmlm.lm.lm import LanguageModel
 from hmmlm.numerics.logmatrix import LogMatrix
-from hmmlm.text.lm import LanguageModel
 
 WORDS = 4
 

@@ -12,8 +12,8 @@ from test_cli_main import SMALL
 from hmmlm.cli.main import main
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.hmm import HMM
+from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.models.union import Union, UnionConfig
-from hmmlm.text.lm import LanguageModel, load
 
 TOKENS = torch.randint(6, (4, 20), generator=torch.Generator().manual_seed(0))
 RESTART = torch.rand(4, 20, generator=torch.Generator().manual_seed(1)) < 0.2

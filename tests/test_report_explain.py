@@ -12,10 +12,10 @@ from hmmlm.data.words import WordTokenizer
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
+from hmmlm.lm.embeddings import stationary
+from hmmlm.lm.lm import LanguageModel
 from hmmlm.report.explain import explain_states, explain_text, similar_order
 from hmmlm.report.tables import path_table
-from hmmlm.text.embeddings import stationary
-from hmmlm.text.lm import LanguageModel
 from hmmlm.transitions import Factored
 
 

@@ -20,6 +20,8 @@ from hmmlm.config.training import read_config
 from hmmlm.data.tokenfile import TokenFile, unknown_fraction
 from hmmlm.errors import InputError
 from hmmlm.learning.prepare import Prepared
+from hmmlm.lm import embeddings
+from hmmlm.lm.scoring import TextScore
 from hmmlm.report.demo import SENTENCE, _verdict, next_steps, run_demo
 from hmmlm.report.explain import explain_states
 from hmmlm.report.facts import training_facts
@@ -27,8 +29,6 @@ from hmmlm.report.page import next_commands, write_report
 from hmmlm.report.results import RunResults, evaluate_run, typical_sentence
 from hmmlm.runs.folders import flat_settings
 from hmmlm.runs.progress import Progress
-from hmmlm.text import embeddings
-from hmmlm.text.scoring import TextScore
 
 NOUNS = ["function", "list", "<b>tag</b>", "<script>alert(1)</script>", "$x^$", "{{1+1}}"]
 """Words that HTML, mathtext or a template would read as their own."""

@@ -8,10 +8,10 @@ from rich.table import Table
 
 from hmmlm.data.words import WordTokenizer
 from hmmlm.hmm import HMM
+from hmmlm.lm.lm import LanguageModel
 from hmmlm.report.explain import explain_states
 from hmmlm.report.labels import MAX_LENGTH, state_followers, state_label, token_label
 from hmmlm.report.tables import path_table, states_table
-from hmmlm.text.lm import LanguageModel
 
 
 def render(table: Table, width: int = 80) -> list[str]:

@@ -17,7 +17,7 @@ from hmmlm.constrain.automaton import at_least, containing
 from hmmlm.constrain.constraint import Constraint, counted_words
 from hmmlm.constrain.spelling import Spelling, containing_text
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, WordTokenizer
-from hmmlm.text.lm import LanguageModel
+from hmmlm.lm.lm import LanguageModel
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "cats", "sat"]
 

@@ -16,13 +16,13 @@ from hmmlm.data.tokenizers import HuggingFaceTokenizer, Tokenizer
 from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError, InputWarning
 from hmmlm.hmm import HMM
+from hmmlm.lm.lm import LanguageModel
 from hmmlm.models.neural import Neural
 from hmmlm.ops import pieces
 from hmmlm.structure.blocks import Blocks
-from hmmlm.text.lm import LanguageModel
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install lm-eval")
-from hmmlm.text.harness import HarnessModel, main  # noqa: E402
+from hmmlm.lm.harness import HarnessModel, main  # noqa: E402
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "dog", "sat", "ran", "."]
 LINES = ["the cat sat .", "the dog ran .", "a cat and a dog", "yes and no"] * 5
@@ -242,7 +242,7 @@ def test_the_default_device_of_the_harness_needs_no_gpu(tmp_path: Path, monkeypa
 
 
 def test_the_module_is_the_command_of_the_harness() -> None:
-    command = [sys.executable, "-m", "hmmlm.text.harness", "--help"]
+    command = [sys.executable, "-m", "hmmlm.lm.harness", "--help"]
     assert "--model" in subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 

@@ -13,7 +13,7 @@ import yaml
 from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.text.lm import LanguageModel
+from hmmlm.lm.lm import LanguageModel
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "dog", "sat"]
 CONFIG = {

@@ -22,11 +22,11 @@ from hmmlm.data.words import WordTokenizer
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
+from hmmlm.lm.blanks import encode_blanks
+from hmmlm.lm.control import load_control, save_control
+from hmmlm.lm.generation import SamplingOptions, invert, sample_continuations
+from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.ops import pieces
-from hmmlm.text.blanks import encode_blanks
-from hmmlm.text.control import load_control, save_control
-from hmmlm.text.generation import SamplingOptions, invert, sample_continuations
-from hmmlm.text.lm import LanguageModel, load
 from hmmlm.transitions import Factored
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "dog", "sat", "ran", "."]

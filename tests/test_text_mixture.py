@@ -18,10 +18,10 @@ from hmmlm.data.modelfolder import CONFIG
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.text.lm import LanguageModel
-from hmmlm.text.mixture import MixtureModel, fit_mixture
-from hmmlm.text.predictors import CachePredictor, HmmPredictor, NetworkPredictor, NgramPredictor, Predictor
-from hmmlm.text.recent import AdaptedHmmPredictor, RecentPredictor
+from hmmlm.lm.lm import LanguageModel
+from hmmlm.lm.mixture import MixtureModel, fit_mixture
+from hmmlm.lm.predictors import CachePredictor, HmmPredictor, NetworkPredictor, NgramPredictor, Predictor
+from hmmlm.lm.recent import AdaptedHmmPredictor, RecentPredictor
 
 WORDS = 6
 TOKENIZER = WordTokenizer(["<unk>", "<eos>", "a", "b", "c", "d"])
@@ -213,7 +213,7 @@ def test_a_mixture_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeyp
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hmmlm.text.mixture.save_model", fail)
+    monkeypatch.setattr("hmmlm.lm.mixture.save_model", fail)
     with pytest.raises(OSError, match="No space"):
         mixture().save(tmp_path / "model")
     assert not list((tmp_path / "model").iterdir())

@@ -11,7 +11,7 @@ from helpers.oracle import random_hmm
 from hmmlm import HMM, Guide, InputError, sample_particles
 from hmmlm.constrain.automaton import containing
 from hmmlm.data.tokenizers import WordTokenizer
-from hmmlm.text.lm import LanguageModel
+from hmmlm.lm.lm import LanguageModel
 
 WORDS = ["<unk>", "<eos>", *"abc"]
 LENGTH = 5

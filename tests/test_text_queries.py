@@ -17,9 +17,9 @@ from hmmlm.data.tokenizers import HuggingFaceTokenizer
 from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError, InputWarning
 from hmmlm.hmm import HMM
+from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.ops import pieces
 from hmmlm.report.results import evaluate_tokens, score_tokens
-from hmmlm.text.lm import LanguageModel, load
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "dog", "sat"]
 READINGS: dict[str, dict[str, Any]] = {

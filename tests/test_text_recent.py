@@ -7,9 +7,9 @@ from helpers.oracle import random_blocked_hmm, random_hmm
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.text.lm import LanguageModel
-from hmmlm.text.predictors import HmmPredictor
-from hmmlm.text.recent import _PRIOR, _SHARE, AdaptedHmmPredictor, RecentPredictor
+from hmmlm.lm.lm import LanguageModel
+from hmmlm.lm.predictors import HmmPredictor
+from hmmlm.lm.recent import _PRIOR, _SHARE, AdaptedHmmPredictor, RecentPredictor
 
 WORDS, HALF_LIFE, SIZE = 6, 3, 24
 TOKENIZER = WordTokenizer(["<unk>", "<eos>", "a", "b", "c", "d"])

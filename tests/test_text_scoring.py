@@ -13,10 +13,10 @@ from hmmlm.data.words import WordTokenizer
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
+from hmmlm.lm.lm import LanguageModel
+from hmmlm.lm.scoring import TextScore
 from hmmlm.ops import pieces
 from hmmlm.report.results import score_tokens
-from hmmlm.text.lm import LanguageModel
-from hmmlm.text.scoring import TextScore
 from hmmlm.transitions import Factored
 
 

@@ -15,7 +15,7 @@ from hmmlm import HMM, Guide, InputError, InputWarning, Steering
 from hmmlm.constrain import guided, steering
 from hmmlm.constrain.automaton import containing
 from hmmlm.data.tokenizers import WordTokenizer
-from hmmlm.text.lm import LanguageModel
+from hmmlm.lm.lm import LanguageModel
 
 END, WORDS, LENGTH = 0, 4, 6
 

@@ -14,8 +14,8 @@ from hmmlm.data.modelfolder import CONFIG
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.learning.prepare import reopen
-from hmmlm.text.lm import LanguageModel, load
-from hmmlm.text.union import join_models
+from hmmlm.lm.lm import LanguageModel, load
+from hmmlm.lm.union import join_models
 
 BLOCKED = ["--model.kind", "neural", "--model.states", "16"]
 

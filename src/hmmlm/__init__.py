@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from hmmlm.explorer.notebook import Display
     from hmmlm.hmm import HMM, Carry, Counts, Filtered
     from hmmlm.learning.run import distill, train
-    from hmmlm.text.control import save_control
-    from hmmlm.text.lm import LanguageModel
-    from hmmlm.text.mixture import MixtureModel, load
+    from hmmlm.lm.control import save_control
+    from hmmlm.lm.lm import LanguageModel
+    from hmmlm.lm.mixture import MixtureModel, load
 
 __version__ = "0.2.0"
 
@@ -31,14 +31,14 @@ _MODULES = {
     "Guide": "hmmlm.constrain.constraints",
     "InputError": "hmmlm.errors",
     "InputWarning": "hmmlm.errors",
-    "LanguageModel": "hmmlm.text.lm",
+    "LanguageModel": "hmmlm.lm.lm",
     "Steering": "hmmlm.constrain.steering",
     "distill": "hmmlm.learning.run",
-    "MixtureModel": "hmmlm.text.mixture",
-    "load": "hmmlm.text.mixture",
+    "MixtureModel": "hmmlm.lm.mixture",
+    "load": "hmmlm.lm.mixture",
     "padded": "hmmlm.checks",
     "sample_particles": "hmmlm.constrain.particles",
-    "save_control": "hmmlm.text.control",
+    "save_control": "hmmlm.lm.control",
     "set_threads": "hmmlm.device",
     "train": "hmmlm.learning.run",
 }

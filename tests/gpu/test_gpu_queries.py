@@ -12,8 +12,8 @@ from hmmlm.constrain.constraints import Guide
 from hmmlm.constrain.steering import Steering
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.hmm import HMM, Carry
+from hmmlm.lm.lm import LanguageModel
 from hmmlm.ops import pieces
-from hmmlm.text.lm import LanguageModel
 
 WORDS = 30
 CLOSE = {torch.float32: {"rtol": 1e-3, "atol": 3e-4}, torch.float64: {"rtol": 1e-8, "atol": 1e-9}}

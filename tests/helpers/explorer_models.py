@@ -15,7 +15,7 @@ from hmmlm.cli.main import main
 from hmmlm.data.words import WordTokenizer
 from hmmlm.explorer.explorer import Explorer
 from hmmlm.explorer.server import Server
-from hmmlm.text.lm import LanguageModel
+from hmmlm.lm.lm import LanguageModel
 
 SMALL = ["--model.states", "12", "--batches.batch-size", "4", "--batches.length", "16", "--train.epochs", "3"]
 HOSTILE = (

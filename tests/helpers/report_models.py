@@ -4,7 +4,7 @@ import torch
 
 from hmmlm.data.words import WordTokenizer
 from hmmlm.hmm import HMM
-from hmmlm.text.lm import LanguageModel
+from hmmlm.lm.lm import LanguageModel
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "dog", "runs"]
 

@@ -16,8 +16,8 @@ from hmmlm.errors import InputError
 if TYPE_CHECKING:
     import numpy as np
 
-    from hmmlm.text.scoring import TextScore
-    from hmmlm.text.textmodel import TextModel
+    from hmmlm.lm.scoring import TextScore
+    from hmmlm.lm.textmodel import TextModel
 
 DESCRIPTION = """Score the same text with two models and print both results; the difference in bits per byte (per
 token, for token files) with its 95% interval; the share of lines, or documents, to which the first
@@ -136,7 +136,7 @@ def _score(lm: TextModel, texts: list[list[int]], text_bytes: int | None) -> Sco
     """Score the texts one after the other, as `hmmlm eval` reads them."""
     import numpy as np
 
-    from hmmlm.text.scoring import score_of
+    from hmmlm.lm.scoring import score_of
 
     tokens = [token for text in texts for token in text]
     log_probs = lm.token_log_probs([tokens])[0]

@@ -15,8 +15,8 @@ from hmmlm.section import DeviceCount
 
 if TYPE_CHECKING:
     from hmmlm.data.tokenfile import TokenFile
+    from hmmlm.lm.textmodel import TextModel
     from hmmlm.ranks import Ranks
-    from hmmlm.text.textmodel import TextModel
 
 DESCRIPTION = """Print the perplexity of a model, exp(−Σ log p / tokens), with <eos> and <unk> counted; the same
 without unknown words; bits per token; bits per byte of the text; and the share of words outside

@@ -10,7 +10,7 @@ from hmmlm.errors import InputError
 
 if TYPE_CHECKING:
     from hmmlm.learning.prepare import Prepared
-    from hmmlm.text.lm import LanguageModel
+    from hmmlm.lm.lm import LanguageModel
 
 DESCRIPTION = """Write the union of several HMMs with one vocabulary as one model: exactly an HMM, whose transition
 matrix is block-diagonal and whose start distribution is the weights times those of the models. So
@@ -42,7 +42,7 @@ def build(arguments: CombineArguments) -> tuple[LanguageModel, list[float], list
     """Return the union, its weights, and the validation perplexities of the models and itself, if there is a text."""
     from hmmlm.cli.models import open_model, tokens_of_models
     from hmmlm.learning.prepare import reopen
-    from hmmlm.text.union import check_alike, join_models
+    from hmmlm.lm.union import check_alike, join_models
 
     models = [open_model(path, arguments.device) for path in arguments.models]
     check_alike(models)
@@ -55,8 +55,8 @@ def _fit(
     prepared: Prepared | None, models: list[LanguageModel], given: tuple[float, ...]
 ) -> tuple[list[float], list[float] | None]:
     """Return the weights, and the validation perplexities of the models and their union, if there is a text."""
-    from hmmlm.text.scoring import perplexity
-    from hmmlm.text.union import fit_sequence_weights, sequence_scores
+    from hmmlm.lm.scoring import perplexity
+    from hmmlm.lm.union import fit_sequence_weights, sequence_scores
 
     equal = [1 / len(models)] * len(models)
     if prepared is None:

@@ -12,7 +12,7 @@ from hmmlm.errors import InputError
 from hmmlm.section import MAX_TOKENS
 
 if TYPE_CHECKING:
-    from hmmlm.text.mixture import MixtureModel
+    from hmmlm.lm.mixture import MixtureModel
 
 DESCRIPTION = """Write the linear interpolation of models with one vocabulary as one model: the probability of every
 word is the weighted mean of theirs. Models are HMMs, unions (`hmmlm join`), LSTMs and feed-forward
@@ -47,7 +47,7 @@ class MixArguments(CombineArguments):
 def run(argv: list[str]) -> int:
     arguments = parse(MixArguments, argv, "mix", DESCRIPTION)
 
-    from hmmlm.text.scoring import perplexity
+    from hmmlm.lm.scoring import perplexity
 
     count = len(arguments.models) + sum(map(bool, (arguments.ngram, arguments.cache, arguments.recent)))
     if count < 2:
@@ -67,8 +67,8 @@ def build(arguments: MixArguments) -> tuple[MixtureModel, list[float], int]:
     from hmmlm.cli.models import tokens_of_models
     from hmmlm.device import pick_device
     from hmmlm.learning.prepare import reopen
-    from hmmlm.text.mixture import MixtureModel, fit_mixture
-    from hmmlm.text.predictors import (
+    from hmmlm.lm.mixture import MixtureModel, fit_mixture
+    from hmmlm.lm.predictors import (
         CachePredictor,
         HmmPredictor,
         NgramPredictor,
@@ -76,7 +76,7 @@ def build(arguments: MixArguments) -> tuple[MixtureModel, list[float], int]:
         open_predictor,
         predictor_tokenizer,
     )
-    from hmmlm.text.recent import AdaptedHmmPredictor, RecentPredictor
+    from hmmlm.lm.recent import AdaptedHmmPredictor, RecentPredictor
 
     folder = tokens_of_models(arguments.data, arguments.models)
     if folder is None:

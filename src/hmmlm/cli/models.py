@@ -13,10 +13,10 @@ from hmmlm.terminal import print_table, printable
 
 if TYPE_CHECKING:
     from hmmlm.data.corpora import Documents
-    from hmmlm.text.lm import LanguageModel
-    from hmmlm.text.mixture import MixtureModel
-    from hmmlm.text.scoring import TextScore
-    from hmmlm.text.textmodel import TextModel
+    from hmmlm.lm.lm import LanguageModel
+    from hmmlm.lm.mixture import MixtureModel
+    from hmmlm.lm.scoring import TextScore
+    from hmmlm.lm.textmodel import TextModel
 
 MANY_UNKNOWN = 0.05
 """Share of unknown words above which the perplexity of a text is misleading."""
@@ -32,14 +32,14 @@ class ModelArguments(Arguments):
 
 def open_model(path: Path, device: str) -> LanguageModel:
     """Return the model in a folder, on a device."""
-    from hmmlm.text.lm import load
+    from hmmlm.lm.lm import load
 
     return load(path, device)
 
 
 def open_text_model(path: Path, device: str) -> LanguageModel | MixtureModel:
     """Return the model in a folder, an HMM or a mixture, on a device."""
-    from hmmlm.text.mixture import load
+    from hmmlm.lm.mixture import load
 
     return load(path, device)
 

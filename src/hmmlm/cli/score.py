@@ -18,7 +18,7 @@ from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
 
 if TYPE_CHECKING:
-    from hmmlm.text.scoring import TextScore
+    from hmmlm.lm.scoring import TextScore
 
 DESCRIPTION = """Print the natural log-probability of every line of a text, <eos> included, its number of tokens,
 its perplexity and its number of unknown words; with --tokens also the log-probability of every
@@ -45,9 +45,9 @@ def run(argv: list[str]) -> int:
     arguments = parse(ScoreArguments, argv, "score", DESCRIPTION)
 
     from hmmlm.data.text import read_lines
+    from hmmlm.lm.scoring import perplexity, score_of
     from hmmlm.runs.progress import perplexity_text
     from hmmlm.terminal import printable
-    from hmmlm.text.scoring import perplexity, score_of
 
     lm = open_text_model(arguments.model, arguments.device)
 

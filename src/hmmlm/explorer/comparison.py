@@ -7,7 +7,7 @@ from typing import Any
 from hmmlm.explorer.explorer import Explorer, Scorer, model_scorer
 from hmmlm.explorer.query import Query, Text
 from hmmlm.explorer.tokens import bits, described
-from hmmlm.text.scoring import perplexity
+from hmmlm.lm.scoring import perplexity
 
 MAX_TOKENS = 2_000
 

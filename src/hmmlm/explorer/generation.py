@@ -17,8 +17,8 @@ from hmmlm.errors import InputError, InputWarning
 from hmmlm.explorer.explorer import Explorer
 from hmmlm.explorer.query import Count, Query, Text
 from hmmlm.explorer.tokens import described
-from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuations
-from hmmlm.text.lm import LanguageModel
+from hmmlm.lm.generation import SamplingOptions, sample_accepted, sample_continuations
+from hmmlm.lm.lm import LanguageModel
 
 MAX_WORK = 2**33  # states² × tokens of a constraint on a CPU: about ten seconds
 MAX_PREDICTED = 2**21  # states × new tokens that are drawn from predictive distributions on a CPU: the same

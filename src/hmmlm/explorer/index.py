@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hmmlm.errors import InputError
+from hmmlm.lm.embeddings import long_run
+from hmmlm.lm.generation import invert
+from hmmlm.lm.lm import LanguageModel
 from hmmlm.numerics.support import spread
 from hmmlm.report.explain import telling_words
-from hmmlm.text.embeddings import long_run
-from hmmlm.text.generation import invert
-from hmmlm.text.lm import LanguageModel
 
 EXACT_STATES = 2_048  # up to this number the long-run share is solved for; above, it is estimated
 CHAINS, STEPS, BURN_IN = 32, 48, 8  # of that estimate

@@ -13,7 +13,7 @@ from hmmlm.explorer.page import export
 from hmmlm.explorer.server import Server
 
 if TYPE_CHECKING:
-    from hmmlm.text.lm import LanguageModel
+    from hmmlm.lm.lm import LanguageModel
 
 
 class Display:

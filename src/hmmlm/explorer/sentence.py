@@ -15,8 +15,8 @@ from hmmlm.errors import InputError
 from hmmlm.explorer.explorer import Explorer
 from hmmlm.explorer.query import MAX_CHARACTERS, Count, Query, Text
 from hmmlm.explorer.tokens import bits, continues, described, display, spans_of
-from hmmlm.text.lm import LanguageModel
-from hmmlm.text.scoring import perplexity
+from hmmlm.lm.lm import LanguageModel
+from hmmlm.lm.scoring import perplexity
 
 CELLS = 2**25  # tokens × states of a posterior
 MAX_TOKENS = 2_000

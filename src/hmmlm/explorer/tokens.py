@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.lm.lm import LanguageModel
 from hmmlm.terminal import printable
-from hmmlm.text.lm import LanguageModel
 
 
 def display(tokenizer: Tokenizer, token: int) -> str:

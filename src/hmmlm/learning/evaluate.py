@@ -9,8 +9,8 @@ import torch
 
 from hmmlm.data.batches import Batch
 from hmmlm.hmm import HMM, Carry
+from hmmlm.lm.scoring import perplexity
 from hmmlm.ranks import world
-from hmmlm.text.scoring import perplexity
 
 
 class Evaluation(NamedTuple):

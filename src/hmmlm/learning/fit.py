@@ -29,6 +29,7 @@ from hmmlm.errors import InputError
 from hmmlm.learning.evaluate import Evaluation
 from hmmlm.learning.learners import Learner, count_parameters
 from hmmlm.learning.schedules import Plateau, rate_factor
+from hmmlm.lm.scoring import perplexity
 from hmmlm.ranks import FirstRankError, world
 from hmmlm.runs.checkpoint import (
     PREVIOUS,
@@ -46,7 +47,6 @@ from hmmlm.runs.history import HISTORY, History, NoHistory, read_history
 from hmmlm.runs.interrupt import Stopped, StopRequest
 from hmmlm.runs.loggers import Logger
 from hmmlm.runs.progress import Progress, perplexity_text
-from hmmlm.text.scoring import perplexity
 
 
 class TrainingError(InputError):

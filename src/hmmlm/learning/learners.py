@@ -19,10 +19,10 @@ from hmmlm.learning.adamw import AdamW
 from hmmlm.learning.baum_welch import RunningCounts, maximize
 from hmmlm.learning.evaluate import Evaluation, carried, evaluate
 from hmmlm.learning.graph import GraphedStep
+from hmmlm.lm.lm import LanguageModel
+from hmmlm.lm.scoring import perplexity
 from hmmlm.models.base import FactoredBlockedModel, Model, TableModel
 from hmmlm.ranks import world
-from hmmlm.text.lm import LanguageModel
-from hmmlm.text.scoring import perplexity
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric

@@ -17,10 +17,10 @@ from hmmlm.config.training import drop_other_kinds, read_config
 from hmmlm.errors import InputError
 from hmmlm.learning.distill import distill as distill_in_folder
 from hmmlm.learning.train import train as train_in_folder
+from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.runs.folders import new_folder
 from hmmlm.runs.loggers import Logger
 from hmmlm.runs.progress import terminal_progress
-from hmmlm.text.lm import LanguageModel, load
 
 
 @check_arguments

@@ -52,6 +52,7 @@ from hmmlm.learning.prepare import (
     with_actual_text,
 )
 from hmmlm.learning.warm_start import WarmStart, check_start, freeze_embeddings, joint_tokens, open_label_teacher
+from hmmlm.lm.scoring import perplexity
 from hmmlm.models.base import Model, ModelConfig
 from hmmlm.ranks import LostRankError, connected, world
 from hmmlm.runs.folders import (
@@ -69,7 +70,6 @@ from hmmlm.runs.loggers import Logger
 from hmmlm.runs.progress import Progress
 from hmmlm.section import ModelSize
 from hmmlm.teachers.teacher import Teacher
-from hmmlm.text.scoring import perplexity
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric

@@ -17,10 +17,10 @@ from torch import Tensor
 from hmmlm.checks import padded
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.errors import InputError
+from hmmlm.lm.lm import LanguageModel
 from hmmlm.report.explain import StateSummary
 from hmmlm.report.labels import state_label, token_label
 from hmmlm.terminal import printable
-from hmmlm.text.lm import LanguageModel
 
 MAX_TOKENS = 10_000  # tokens read: enough to meet every frequent state
 MAX_WORK = 2**37  # transitions computed for posteriors: models of thousands of states read less text

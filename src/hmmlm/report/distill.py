@@ -15,8 +15,8 @@ from hmmlm.baselines.ngram import FloatArray
 from hmmlm.data.files import write_bytes
 from hmmlm.distillation.samples import SampleFolder
 from hmmlm.learning.distill import SAMPLES
+from hmmlm.lm.scoring import perplexity
 from hmmlm.report.results import MODEL, RunResults, evaluate_run
-from hmmlm.text.scoring import perplexity
 
 DISTILLATION = "distillation.json"
 """File of a run with these figures."""

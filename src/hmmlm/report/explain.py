@@ -10,9 +10,9 @@ from torch import Tensor
 from hmmlm.checks import padded
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
+from hmmlm.lm.embeddings import long_run
+from hmmlm.lm.lm import LanguageModel
 from hmmlm.ops.pieces import at_once
-from hmmlm.text.embeddings import long_run
-from hmmlm.text.lm import LanguageModel
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from hmmlm import __version__
 from hmmlm.data.files import write_bytes
 from hmmlm.data.tokenfile import unknown_fraction
 from hmmlm.errors import InputError
+from hmmlm.lm import embeddings
 from hmmlm.report import plots
 from hmmlm.report.explain import StateSummary, TextExplanation, explain_states, explain_text, similar_order
 from hmmlm.report.facts import split_settings, training_facts
@@ -25,7 +26,6 @@ from hmmlm.report.labels import state_followers, state_label, state_words, token
 from hmmlm.report.results import BASELINE_TOKENS, MIXTURE, RunResults, typical_sentence, write_results
 from hmmlm.runs.commands import program
 from hmmlm.runs.progress import perplexity_text
-from hmmlm.text import embeddings
 
 STATES_SHOWN, HEATMAP_STATES, POSTERIOR_STATES = 24, 32, 24
 SAMPLES, SAMPLE_TOKENS = 6, 40

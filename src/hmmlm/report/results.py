@@ -19,12 +19,12 @@ from hmmlm.data.files import RESULTS, write_bytes
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.learning.evaluate import Evaluation, evaluate
 from hmmlm.learning.prepare import Prepared, evaluation_batches, reopen, trained_batches
+from hmmlm.lm.lm import LanguageModel
+from hmmlm.lm.scoring import TextScore, score_of
+from hmmlm.lm.textmodel import TextModel
 from hmmlm.ranks import world
 from hmmlm.runs.folders import saved_config
 from hmmlm.runs.history import read_history
-from hmmlm.text.lm import LanguageModel
-from hmmlm.text.scoring import TextScore, score_of
-from hmmlm.text.textmodel import TextModel
 
 BASELINES = {"unigram": 1, "bigram": 2, "5-gram": 5}
 MODEL = "model"

@@ -6,11 +6,11 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from hmmlm.lm.lm import LanguageModel
+from hmmlm.lm.scoring import perplexity
 from hmmlm.report.explain import StateSummary, explain_text
 from hmmlm.report.labels import state_followers, state_words, token_label
 from hmmlm.runs.progress import perplexity_text
-from hmmlm.text.lm import LanguageModel
-from hmmlm.text.scoring import perplexity
 
 
 def states_table(lm: LanguageModel, summary: StateSummary, count: int, in_text: Tensor | None = None) -> Table:

@@ -13,8 +13,8 @@ from hmmlm.checks import check_texts, padded
 from hmmlm.data.words import split_at
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
+from hmmlm.lm.textmodel import TextModel
 from hmmlm.ops.pieces import at_once
-from hmmlm.text.textmodel import TextModel
 
 _BATCH_TOKENS = 1 << 13  # tokens scored together
 

@@ -21,10 +21,10 @@ from hmmlm.arguments import check_arguments
 from hmmlm.checks import check_count, padded
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
+from hmmlm.lm.lm import LanguageModel
+from hmmlm.lm.predictors import HmmContext, HmmPredictor, Predictor
+from hmmlm.lm.sequences import length_batches
 from hmmlm.ops.pieces import at_once
-from hmmlm.text.lm import LanguageModel
-from hmmlm.text.predictors import HmmContext, HmmPredictor, Predictor
-from hmmlm.text.sequences import length_batches
 
 ORDER = 3
 """Words of the longest sequences that are found again, the predicted one included."""

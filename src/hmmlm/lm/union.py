@@ -12,7 +12,7 @@ from hmmlm.arguments import check_arguments
 from hmmlm.baselines.mixture import fit_weights
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.text.lm import LanguageModel
+from hmmlm.lm.lm import LanguageModel
 
 
 @check_arguments

@@ -31,9 +31,9 @@ from hmmlm.data.tensorfiles import check_checksum
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.device import pick_device
 from hmmlm.errors import InputError, QueryError
-from hmmlm.text.generation import SamplingOptions, sample_predicted
-from hmmlm.text.lm import LanguageModel
-from hmmlm.text.predictors import (
+from hmmlm.lm.generation import SamplingOptions, sample_predicted
+from hmmlm.lm.lm import LanguageModel
+from hmmlm.lm.predictors import (
     CachePredictor,
     HmmPredictor,
     NetworkPredictor,
@@ -44,9 +44,9 @@ from hmmlm.text.predictors import (
     open_predictor,
     predictor_tokenizer,
 )
-from hmmlm.text.reading import check_training
-from hmmlm.text.recent import MAX_HALF_LIFE, AdaptedHmmPredictor, RecentPredictor
-from hmmlm.text.textmodel import TextModel
+from hmmlm.lm.reading import check_training
+from hmmlm.lm.recent import MAX_HALF_LIFE, AdaptedHmmPredictor, RecentPredictor
+from hmmlm.lm.textmodel import TextModel
 
 MAX_COMPONENTS = 1_000
 

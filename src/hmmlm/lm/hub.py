@@ -13,7 +13,7 @@ from hmmlm.data.modelfolder import CONFIG, MODEL, TOKENIZER_FILES
 from hmmlm.errors import InputError
 
 if TYPE_CHECKING:
-    from hmmlm.text.lm import LanguageModel
+    from hmmlm.lm.lm import LanguageModel
 
 CARD = "README.md"
 """The file of the model card."""

@@ -1,4 +1,4 @@
-"""Models for lm-evaluation-harness: `python -m hmmlm.text.harness --model hmmlm --model_args pretrained=runs/mine`.
+"""Models for lm-evaluation-harness: `python -m hmmlm.lm.harness --model hmmlm --model_args pretrained=runs/mine`.
 
 Importing this module registers the model "hmmlm"; versions of the harness that read the entry points `lm_eval.models`
 need no import. The command is the harness's own, with the model registered.
@@ -23,11 +23,11 @@ from hmmlm.checks import padded
 from hmmlm.errors import InputError, require, warn
 from hmmlm.hmm import HMM
 from hmmlm.hmm.reader import Reader
+from hmmlm.lm.generation import SamplingOptions
+from hmmlm.lm.lm import LanguageModel
 from hmmlm.ops.pieces import at_once
-from hmmlm.text.generation import SamplingOptions
-from hmmlm.text.lm import LanguageModel
 
-require("eval", "lm_eval", reader="hmmlm.text.harness")
+require("eval", "lm_eval", reader="hmmlm.lm.harness")
 import lm_eval.models  # noqa: E402, F401  # the harness registers its models only while no other is registered
 from lm_eval.api.model import LM  # noqa: E402
 from lm_eval.api.registry import register_model  # noqa: E402

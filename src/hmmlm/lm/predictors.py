@@ -20,8 +20,8 @@ from hmmlm.checks import check_count, padded
 from hmmlm.data.files import read_json
 from hmmlm.data.modelfolder import CONFIG, find_model, load_model
 from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.lm.lm import LanguageModel
 from hmmlm.ops.common import NEG_INF
-from hmmlm.text.lm import LanguageModel
 
 _WINDOW = 4_096  # tokens that a network reads at once
 _ROWS = 64  # texts that a network reads at once

@@ -32,13 +32,13 @@ from hmmlm.data.words import split_at
 from hmmlm.device import pick_device
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.text.blanks import encode_blanks, readable_token
-from hmmlm.text.control import control_tokenizer, is_control, load_control
-from hmmlm.text.embeddings import long_run, states_of_words
-from hmmlm.text.generation import SamplingOptions, sample_accepted, sample_continuations
-from hmmlm.text.hub import CARD, fetch_model, model_card
-from hmmlm.text.reading import check_training
-from hmmlm.text.sequences import SequenceModel
+from hmmlm.lm.blanks import encode_blanks, readable_token
+from hmmlm.lm.control import control_tokenizer, is_control, load_control
+from hmmlm.lm.embeddings import long_run, states_of_words
+from hmmlm.lm.generation import SamplingOptions, sample_accepted, sample_continuations
+from hmmlm.lm.hub import CARD, fetch_model, model_card
+from hmmlm.lm.reading import check_training
+from hmmlm.lm.sequences import SequenceModel
 
 
 class Page(Protocol):

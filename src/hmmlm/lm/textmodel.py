@@ -14,7 +14,7 @@ from hmmlm.checks import check_text, check_texts
 from hmmlm.data.text import split_units
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError, warn
-from hmmlm.text.scoring import perplexity
+from hmmlm.lm.scoring import perplexity
 
 
 class TextModel(ABC):
