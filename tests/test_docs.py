@@ -32,7 +32,7 @@ PAGES = [
     file for file in sorted((ROOT / "docs").rglob("*.md")) if re.search(r"^```(sh|python)$", file.read_text(), re.M)
 ]
 NOT_RUN = {
-    "lm_eval": "needs lm-evaluation-harness with tasks from the hub; tests/test_text_harness.py runs a local task",
+    "lm_eval": "needs lm-evaluation-harness with tasks from the hub; tests/test_lm_harness.py runs a local task",
     "hmmlm.lm.harness": "needs lm-evaluation-harness with tasks from the hub",
     "torchrun": "needs several machines; tests/test_ranks_training.py runs it on one",
     "ptb": "needs the Penn Treebank",
