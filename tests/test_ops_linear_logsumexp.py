@@ -22,9 +22,11 @@ from helpers.ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hmmlm.distributed import normalizers
+from hmmlm.distributed.normalizers import split_linear_logsumexp
+from hmmlm.distributed.ranks import world
 from hmmlm.errors import InputError
-from hmmlm.ops.linear_logsumexp import chunked, linear_logsumexp, split, split_linear_logsumexp
-from hmmlm.ranks import world
+from hmmlm.ops.linear_logsumexp import chunked, linear_logsumexp
 
 IMPLEMENTATIONS = implementations("chunked")
 
@@ -204,7 +206,7 @@ def check_split(states: int) -> None:
     weights = torch.randn(world().count, states, generator=generator, dtype=torch.float64)  # the loss of each process
     rows = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(split, "linear_logsumexp", lambda u, w: rows.append(len(u)) or linear_logsumexp(u, w))
+        patch.setattr(normalizers, "linear_logsumexp", lambda u, w: rows.append(len(u)) or linear_logsumexp(u, w))
         found = split_linear_logsumexp(u, w)
         with torch.no_grad():
             torch.testing.assert_close(split_linear_logsumexp(u, w), found)

@@ -14,8 +14,8 @@ from helpers.runs import tiny_config, write_text
 from test_cli_launch import START
 
 from hmmlm.cli.main import main
+from hmmlm.distributed.ranks import world
 from hmmlm.learning.train import train
-from hmmlm.ranks import world
 
 pytestmark = pytest.mark.slow
 BATCHES: dict[str, dict[str, Any]] = {

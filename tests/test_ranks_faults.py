@@ -18,10 +18,10 @@ from test_ranks_training import MINI_BATCH, assert_close, train_in_float64
 
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
+from hmmlm.distributed.ranks import FirstRankError, LostRankError, connected, world
 from hmmlm.errors import InputError
 from hmmlm.learning.fit import Fit
 from hmmlm.learning.train import train
-from hmmlm.ranks import FirstRankError, LostRankError, connected, world
 from hmmlm.runs.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.slow

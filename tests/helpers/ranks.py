@@ -10,9 +10,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from helpers.processes import make_process
-from hmmlm import ranks as ranks_module
+from hmmlm.distributed import ranks as ranks_module
+from hmmlm.distributed.ranks import connected
 from hmmlm.errors import InputError
-from hmmlm.ranks import connected
 
 DEADLINE = 120.0
 """Seconds after which ranks are ended; far more than any test takes."""

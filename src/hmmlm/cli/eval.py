@@ -15,8 +15,8 @@ from hmmlm.section import DeviceCount
 
 if TYPE_CHECKING:
     from hmmlm.data.tokenfile import TokenFile
+    from hmmlm.distributed.ranks import Ranks
     from hmmlm.lm.textmodel import TextModel
-    from hmmlm.ranks import Ranks
 
 DESCRIPTION = """Print the perplexity of a model, exp(−Σ log p / tokens), with <eos> and <unk> counted; the same
 without unknown words; bits per token; bits per byte of the text; and the share of words outside
@@ -61,7 +61,7 @@ def run(argv: list[str]) -> int:
         return code
 
     from hmmlm.device import pick_device
-    from hmmlm.ranks import connected
+    from hmmlm.distributed.ranks import connected
     from hmmlm.report.results import score_tokens
 
     with connected(pick_device(arguments.device).type == "cuda") as ranks, tempfile.TemporaryDirectory() as scratch:

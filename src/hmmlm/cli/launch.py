@@ -41,7 +41,7 @@ def launch(
         setting: the name of `devices` in errors.
         advice: what to do after a process was killed.
     """
-    from hmmlm.ranks import started_by_torchrun
+    from hmmlm.distributed.ranks import started_by_torchrun
 
     if config.devices == 1 or started_by_torchrun():
         if "TORCHELASTIC_RUN_ID" in os.environ:  # else the parent may be a shell that ends

@@ -166,7 +166,7 @@ def _dispatch(argv: list[str]) -> int:
 
 def _is_reported(error: Exception) -> bool:
     """Return whether another process of the run reports an error."""
-    ranks = sys.modules.get("hmmlm.ranks")
+    ranks = sys.modules.get("hmmlm.distributed.ranks")
     return ranks is not None and isinstance(error, ranks.FirstRankError)
 
 

@@ -126,8 +126,8 @@ def run_training(
     """
     from hmmlm.data.tokenfile import unknown_fraction
     from hmmlm.device import peak_memory, pick_device
+    from hmmlm.distributed.ranks import connected
     from hmmlm.learning.prepare import reopen
-    from hmmlm.ranks import connected
     from hmmlm.runs.commands import program
     from hmmlm.runs.progress import Progress, terminal_progress
 

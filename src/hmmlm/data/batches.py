@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from hmmlm.data.tokenfile import TokenFile
+from hmmlm.distributed.ranks import world
 from hmmlm.errors import InputError
 from hmmlm.pages import release_pages
-from hmmlm.ranks import world
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from hmmlm.data.batches import Batch, ExtendedBatches
 from hmmlm.data.files import exclusive
 from hmmlm.distillation.cache import LabelStore
 from hmmlm.distillation.kmeans import Clusters, Piece
+from hmmlm.distributed.ranks import world
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.ranks import world
 
 Embed = Callable[[Tensor], Tensor]
 """Student tokens [B, T] (−1 beyond a row's length) → the teacher's embeddings of them [B, T, H]."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hmmlm.config.sections import AdamWConfig
 from hmmlm.data.batches import Batch
-from hmmlm.ranks import world
+from hmmlm.distributed.ranks import world
 from hmmlm.runs.checkpoint import load_tensors
 
 

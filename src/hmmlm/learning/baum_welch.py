@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hmmlm.distributed.ranks import world
 from hmmlm.ops.maximize_rows import maximize_rows
-from hmmlm.ranks import world
 from hmmlm.runs.checkpoint import load_tensors
 
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from hmmlm.data.batches import Batch
+from hmmlm.distributed.ranks import world
 from hmmlm.hmm import HMM, Carry
 from hmmlm.lm.scoring import perplexity
-from hmmlm.ranks import world
 
 
 class Evaluation(NamedTuple):

@@ -4,8 +4,8 @@ A step never waits for the device: log-likelihoods are written into a buffer the
 Everything between steps (reading the loss, validation, checkpoints) depends on the step number alone, so that a run
 that was killed and resumed does what the uninterrupted run would have done: bit for bit on the CPU.
 
-Every process of a run (`hmmlm.ranks`) runs this loop on its rows of each batch. They take the same decisions, because
-these depend on sums over all of them; rank 0 writes the files, with everything in the order of one process.
+Every process of a run (`hmmlm.distributed`) runs this loop on its rows of each batch. They take the same decisions,
+because these depend on sums over all of them; rank 0 writes the files, with everything in the order of one process.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from hmmlm.data.batches import Batch, Batches, own_share
 from hmmlm.data.files import require_like
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.device import device_name
+from hmmlm.distributed.ranks import FirstRankError, world
 from hmmlm.errors import InputError
 from hmmlm.learning.evaluate import Evaluation
 from hmmlm.learning.learners import Learner, count_parameters
 from hmmlm.learning.schedules import Plateau, rate_factor
 from hmmlm.lm.scoring import perplexity
-from hmmlm.ranks import FirstRankError, world
 from hmmlm.runs.checkpoint import (
     PREVIOUS,
     TENSORS,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.data.batches import Batch
+from hmmlm.distributed.ranks import world
 from hmmlm.hmm import Carry
 from hmmlm.learning.adamw import loss_gradient
 from hmmlm.learning.evaluate import carried
@@ -19,7 +20,6 @@ from hmmlm.ops.common import capturing, installed
 from hmmlm.ops.graph import side_by_side
 from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.softmax_adamw.naive import Moments, Settings
-from hmmlm.ranks import world
 
 if TYPE_CHECKING:
     from hmmlm.ops.scan.softmax import SoftmaxScan

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hmmlm.config.sections import AdamWConfig, BaumWelchConfig
 from hmmlm.data.batches import Batch
 from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.distributed.ranks import world
 from hmmlm.hmm import HMM, Carry
 from hmmlm.learning.adamw import AdamW
 from hmmlm.learning.baum_welch import RunningCounts, maximize
@@ -22,7 +23,6 @@ from hmmlm.learning.graph import GraphedStep
 from hmmlm.lm.lm import LanguageModel
 from hmmlm.lm.scoring import perplexity
 from hmmlm.models.base import FactoredBlockedModel, Model, TableModel
-from hmmlm.ranks import world
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric

@@ -14,8 +14,8 @@ from hmmlm.data.files import replacing
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.distillation.next_words import NEXT_WORDS, open_next_words, word_dtype
+from hmmlm.distributed.ranks import world
 from hmmlm.errors import InputError
-from hmmlm.ranks import world
 from hmmlm.runs.progress import Progress
 
 STREAMS, WINDOW = 32, 128

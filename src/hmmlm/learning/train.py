@@ -26,6 +26,7 @@ from hmmlm.data.tokenfile import unknown_fraction
 from hmmlm.device import device_name, keep_freed_memory, pick_device
 from hmmlm.distillation.labels import LabeledBatches
 from hmmlm.distillation.next_words import NEXT_WORDS, NextWordBatches
+from hmmlm.distributed.ranks import LostRankError, connected, world
 from hmmlm.errors import InputError
 from hmmlm.hmm import Carry
 from hmmlm.learning.fit import Fit, Phase, TrainingError
@@ -54,7 +55,6 @@ from hmmlm.learning.prepare import (
 from hmmlm.learning.warm_start import WarmStart, check_start, freeze_embeddings, joint_tokens, open_label_teacher
 from hmmlm.lm.scoring import perplexity
 from hmmlm.models.base import Model, ModelConfig
-from hmmlm.ranks import LostRankError, connected, world
 from hmmlm.runs.folders import (
     CONFIG,
     lock_run,

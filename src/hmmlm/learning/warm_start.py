@@ -34,11 +34,11 @@ from hmmlm.distillation.labels import (
     hmm_from_labels,
 )
 from hmmlm.distillation.transfer import check_width, set_state_embeddings, set_word_vectors
+from hmmlm.distributed.ranks import world
 from hmmlm.errors import InputError
 from hmmlm.learning.prepare import reopen
 from hmmlm.models.base import Model
 from hmmlm.models.factored import Factored
-from hmmlm.ranks import world
 from hmmlm.runs.progress import Progress
 from hmmlm.teachers.checks import layer_index
 from hmmlm.teachers.embeddings import student_embeddings

@@ -12,6 +12,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.distributed.normalizers import split_linear_logsumexp
+from hmmlm.distributed.ranks import world
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Carry, Scan
@@ -19,9 +21,8 @@ from hmmlm.ops.blocked_emission import make_tiles
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.blocked_scan import refusal as blocked_refusal
 from hmmlm.ops.common import factor_logits, last_tokens, logsumexp, product_dtype
-from hmmlm.ops.linear_logsumexp import linear_logsumexp, split_linear_logsumexp
+from hmmlm.ops.linear_logsumexp import linear_logsumexp
 from hmmlm.ops.pieces import fits
-from hmmlm.ranks import world
 from hmmlm.scan.generic_scan import compute_again, generic_scan
 from hmmlm.section import Fraction, ModelSize, Passes, Section, States
 from hmmlm.structure.blocks import Blocks

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hmmlm.data.tokenizers import Tokenizer
+from hmmlm.distributed.normalizers import split_linear_logsumexp
 from hmmlm.hmm import HMM, Carry, Scan
 from hmmlm.models.base import Model, enter, from_factors, one_block, restart_lost, scan_factors
 from hmmlm.models.neural import Form, NetworkConfig, Neural
 from hmmlm.ops.blocked_scan import Factors
 from hmmlm.ops.blocked_scan import refusal as blocked_refusal
 from hmmlm.ops.common import accumulate, factor_logits, last_tokens, matmul, product_dtype
-from hmmlm.ops.linear_logsumexp import linear_logsumexp, split_linear_logsumexp
+from hmmlm.ops.linear_logsumexp import linear_logsumexp
 from hmmlm.ops.pieces import at_once
 from hmmlm.scan.generic_scan import generic_scan
 from hmmlm.section import Fraction, ModelSize, States

@@ -17,12 +17,12 @@ from hmmlm.config.run import RunConfig
 from hmmlm.config.sections import StreamConfig
 from hmmlm.data.files import RESULTS, write_bytes
 from hmmlm.data.tokenfile import TokenFile
+from hmmlm.distributed.ranks import world
 from hmmlm.learning.evaluate import Evaluation, evaluate
 from hmmlm.learning.prepare import Prepared, evaluation_batches, reopen, trained_batches
 from hmmlm.lm.lm import LanguageModel
 from hmmlm.lm.scoring import TextScore, score_of
 from hmmlm.lm.textmodel import TextModel
-from hmmlm.ranks import world
 from hmmlm.runs.folders import saved_config
 from hmmlm.runs.history import read_history
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from hmmlm.ranks import world
+from hmmlm.distributed.ranks import world
 
 
 class Stopped(Exception):

@@ -5,6 +5,5 @@ backward pass for rows over 512 bytes); "auto" selects the fastest that supports
 """
 
 from hmmlm.ops.linear_logsumexp.api import LinearImpl, linear_logsumexp
-from hmmlm.ops.linear_logsumexp.split import split_linear_logsumexp
 
-__all__ = ["LinearImpl", "linear_logsumexp", "split_linear_logsumexp"]
+__all__ = ["LinearImpl", "linear_logsumexp"]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hmmlm.distributed.ranks import world
 from hmmlm.ops.linear_logsumexp.api import linear_logsumexp
-from hmmlm.ranks import world
 
 
 def split_linear_logsumexp(u: Tensor, w: Tensor) -> Tensor:
