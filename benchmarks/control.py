@@ -41,7 +41,7 @@ from torch import Tensor
 import hmmlm
 from hmmlm import HMM, Automaton, Guide, LanguageModel, Steering
 from hmmlm.constrain.automaton import anything, at_least, containing
-from hmmlm.constrain.constraints import Position
+from hmmlm.constrain.guide import Position
 from hmmlm.constrain.particles import Particles
 from papers.records import add_record, commit, machine
 

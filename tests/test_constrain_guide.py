@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hmmlm.constrain.automaton import Automaton, anything, containing
 from hmmlm.constrain.constraint import Constraint
-from hmmlm.constrain.constraints import Guide
+from hmmlm.constrain.guide import Guide
 from hmmlm.constrain.guided import log_chances
 from hmmlm.constrain.phrases import Phrases
 from hmmlm.constrain.spelling import Spelling, containing_text

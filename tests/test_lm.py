@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmmlm
-from hmmlm.constrain.guides import Guides
+from hmmlm.constrain.guide_cache import Guides
 from hmmlm.data.tokenizers import HuggingFaceTokenizer
 from hmmlm.data.words import WordTokenizer
 from hmmlm.emissions import Blocked

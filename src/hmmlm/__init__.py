@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from hmmlm import emissions, transitions
     from hmmlm.checks import padded
     from hmmlm.constrain.automaton import Automaton
-    from hmmlm.constrain.constraints import Guide
+    from hmmlm.constrain.guide import Guide
     from hmmlm.constrain.particles import sample_particles
     from hmmlm.constrain.steering import Steering
     from hmmlm.device import set_threads
@@ -28,7 +28,7 @@ _MODULES = {
     "Counts": "hmmlm.hmm",
     "Display": "hmmlm.explorer.notebook",
     "Filtered": "hmmlm.hmm",
-    "Guide": "hmmlm.constrain.constraints",
+    "Guide": "hmmlm.constrain.guide",
     "InputError": "hmmlm.errors",
     "InputWarning": "hmmlm.errors",
     "LanguageModel": "hmmlm.lm.lm",

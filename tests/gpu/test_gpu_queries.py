@@ -8,7 +8,7 @@ from helpers.oracle import matrices, random_blocked_hmm, random_hmm, with_gradie
 from torch import Tensor
 
 from hmmlm.constrain.automaton import containing
-from hmmlm.constrain.constraints import Guide
+from hmmlm.constrain.guide import Guide
 from hmmlm.constrain.steering import Steering
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.hmm import HMM, Carry

@@ -19,7 +19,7 @@ from torch import Tensor
 from helpers.extended import LONG, NEG_INF, Array, Paths, Truth, accepted, infill_blanks, log_sum, widen
 from helpers.oracle import with_gradients
 from hmmlm.constrain.automaton import Automaton
-from hmmlm.constrain.constraints import Guide
+from hmmlm.constrain.guide import Guide
 from hmmlm.emissions import Blocked, Categorical, Emission, UnionEmission
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Counts

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hmmlm.arguments import check_arguments, describe
 from hmmlm.checks import check_count, check_number, check_seed
-from hmmlm.constrain.constraints import Guide, Position
+from hmmlm.constrain.guide import Guide, Position
 from hmmlm.constrain.steering import Steering
 from hmmlm.errors import InputError
 from hmmlm.ops.common import NEG_INF

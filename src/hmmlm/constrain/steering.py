@@ -16,7 +16,7 @@ from torch import Tensor
 from hmmlm.arguments import check_arguments, is_sequence
 from hmmlm.checks import check_number
 from hmmlm.constrain.automaton import check_words
-from hmmlm.constrain.constraints import Guide, Node, Position
+from hmmlm.constrain.guide import Guide, Node, Position
 from hmmlm.constrain.guided import StepRows, advance_states, steer
 from hmmlm.constrain.guided_step import GuidedSteps
 from hmmlm.errors import InputError, InputWarning

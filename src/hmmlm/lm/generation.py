@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.checks import check_count, check_number, check_seed
-from hmmlm.constrain.constraints import Guide, Position, none_accepted
+from hmmlm.constrain.guide import Guide, Position, none_accepted
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.hmm.reader import Reader, read_context

@@ -21,8 +21,8 @@ from hmmlm.arguments import check_arguments, check_type
 from hmmlm.checks import check_count, check_text
 from hmmlm.constrain.automaton import Automaton
 from hmmlm.constrain.constraint import Constraint, ConstraintOptions, Wanted
-from hmmlm.constrain.constraints import Guide, Position
-from hmmlm.constrain.guides import Guides
+from hmmlm.constrain.guide import Guide, Position
+from hmmlm.constrain.guide_cache import Guides
 from hmmlm.data.files import is_integer, write_bytes
 from hmmlm.data.hmmfolder import load_hmm
 from hmmlm.data.modelfolder import CONFIG, LANGUAGE_MODEL, as_folder, save_model

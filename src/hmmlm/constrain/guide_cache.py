@@ -8,7 +8,7 @@ from typing import Any
 from hmmlm.checks import check_count
 from hmmlm.constrain.automaton import Automaton
 from hmmlm.constrain.constraint import Constraint
-from hmmlm.constrain.constraints import Guide, Position
+from hmmlm.constrain.guide import Guide, Position
 from hmmlm.constrain.phrases import Phrases
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.data.words import split_at

@@ -1,4 +1,4 @@
-"""GPU kernels of the recursion of a guide (see constrain/ahead.py): two and a product for each token."""
+"""GPU kernels of the recursion of a guide (see constrain/lookahead.py): two and a product for each token."""
 # mypy: allow-untyped-defs
 # (kernel arguments are Triton's own pointers and numbers)
 

@@ -22,9 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.arguments import check_arguments
 from hmmlm.checks import check_count
-from hmmlm.constrain.ahead import Ahead, Edges, live_states, tables_ahead
 from hmmlm.constrain.automaton import Automaton, check_words
 from hmmlm.constrain.guided import Plan, Targets, advance_states, log_chances
+from hmmlm.constrain.lookahead import Ahead, Edges, live_states, tables_ahead
 from hmmlm.errors import InputError
 from hmmlm.hmm.hmm import HMM
 from hmmlm.ops.common import NEG_INF, logsumexp

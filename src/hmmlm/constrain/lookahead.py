@@ -1,6 +1,6 @@
 """The recursion of a guide: p(r more tokens end in an accepting automaton state | automaton state, HMM state).
 
-See constraints.py for the formula. It is written over a semiring, with values relative to the largest of each row. For
+See guide.py for the formula. It is written over a semiring, with values relative to the largest of each row. For
 a matrix it runs in probabilities; where a sum may have lost anything to underflow, and for other kinds, in log space.
 """
 
@@ -117,7 +117,7 @@ def _kernel_step(
     ring: Semiring, hmm: HMM, edges: Edges, terms: _Terms, values: Values, suspect: Tensor
 ) -> tuple[Tensor, Values]:
     """See `_step`; in probabilities, on a GPU."""
-    from hmmlm.constrain.ahead_kernels import divide_kernel, edges_kernel  # needs Triton
+    from hmmlm.constrain.lookahead_kernels import divide_kernel, edges_kernel  # needs Triton
 
     transition, states, top = hmm.transition, hmm.states, values.offset.new_empty(terms.rows)
     assert isinstance(transition, Dense)
