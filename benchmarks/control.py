@@ -262,7 +262,7 @@ def measure_agreement(options: argparse.Namespace) -> None:
                 compare("largest_difference_of_steered", ours(ids, scores).exp(), other(ids, scores).exp())
                 prefixes = [tuple(row) for row in texts[:, :step].tolist()]
                 joint, plain = other.compute_logits(prefixes, other.token_ranges * len(texts), len(texts))
-                chances = guide.chances_of(positions)
+                chances = guide.log_probs_accept_of(positions)
                 compare("largest_difference", chances.exp(), (joint - plain).exp())
                 possible = chances > -torch.inf
                 compare("largest_difference_of_logs", chances[possible], (joint - plain)[possible])

@@ -77,7 +77,7 @@ def steering(states: int) -> Callable[[], Callable[[], Any]]:
     def prepare() -> Callable[[], Any]:
         guide = hmmlm.Guide(dense(states, 32_000), containing([5, 6], 32_000), 20)
         position = guide.begin()
-        return lambda: guide.chances(guide.advance(position, 7))
+        return lambda: guide.log_probs_accept(guide.advance(position, 7))
 
     return prepare
 

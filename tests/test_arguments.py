@@ -170,9 +170,9 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         ),
         "distill": (hmmlm.distill, {"model": str(folder / "none"), "out": folder / "run", "tokens": 10}),
     }
-    for query in ("joint", "next_token", "chance", "chances"):
+    for query in ("joint", "next_token", "log_prob_accept", "log_probs_accept"):
         found[f"guide.{query}"] = getattr(guide, query), {"position": position}
-    for query in ("next_tokens", "chances_of"):
+    for query in ("next_tokens", "log_probs_accept_of"):
         found[f"guide.{query}"] = getattr(guide, query), {"positions": [position]}
     for name, hmm in (("dense", dense), ("blocked", blocked), ("union", union)):
         batch = {"tokens": tokens, "lengths": lengths}

@@ -237,7 +237,7 @@ def test_tokens_without_text_are_not_generated() -> None:
     special = [inner.token_to_id(name) for name in ("<pad>", "<s>")]
     lm = LanguageModel(HMM(*(p.log() for p in random_hmm(2, tokenizer.vocab_size, 4))), tokenizer)
     for options in ({"must": ["a"]}, {"never": ["a"]}, {"tokens": (2, 6)}, {"words": (1, 3)}):
-        chances = (found := lm.guide(max_new_tokens=8, **options))[0].chances(found[1])
+        chances = (found := lm.guide(max_new_tokens=8, **options))[0].log_probs_accept(found[1])
         assert bool((chances[special] == -math.inf).all()) and bool((chances > -math.inf).any())
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from hmmlm.constrain.automaton import Automaton, anything, containing
 from hmmlm.constrain.constraint import Constraint
 from hmmlm.constrain.guide import Guide
-from hmmlm.constrain.guided import log_chances
+from hmmlm.constrain.guided import log_probs_accept
 from hmmlm.constrain.phrases import Phrases
 from hmmlm.constrain.spelling import Spelling, containing_text
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, WordTokenizer
@@ -94,15 +94,17 @@ def test_chances_and_next_tokens_agree_with_a_list_of_all_sequences(number: int,
         so_far = torch.tensor([tokens[:step] == generated for tokens in every])
         first = torch.tensor([tokens[step] for tokens in every])
         total = probs[so_far].sum()
-        assert math.isclose(math.exp(guide.chance(position)), float(probs[so_far & good].sum() / total), rel_tol=1e-5)
+        assert math.isclose(
+            math.exp(guide.log_prob_accept(position)), float(probs[so_far & good].sum() / total), rel_tol=1e-5
+        )
         met = torch.stack([probs[so_far & good & (first == v)].sum() for v in range(words)]) / total
         plain = torch.stack([probs[so_far & (first == v)].sum() for v in range(words)]) / total
         torch.testing.assert_close(guide.next_token(position).exp().double(), met / met.sum(), **close)
         expected = torch.where(plain > 0, met / plain, 0.0)
-        torch.testing.assert_close(guide.chances(position).exp().double(), expected, **close)
+        torch.testing.assert_close(guide.log_probs_accept(position).exp().double(), expected, **close)
         token = int(met.argmax())
         generated, position = (*generated, token), guide.advance(position, token)
-    assert automaton.accepts(generated) and guide.chance(position) == 0.0
+    assert automaton.accepts(generated) and guide.log_prob_accept(position) == 0.0
     with pytest.raises(InputError, match="all 4 tokens of the guide have been generated"):
         guide.joint(position)
 
@@ -115,17 +117,17 @@ def test_chances_of_several_positions_agree_with_each_alone(number: int) -> None
     positions = [guide.begin()]
     for place, token in ((0, 1), (1, 1), (0, 2), (1, 2), (4, 0)):  # at several distances from the end
         positions.append(guide.advance(positions[place], token))
-    alone = torch.stack([guide.chances(position) for position in positions])
-    torch.testing.assert_close(guide.chances_of(positions), alone)
+    alone = torch.stack([guide.log_probs_accept(position) for position in positions])
+    torch.testing.assert_close(guide.log_probs_accept_of(positions), alone)
     for prompt in ([], [2]):
         position, text, expected = guide.begin(prompt), [1, 1, 2, 0], []
-        (found,) = guide.chances_along(position, prompt, [text])
+        (found,) = guide.log_probs_accept_along(position, prompt, [text])
         for token in text:
             position = guide.advance(position, token)
-            expected.append(guide.chance(position))
+            expected.append(guide.log_prob_accept(position))
         assert found == pytest.approx(expected)
     pieces = Guide(hmm, automaton, 5, few=1, cells=1)  # of one automaton state or token
-    torch.testing.assert_close(pieces.chances_of(positions), alone)
+    torch.testing.assert_close(pieces.log_probs_accept_of(positions), alone)
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -159,7 +161,7 @@ def test_small_changes_of_many_tokens_add_up(p: float, rare: float, length: int,
     automaton = Automaton(torch.tensor([[0, 2, 1], [0, 2, 1], [2, 2, 2]]), torch.tensor([False, True, False]))
     guide = Guide(hmm, automaton, length)
     expected = math.log(rare) + (length - 1) * math.log1p(-p)
-    assert guide.chance(guide.begin()) == pytest.approx(
+    assert guide.log_prob_accept(guide.begin()) == pytest.approx(
         expected, rel=3e-7 if dtype == torch.float32 else 1e-12, abs=1e-5
     )
 
@@ -184,7 +186,7 @@ def test_tiny_probabilities_do_not_underflow() -> None:
     start = torch.tensor([0.0, *[-math.inf] * (states - 1)])
     emission = torch.where(torch.eye(states) > 0, 0.0, -math.inf)
     guide = Guide(HMM(start, transition, emission), containing([3], states), 4)
-    assert math.isclose(guide.chance(guide.begin()), 3 * math.log(rare), rel_tol=1e-5)
+    assert math.isclose(guide.log_prob_accept(guide.begin()), 3 * math.log(rare), rel_tol=1e-5)
     assert int(guide.next_token(guide.begin([0])).argmax()) == 1
     weights = torch.tensor([[-500.0, -600.0], [-math.inf, -math.inf]])
     matrix = torch.tensor([[-math.inf, 0.0], [-1.0, -400.0]])
@@ -200,7 +202,7 @@ def test_emissions_are_exponentiated_once(monkeypatch: pytest.MonkeyPatch) -> No
     guide = Guide(hmm, containing([1, 2], 40).until(0), 8)
     position = guide.begin()
     for token in (3, 4, 1, 2):
-        guide.chances(position)
+        guide.log_probs_accept(position)
         position = guide.advance(position, token)
     assert made.count((5, 40)) == 1
 
@@ -209,19 +211,19 @@ def test_guides_of_one_batch_may_differ() -> None:
     hmm = hmms()[0]
     guides = [Guide(hmm, containing([1, 2], WORDS).until(0), 5), Guide(hmm, avoiding([3], WORDS).until(0), 3)]
     guided = [(guides[0], guides[0].begin([1])), (guides[1], guides[1].begin()), (guides[0], guides[0].begin())]
-    alone = torch.stack([guide.chances(position) for guide, position in guided])
+    alone = torch.stack([guide.log_probs_accept(position) for guide, position in guided])
     plans = [guide.plan(guide.node(position.automaton, position.remaining)) for guide, position in guided]
     log_states = torch.stack([position.log_state for _, position in guided])
-    torch.testing.assert_close(log_chances(hmm, log_states, plans), alone)
+    torch.testing.assert_close(log_probs_accept(hmm, log_states, plans), alone)
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_chances_do_not_depend_on_autocast(number: int) -> None:
     hmm = hmms()[number].to(torch.float32)
     guide = Guide(hmm, containing([1, 2], hmm.vocab_size).until(0), 5, few=0)
-    expected = guide.chances(guide.begin([1, 3]))
+    expected = guide.log_probs_accept(guide.begin([1, 3]))
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(guide.chances(guide.begin([1, 3])), expected)
+        assert torch.equal(guide.log_probs_accept(guide.begin([1, 3])), expected)
 
 
 def test_steps_that_cannot_be_accepted_have_no_rows() -> None:
@@ -230,7 +232,7 @@ def test_steps_that_cannot_be_accepted_have_no_rows() -> None:
     following[:50, 1] = torch.arange(1, 51)
     guide = Guide(hmms()[0], Automaton(following, torch.arange(52) == 50), 50)
     assert [len(step.log_probs) for step in guide._ahead] == [1] * 50
-    assert guide.chance(guide.begin()) == pytest.approx(float(hmms()[0].log_likelihood([[1] * 50])))
+    assert guide.log_prob_accept(guide.begin()) == pytest.approx(float(hmms()[0].log_likelihood([[1] * 50])))
     with pytest.raises(InputError, match=r"50 tokens, 52 automaton states and 3 HMM states need .* simpler constraint"):
         Guide(hmms()[0], Automaton(following, torch.arange(52) == 50), 50, max_gb=1e-6)
 
@@ -300,9 +302,9 @@ def test_a_guide_steers_a_uniform_model(lm: LanguageModel) -> None:
     guide, position = lm.guide(must=["cat sat"], max_new_tokens=6)
     generated = []
     for _ in range(6):
-        generated.append(int(guide.chances(position).argmax()))
+        generated.append(int(guide.log_probs_accept(position).argmax()))
         position = guide.advance(position, generated[-1])
-    assert lines(lm, ["cat sat"], []).accepts(generated) and guide.chance(position) == 0.0
+    assert lines(lm, ["cat sat"], []).accepts(generated) and guide.log_prob_accept(position) == 0.0
 
 
 def test_the_prompt_is_part_of_the_line(lm: LanguageModel) -> None:
@@ -324,7 +326,7 @@ def test_one_of_several_words_is_enough(lm: LanguageModel) -> None:
     assert {"cat"} in found and {"dog"} in found
 
     def chance(*must: str | tuple[str, ...]) -> float:
-        return math.exp((guide := lm.guide(must=must, max_new_tokens=6)[0]).chance(guide.begin()))
+        return math.exp((guide := lm.guide(must=must, max_new_tokens=6)[0]).log_prob_accept(guide.begin()))
 
     both = chance("cat", "dog")
     assert math.isclose(chance(("cat", "dog")), chance("cat") + chance("dog") - both, rel_tol=1e-5) and both > 0
@@ -388,9 +390,9 @@ def test_sums_over_many_rare_words_are_exact() -> None:
     hmm = HMM(torch.zeros(1), torch.zeros(1, 1), (zipf / zipf.sum()).log().float()[None])
     guide = Guide(hmm, containing([0], 60_000), 100)
     exact = math.log1p(-((1 - float(zipf[0] / zipf.sum())) ** 100))
-    assert abs(guide.chance(guide.begin()) - exact) < 3e-5  # float32 rounds the sum over words at every step
+    assert abs(guide.log_prob_accept(guide.begin()) - exact) < 3e-5  # float32 rounds the sum over words at every step
     unwanted = Guide(hmm, avoiding([0], 60_000), 100)
-    assert abs(unwanted.chance(unwanted.begin()) - 100 * math.log1p(-float(zipf[0] / zipf.sum()))) < 1e-3
+    assert abs(unwanted.log_prob_accept(unwanted.begin()) - 100 * math.log1p(-float(zipf[0] / zipf.sum()))) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -438,11 +440,11 @@ def test_chances_of_large_groups_of_tokens(distinct: int) -> None:
     automaton &= ~containing([7], words)
     guide = Guide(hmm, automaton, 3)
     position = guide.begin([8])
-    chances = guide.chances(position)
+    chances = guide.log_probs_accept(position)
     for token in (0, 1, 2, 3, 4, 6, 7, 8, 99, 100, 101, 32_767, 32_768, 39_998, 39_999):
-        assert abs(float(chances[token]) - guide.chance(guide.advance(position, token))) < 1e-9 or token == 7
+        assert abs(float(chances[token]) - guide.log_prob_accept(guide.advance(position, token))) < 1e-9 or token == 7
     assert chances[7] == -torch.inf
     joint = hmm.emit(position.log_state) + chances
     torch.testing.assert_close(guide.joint(position), joint)
-    both = guide.chances_of([guide.begin(), position])
+    both = guide.log_probs_accept_of([guide.begin(), position])
     torch.testing.assert_close(both[1], chances)

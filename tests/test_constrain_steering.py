@@ -79,7 +79,7 @@ def test_texts_in_turn_and_texts_that_go_far_back_keep_their_positions(monkeypat
         for token in texts[0][:length]:
             position = guide.advance(position, token)
         after = kept(rows(texts[0][:length]), scores)
-        torch.testing.assert_close(after[0], guide.chances(position).log_softmax(0))
+        torch.testing.assert_close(after[0], guide.log_probs_accept(position).log_softmax(0))
 
 
 def test_an_error_does_not_spoil_the_next_prompt() -> None:
@@ -282,7 +282,7 @@ def test_the_report_counts_the_choices_that_steering_changed(dtype: torch.dtype)
 def test_the_weight_trades_naturalness_for_certainty() -> None:
     guide = make_guide()
     scores = torch.randn(1, WORDS, generator=torch.Generator().manual_seed(1)).double()
-    chances = guide.chances(guide.begin())
+    chances = guide.log_probs_accept(guide.begin())
     for weight in (0.0, 0.5, 1.0, 3.0):
         steering = Steering(guide, guide.begin(), weight=weight)
         allowed = torch.where(

@@ -244,20 +244,20 @@ def test_samples_are_those_of_the_model(explorer: Explorer) -> None:
         tokens, path = ([token[name] for token in sample["tokens"]] for name in ("id", "state"))
         joint = lm.hmm.joint_scan(torch.tensor([tokens]), torch.tensor([path]))
         assert joint.log_likelihood.isfinite().all()
-    assert found["chance"] is None and answer(explorer, "generate", {})["seed"] >= 0
+    assert found["log_prob_accept"] is None and answer(explorer, "generate", {})["seed"] >= 0
 
 
 def test_constraints_are_followed_token_by_token(explorer: Explorer) -> None:
     fields = {"seed": 1, "constraints": {"must": ["fish", ["cat", "bird"]], "never": ["dog"]}, "unknown": False}
     found = answer(explorer, "generate", fields | {"max_new_tokens": 12})
     guide, position = explorer.lm.guide(["fish", ("cat", "bird")], ["dog"], 12, unknown=False)
-    assert found["chance"] == pytest.approx(guide.chance(position), rel=1e-4)
+    assert found["log_prob_accept"] == pytest.approx(guide.log_prob_accept(position), rel=1e-4)
     for sample in found["samples"]:
         assert "fish" in sample["text"] and "dog" not in sample["text"]
         here = position
         for token in sample["tokens"]:
             here = guide.advance(here, token["id"])
-            assert token["chance"] == pytest.approx(guide.chance(here), abs=1e-3)
+            assert token["log_prob_accept"] == pytest.approx(guide.log_prob_accept(here), abs=1e-3)
 
 
 def test_every_constraint_of_the_model_is_offered(explorer: Explorer) -> None:
@@ -268,7 +268,7 @@ def test_every_constraint_of_the_model_is_offered(explorer: Explorer) -> None:
     found = answer(explorer, "generate", {"seed": 1, "constraints": constraints})
     for sample in found["samples"]:
         assert re.fullmatch(r"([a-z]+ ){2,3}[a-z]+", sample["text"]) and "ca" in sample["text"]
-        assert sample["tokens"][-1]["chance"] == pytest.approx(0, abs=1e-3)
+        assert sample["tokens"][-1]["log_prob_accept"] == pytest.approx(0, abs=1e-3)
 
 
 def test_blanks_are_filled(explorer: Explorer) -> None:

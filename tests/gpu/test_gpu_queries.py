@@ -147,7 +147,7 @@ def test_guides_and_texts_agree_with_the_cpu(kind: str, device: torch.device) ->
         want, got = (guide.next_token(guide.begin(context)).cpu() for guide in guides)
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
     for positions in ([()], [(3,), (7,), (7, 3, 4), ()]):
-        want, got = (guide.chances_of([guide.begin(tokens) for tokens in positions]).cpu() for guide in guides)
+        want, got = (guide.log_probs_accept_of([guide.begin(tokens) for tokens in positions]).cpu() for guide in guides)
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-9)
         ids, scores = torch.tensor([[1]] * len(positions)), torch.randn(len(positions), WORDS, dtype=torch.float64)
         steered = [

@@ -454,13 +454,13 @@ class Fuzz:
         scale = 2.0 * (length + 2)
         self.agree("guide, joint", guide.joint(position), want, scale)
         self.agree(
-            "guide, chance",
-            torch.tensor(guide.chance(position), dtype=torch.float64),
+            "guide, log_prob_accept",
+            torch.tensor(guide.log_prob_accept(position), dtype=torch.float64),
             np.minimum(log_sum(want), 0),
             scale,
         )
         relative = np.where(plain > NEG_INF, want - np.where(plain > NEG_INF, plain, 0), NEG_INF)
-        self.agree("guide, chances", guide.chances(position), np.minimum(relative, 0), scale)
+        self.agree("guide, log_probs_accept", guide.log_probs_accept(position), np.minimum(relative, 0), scale)
         if log_sum(want) > NEG_INF:
             self.agree("guide, next_token", guide.next_token(position), want - log_sum(want), scale)
         else:

@@ -30,7 +30,7 @@ def use(folder: Path) -> list[str]:
     several: list[str] = lm.generate("the", num=2)
     words: list[list[tuple[str, float]]] = lm.infill("the ___")
     guide, position = lm.guide(must=["a list"])
-    chance: float = guide.chance(position)
+    chance: float = guide.log_prob_accept(position)
     lm.save_pretrained(folder / "copy")
     hmmlm.train("my.txt", loggers=[CSVLogger(folder)], train={"epochs": 1})
     again = hmmlm.LanguageModel.from_pretrained("owner/name")

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hmmlm.arguments import check_arguments
 from hmmlm.checks import check_count
 from hmmlm.constrain.automaton import Automaton, check_words
-from hmmlm.constrain.guided import Plan, Targets, advance_states, log_chances
+from hmmlm.constrain.guided import Plan, Targets, advance_states, log_probs_accept
 from hmmlm.constrain.lookahead import Ahead, Edges, live_states, tables_ahead
 from hmmlm.errors import InputError
 from hmmlm.hmm.hmm import HMM
@@ -62,7 +62,7 @@ class Node:
 class Guide:
     """`hmm` conditioned on the acceptance of `length` tokens by `automaton`.
 
-    To steer another model, add `chances(position)` to its log-probabilities of the next token, then call
+    To steer another model, add `log_probs_accept(position)` to its log-probabilities of the next token, then call
     `advance(position, token)`.
 
     Args:
@@ -237,12 +237,12 @@ class Guide:
         )
 
     def _score(self, positions: Sequence[Position], relative: bool) -> Tensor:
-        """Compute `joint` or `chances` of each position [B, V]; of several, in little more time than for one."""
+        """Compute `joint` or `log_probs_accept` of each position [B, V], of several at once."""
         if not len(positions):
             raise InputError("there are no positions: give at least one")
         log_states = torch.stack([position.log_state for position in positions])
         plans = [self.plan(self.node(position.automaton, position.remaining)) for position in positions]
-        return log_chances(self.hmm, log_states, plans, relative, self._cells)
+        return log_probs_accept(self.hmm, log_states, plans, relative, self._cells)
 
     @check_arguments
     def next_token(self, position: Position) -> Tensor:
@@ -259,24 +259,24 @@ class Guide:
         return joint.log_softmax(1)
 
     @check_arguments
-    def chance(self, position: Position) -> float:
+    def log_prob_accept(self, position: Position) -> float:
         """Compute log p(all accepted | tokens so far)."""
         if position.remaining == 0:
             return 0.0 if bool(self.automaton.accepting[position.automaton]) else NEG_INF
         return min(0.0, float(logsumexp(self.joint(position), 0)))
 
     @check_arguments
-    def chances(self, position: Position) -> Tensor:
+    def log_probs_accept(self, position: Position) -> Tensor:
         """Compute log p(all accepted | tokens so far, next token = v) [V]; −inf for tokens of probability zero."""
         return self._score([position], relative=True)[0]
 
     @check_arguments
-    def chances_of(self, positions: Sequence[Position]) -> Tensor:
-        """Compute `chances` of each position [B, V], in little more time than for one."""
+    def log_probs_accept_of(self, positions: Sequence[Position]) -> Tensor:
+        """Compute `log_probs_accept` of each position [B, V], in little more time than for one."""
         return self._score(positions, relative=True)
 
     @torch.no_grad()
-    def chances_along(
+    def log_probs_accept_along(
         self, position: Position, context: Sequence[int], texts: Sequence[Sequence[int]]
     ) -> list[list[float]]:
         """Compute log p(all accepted | tokens so far) after each token of each text, which follows `position`.

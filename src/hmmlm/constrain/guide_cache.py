@@ -1,4 +1,4 @@
-"""Guides of constraints on lines: their automata over the tokens of a model, and the chances to satisfy them."""
+"""Guides of constraints on lines: their automata over the tokens of a model, and how likely they are satisfied."""
 
 from __future__ import annotations
 
@@ -80,6 +80,6 @@ class Guides:
             kept = self._guide = asked, guide
         guide = kept[1]
         position = guide.begin(context)._replace(automaton=state if new is None else 0, prompt=tuple(begun))
-        if guide.chance(position) == -math.inf:
+        if guide.log_prob_accept(position) == -math.inf:
             raise too_short
         return guide, position

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hmmlm.constrain.guided_cpu import advance_products, column_chances, cpu_matrices, single_chances
+from hmmlm.constrain.guided_cpu import accept_by_column, accept_by_token, advance_products, cpu_matrices
 from hmmlm.errors import InputError
 from hmmlm.hmm.hmm import HMM
 from hmmlm.numerics.logmatrix import log_ratio
@@ -93,14 +93,14 @@ class StepResult(NamedTuple):
     scores: Tensor  # [B, V] log-probabilities
     log_states: Tensor  # [B, Z] log p(z of the next token | tokens so far); of rows without a plan, any
     changed: int  # rows whose most likely token became another
-    log_masses: Tensor  # [B] log Σ p(token) · chance, which normalized the scores; 0 without a plan
+    log_masses: Tensor  # [B] log Σ p(token) · p(accepted | token), which normalized the scores; 0 without a plan
 
 
 def steer(hmm: HMM, rows: StepRows, scores: Tensor, weight: float) -> StepResult:
     """Return steered scores for scores [B, V] of the next token.
 
     Args:
-        weight: of the log-chances.
+        weight: of the log-probabilities of acceptance.
     """
     constrained = [row for row, plan in enumerate(rows.plans) if plan is not None]
     plans = [plan for plan in rows.plans if plan is not None]
@@ -111,12 +111,12 @@ def steer(hmm: HMM, rows: StepRows, scores: Tensor, weight: float) -> StepResult
     before = scores if whole else scores[constrained]
     if scores.dtype.itemsize < 4:
         before = before.float()
-    steered = _add_chances(before, log_chances(hmm, log_states, plans).to(before), weight)
+    steered = _add_log_probs(before, log_probs_accept(hmm, log_states, plans).to(before), weight)
     old, new, every = _array(before), _array(steered), list(range(len(steered)))
     best, choices = new.argmax(1), old.argmax(1)
     top = new[every, best]
     if not float(top.min()) > NEG_INF:
-        possible = log_chances(hmm, log_states, plans).amax(1) > NEG_INF
+        possible = log_probs_accept(hmm, log_states, plans).amax(1) > NEG_INF
         if bool((_array(possible.to(before.device)) & (top == NEG_INF)).any()):
             raise InputError(
                 "the model gives probability zero to every token that the constraint allows: look for what forbids "
@@ -156,7 +156,7 @@ def _advance(hmm: HMM, log_states: Tensor, tokens: Sequence[int]) -> Tensor:
     return hmm.transition.forward_step(LOG, filtered, support)
 
 
-def log_chances(
+def log_probs_accept(
     hmm: HMM, log_states: Tensor, plans: Sequence[Plan], relative: bool = True, cells: int = MOST
 ) -> Tensor:
     """Compute log p(all accepted | tokens so far, next token = v) [n, V] from log p(z of the next token) [n, Z].
@@ -169,7 +169,7 @@ def log_chances(
     """
     matrices = cpu_matrices(hmm) if relative else None
     with without_autocast(log_states):
-        columns = None if matrices is None else column_chances(matrices[1], log_states, plans)
+        columns = None if matrices is None else accept_by_column(matrices[1], log_states, plans)
         if columns is None:
             columns = _score_columns(hmm, log_states, plans, relative)
     result = _spread(columns, plans)
@@ -177,7 +177,7 @@ def log_chances(
         states, found = log_states.numpy(), result.numpy()
         for row, plan in enumerate(plans):
             if plan.targets.singles:
-                found[row, plan.targets.arrays[0]] = single_chances(matrices[1], states[row], plan)
+                found[row, plan.targets.arrays[0]] = accept_by_token(matrices[1], states[row], plan)
     else:
         _score_single(hmm, log_states, plans, relative, cells, result)
     # At most 0: the terms of a ratio are rounded differently.
@@ -185,7 +185,7 @@ def log_chances(
 
 
 def _score_columns(hmm: HMM, log_states: Tensor, plans: Sequence[Plan], relative: bool) -> Tensor:
-    """Compute `log_chances` of the columns of emissions [m, U], for each row that tokens of a text share."""
+    """Compute `log_probs_accept` of the columns of emissions [m, U], for each row that tokens of a text share."""
     texts = [text for text, plan in enumerate(plans) for _ in plan.targets.rows]
     if not texts:
         return log_states.new_empty(0, 0)
@@ -217,7 +217,7 @@ def _spread(columns: Tensor, plans: Sequence[Plan]) -> Tensor:
 def _score_single(
     hmm: HMM, log_states: Tensor, plans: Sequence[Plan], relative: bool, cells: int, result: Tensor
 ) -> None:
-    """Set `log_chances` of the tokens that are scored alone in result [n, V]."""
+    """Set `log_probs_accept` of the tokens that are scored alone in result [n, V]."""
     by_table, size = dict[int, list[int]](), at_once(hmm.states, cells)
     for row, plan in enumerate(plans):
         if plan.targets.singles:
@@ -236,13 +236,13 @@ def _score_single(
             result[own, here] = log_ratio(alone, logsumexp(plain, 1)) if relative else alone
 
 
-def _add_chances(scores: Tensor, chances: Tensor, weight: float) -> Tensor:
-    """Return scores [n, V] with weight · chances [n, W ≤ V] added; −inf for tokens beyond W. Overwrites chances."""
+def _add_log_probs(scores: Tensor, log_probs: Tensor, weight: float) -> Tensor:
+    """Return scores [n, V] with weight · log_probs [n, W ≤ V] added; −inf for tokens beyond W. Overwrites log_probs."""
     if weight != 1:
         # A weight of 0 would make NaN of impossible tokens.
-        chances = torch.where(chances == NEG_INF, NEG_INF, weight * chances)
-    words, width = chances.shape[1], scores.shape[1]
-    steered = chances.add_(scores[:, :words])
+        log_probs = torch.where(log_probs == NEG_INF, NEG_INF, weight * log_probs)
+    words, width = log_probs.shape[1], scores.shape[1]
+    steered = log_probs.add_(scores[:, :words])
     return steered if words == width else torch.nn.functional.pad(steered, (0, width - words), value=NEG_INF)
 
 

@@ -47,7 +47,7 @@ def advance_products(
     return torch.from_numpy(np.log(moved) + matrix.peak.numpy())
 
 
-def column_chances(emission: Categorical, log_states: Tensor, plans: Sequence[Plan]) -> Tensor | None:
+def accept_by_column(emission: Categorical, log_states: Tensor, plans: Sequence[Plan]) -> Tensor | None:
     """Compute log p(all accepted | next token) of the columns of emissions [m, U], for each row that tokens share."""
     states, matrix = log_states.numpy(), emission.matrix.matrix
     texts = [text for text, plan in enumerate(plans) for _ in plan.targets.rows]
@@ -68,7 +68,7 @@ def column_chances(emission: Categorical, log_states: Tensor, plans: Sequence[Pl
     return ratios.contiguous()  # only now: a product that is stored by columns has twice the size
 
 
-def single_chances(emission: Categorical, log_state: np.ndarray, plan: Plan) -> np.ndarray:
+def accept_by_token(emission: Categorical, log_state: np.ndarray, plan: Plan) -> np.ndarray:
     """Compute log p(all accepted | next token) [n] of the tokens that are scored alone, from log_state [Z]."""
     tokens, rows = plan.targets.arrays
     plain = log_state + _emitted(emission, tokens)

@@ -192,9 +192,9 @@ def _store_summary(summaries, number, top, mass, most, same):
 
 
 @triton.jit
-def _steer(score, chance, WEIGHT):
-    """Return score + WEIGHT · min(chance, 0), −inf where chance is."""
-    return tl.where(chance == -float("inf"), -float("inf"), score + WEIGHT * tl.minimum(chance, 0.0))
+def _steer(score, log_prob, WEIGHT):
+    """Return score + WEIGHT · min(log_prob, 0), −inf where log_prob is."""
+    return tl.where(log_prob == -float("inf"), -float("inf"), score + WEIGHT * tl.minimum(log_prob, 0.0))
 
 
 @triton.jit(do_not_specialize=["PLACES"])  # the first calls of a model would wait for every number of places
@@ -217,7 +217,7 @@ def combine_kernel(
     SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row and block of tokens: scores weighted by chances; those scored alone are −inf for now.
+    """One program per row and block of tokens: scores weighted by log p(accepted); those scored alone are −inf for now.
 
     sums [B·(1 + PLACES), COLUMNS] are products with the emissions, of which equal columns are SHARED by words.
     """
@@ -243,8 +243,8 @@ def combine_kernel(
         suspect = (inside & (plain < LEAST)) | (possible & (joint < LEAST))
         if tl.max(suspect.to(tl.int32), 0) > 0:
             tl.store(found, 1)
-        chance = tl.where(possible, tl.log(joint) + top - tl.log(plain) - tl.load(tops + first), -float("inf"))
-        result = _steer(score, chance, WEIGHT)
+        log_prob = tl.where(possible, tl.log(joint) + top - tl.log(plain) - tl.load(tops + first), -float("inf"))
+        result = _steer(score, log_prob, WEIGHT)
     tl.store(steered + row.to(tl.int64) * WIDTH + v, result, mask=v < WIDTH)
     result = tl.where(v < WIDTH, result, -float("inf"))
     score = tl.where(v < WIDTH, score, -float("inf"))
@@ -289,7 +289,7 @@ def alone_kernel(
             low = tl.maximum(low, plain)
             high = tl.maximum(high, plain + tl.load(table + z, mask=inside, other=-float("inf")))
         low_top, high_top = tl.max(low, 0), tl.max(high, 0)
-        chance = -float("inf")
+        log_prob = -float("inf")
         if high_top > -float("inf"):
             low_sum = tl.zeros([BLOCK], tl.float32)
             high_sum = tl.zeros([BLOCK], tl.float32)
@@ -300,9 +300,9 @@ def alone_kernel(
                 plain += tl.load(log_emission + z.to(tl.int64) * WORDS + token, mask=inside, other=-float("inf"))
                 low_sum += tl.exp(plain - low_top)
                 high_sum += tl.exp(plain + tl.load(table + z, mask=inside, other=-float("inf")) - high_top)
-            chance = tl.log(tl.sum(high_sum, 0)) + high_top - tl.log(tl.sum(low_sum, 0)) - low_top
+            log_prob = tl.log(tl.sum(high_sum, 0)) + high_top - tl.log(tl.sum(low_sum, 0)) - low_top
         score = tl.load(tl.load(packet).to(tl.pointer_type(KIND)) + row * WIDTH + token).to(tl.float32)
-        value = _steer(score, chance, WEIGHT)
+        value = _steer(score, log_prob, WEIGHT)
         tl.store(steered + row * WIDTH + token, value)
         same = tl.where((value > top) | (score > most), 0.0, same)
         if value > -float("inf"):

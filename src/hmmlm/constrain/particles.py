@@ -85,7 +85,7 @@ def sample_particles(
     states, going, cache = [position.automaton] * num, [True] * num, None
     texts = given = input_ids.expand(num, -1)
     log_weights = torch.zeros(num, dtype=torch.float64, device=device)
-    log_ahead = torch.full_like(log_weights, guide.chance(position))  # log ψ
+    log_ahead = torch.full_like(log_weights, guide.log_prob_accept(position))  # log ψ
     log_evidence = float(log_ahead[0])
     for _ in range(position.remaining):
         if not any(going):

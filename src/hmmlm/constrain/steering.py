@@ -128,7 +128,7 @@ class Steering:
         self._doubtful = 0  # calls for which they did not serve
         self._tokens = 0
         self.log_masses: Tensor | None = None
-        """Of the last call: log Σ over tokens of exp(score + weight · log-chance) [B], by which scores were normalized.
+        """Of the last call: log Σ_tokens exp(score + weight · log p(accepted | token)) [B], the normalizers.
 
         Scores of rows that are not constrained any more were not normalized, and have 0.
         """

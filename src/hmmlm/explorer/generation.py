@@ -74,15 +74,15 @@ def generate(explorer: Explorer, query: GenerateQuery) -> dict[str, Any]:
     """Return samples: tokens with surprisal, a state path drawn given the tokens, and log p(constraint) in nats.
 
     Tokens and path together are a sample of the model. log p(constraint) is that of satisfying it in the end, before
-    the first new token (`chance`) and after each (`chance` of the token).
+    the first new token (`log_prob_accept`) and after each (`log_prob_accept` of the token).
     """
     lm, eos = explorer.lm, explorer.lm.tokenizer.eos_id
     seed = secrets.randbelow(2**32) if query.seed is None else query.seed
     options = SamplingOptions(query.max_new_tokens, query.temperature, query.top_k, seed, query.num)
     given = lm.encode(query.prompt)[: None if query.prompt.endswith("\n") else -1]
     constraints = chosen_constraints(lm, query)
-    chance: float | None = None
-    chances: Sequence[list[float] | None] = [None] * query.num
+    log_prob_accept: float | None = None
+    log_probs_accept: Sequence[list[float] | None] = [None] * query.num
     if constraints:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", InputWarning)  # unknown words of the prompt are marked on the page
@@ -96,16 +96,19 @@ def generate(explorer: Explorer, query: GenerateQuery) -> dict[str, Any]:
         added = sample_continuations(lm.hmm, lm.context(given), eos, options, excluded, lm.chunk)
     ended = [[*tokens, *([eos] if len(tokens) < query.max_new_tokens else [])] for tokens in added]
     if constraints:
-        chance, chances = guide.chance(position), guide.chances_along(position, lm.context(given), ended)
+        log_prob_accept, log_probs_accept = (
+            guide.log_prob_accept(position),
+            guide.log_probs_accept_along(position, lm.context(given), ended),
+        )
     texts = [[*given, *new] for new in ended]
     log_probs, paths = lm.token_log_probs(texts), _draw_paths(lm, texts, seed)
     samples = [
         _described(explorer, text, len(given), path, scores.tolist(), after)
-        for text, path, scores, after in zip(texts, paths, log_probs, chances, strict=True)
+        for text, path, scores, after in zip(texts, paths, log_probs, log_probs_accept, strict=True)
     ]
     states = {state for sample in samples for token in sample["tokens"] for state in [token["state"]]}
     labels = {str(state): words for state, words in explorer.index.words(sorted(states)).items()}
-    return {"seed": seed, "chance": chance, "samples": samples, "states": labels}
+    return {"seed": seed, "log_prob_accept": log_prob_accept, "samples": samples, "states": labels}
 
 
 def chosen_constraints(lm: LanguageModel, query: GenerateQuery) -> dict[str, Any]:
@@ -151,16 +154,16 @@ def _described(
     given: int,
     path: list[int],
     log_probs: list[float],
-    chances: list[float] | None,
+    log_probs_accept: list[float] | None,
 ) -> dict[str, Any]:
-    """Return a sample as JSON values: its tokens with their log-probabilities, and the chances after new ones."""
+    """Return a sample as JSON values: its tokens with their log-probabilities, and log p(constraint) after new ones."""
     tokenizer = explorer.lm.tokenizer
     rows = []
     for i, (token, log_prob, state) in enumerate(zip(tokens, log_probs, path, strict=True)):
         shown = described(tokenizer, token, tokens[i - 1] if i else None, log_prob)
-        rows.append(shown | {"state": state, "new": i >= given, "chance": None})
-    for row, chance in zip(rows[given:], chances or [], strict=False):
-        row["chance"] = chance
+        rows.append(shown | {"state": state, "new": i >= given, "log_prob_accept": None})
+    for row, log_prob_accept in zip(rows[given:], log_probs_accept or [], strict=False):
+        row["log_prob_accept"] = log_prob_accept
     return {"text": tokenizer.decode(tokens).removesuffix("\n"), "tokens": rows}
 
 

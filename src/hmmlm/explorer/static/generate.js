@@ -1,5 +1,5 @@
 "use strict";
-// Generation: samples as chips with their states, the chance of the constraint after each token, and blanks.
+// Generation: samples as chips with their states, p(constraint) after each token, and blanks.
 
 const Generate = {};
 const LABELS = { must: "Must contain", never: "Must not contain", choice: "Is one of", regex: "Matches (regular expression)", json: "Is JSON of this schema", words: "Number of words", tokens: "Number of tokens", suffix: "Ends with", match: "How words match" };
@@ -39,7 +39,7 @@ Generate.run = latest(async (fields) => {
   try {
     const found = await ask("generate", fields);
     Generate.draw(found);
-    $("samples-note").textContent = `seed ${found.seed}${found.chance === null ? "" : ` · p(constraint) = ${percent(Math.exp(found.chance))} before the first token`}`;
+    $("samples-note").textContent = `seed ${found.seed}${found.log_prob_accept === null ? "" : ` · p(constraint) = ${percent(Math.exp(found.log_prob_accept))} before the first token`}`;
   } catch (error) {
     $("samples-note").textContent = error.message;
     fill($("samples"));
@@ -48,31 +48,31 @@ Generate.run = latest(async (fields) => {
   $("samples").classList.remove("busy");
 });
 
-Generate.draw = function draw({ samples, chance, states }) {
+Generate.draw = function draw({ samples, log_prob_accept, states }) {
   fill($("samples"), samples.map((sample) => el("article", { class: "sample" },
     el("div", { class: "chips reading", dir: direction(sample.text) }, sample.tokens.map((token) => {
       const node = chip(token, { note: `${token.state}`, onclick: () => App.openState(token.state),
         "aria-label": `${token.text}, state ${token.state}`,
         onpointerenter: (event) => showTip(event.currentTarget, el("b", {}, `State ${token.state}`), " ", word((states[token.state] || []).slice(0, 4).join(" ")),
-          el("div", { class: "muted" }, `${number(token.surprisal)} bits${token.chance === null ? "" : ` · p(constraint) ${percent(Math.exp(token.chance))} after it`}`)),
+          el("div", { class: "muted" }, `${number(token.surprisal)} bits${token.log_prob_accept === null ? "" : ` · p(constraint) ${percent(Math.exp(token.log_prob_accept))} after it`}`)),
         onpointerleave: hideTip });
       if (!token.new) node.classList.add("given");
       return node;
     })),
-    chance === null ? null : Generate.chart(chance, sample.tokens.filter((token) => token.new)),
+    log_prob_accept === null ? null : Generate.chart(log_prob_accept, sample.tokens.filter((token) => token.new)),
     recorded ? null : el("button", { class: "plain small", type: "button", onclick: () => { App.setText(sample.text, null); App.go("sentence"); } }, "Look at it as a sentence"))));
 };
 
 /** log p(constraint) after each token, as a line that ends at certainty. */
-Generate.chart = function chart(chance, tokens) {
-  const values = [chance, ...tokens.map((token) => token.chance ?? 0)];
+Generate.chart = function chart(log_prob_accept, tokens) {
+  const values = [log_prob_accept, ...tokens.map((token) => token.log_prob_accept ?? 0)];
   const low = Math.min(...values, -0.05);
   const [width, height, left, top, bottom] = [Math.max(300, Math.min(1120, $("samples").clientWidth || 860)), 112, 58, 12, 26];
   const x = (i) => left + (i * (width - left - 24)) / Math.max(1, values.length - 1);
   const y = (value) => top + ((height - top - bottom) * value) / low;
   const line = values.map((value, i) => `${i ? "L" : "M"}${x(i).toFixed(1)} ${y(value).toFixed(1)}`).join("");
   const room = Math.floor((width - left - 24) / values.length / 7.6);
-  return svg("svg", { class: "chart", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `log p(constraint) after each token, from ${percent(Math.exp(chance))}` },
+  return svg("svg", { class: "chart", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `log p(constraint) after each token, from ${percent(Math.exp(log_prob_accept))}` },
     svg("line", { class: "axis", x1: left, x2: width - 24, y1: y(0), y2: y(0) }),
     svg("text", { x: left - 8, y: y(0) + 4, "text-anchor": "end" }, "100%"),
     svg("text", { x: left - 8, y: y(low) + 4, "text-anchor": "end" }, percent(Math.exp(low))),
