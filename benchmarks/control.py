@@ -304,7 +304,7 @@ def measure_large(options: argparse.Namespace) -> None:
         made = list[tuple[Guide, float]]()
         spent = seconds(lambda: made.append(request(scores[1])), options.device)
         (guide, setup), *_ = made
-        rows = sum(len(each.log_probs) for each in guide._ahead)
+        rows = sum(len(each.log_probs) for each in guide._tables)
         metrics = {"setup_s": setup, "request_s": spent, "ms_per_token": 1e3 * (spent - setup) / length}
         metrics["table_gb"] = rows * states * 4e-9
         recorder.add("steered, 5,000 automaton states", metrics, states=states, length=length)

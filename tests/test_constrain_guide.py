@@ -231,7 +231,7 @@ def test_steps_that_cannot_be_accepted_have_no_rows() -> None:
     following = torch.full((52, WORDS), 51)
     following[:50, 1] = torch.arange(1, 51)
     guide = Guide(hmms()[0], Automaton(following, torch.arange(52) == 50), 50)
-    assert [len(step.log_probs) for step in guide._ahead] == [1] * 50
+    assert [len(step.log_probs) for step in guide._tables] == [1] * 50
     assert guide.log_prob_accept(guide.begin()) == pytest.approx(float(hmms()[0].log_likelihood([[1] * 50])))
     with pytest.raises(InputError, match=r"50 tokens, 52 automaton states and 3 HMM states need .* simpler constraint"):
         Guide(hmms()[0], Automaton(following, torch.arange(52) == 50), 50, max_gb=1e-6)

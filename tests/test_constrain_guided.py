@@ -158,7 +158,7 @@ def test_a_model_that_has_steered_can_be_copied_also_with_triton() -> None:
 def test_tables_of_probabilities_agree_with_float64_also_with_triton(spread: float) -> None:
     hmm = random_model(1, spread=spread)
     for line in lines():
-        tables, expected = Guide(hmm, line, 20)._ahead, Guide(hmm.to(torch.float64), line, 20)._ahead
+        tables, expected = Guide(hmm, line, 20)._tables, Guide(hmm.to(torch.float64), line, 20)._tables
         for ours, theirs in zip(tables, expected, strict=False):
             assert torch.equal(ours.row_of, theirs.row_of)
             torch.testing.assert_close(ours.log_probs, theirs.log_probs.float(), rtol=1e-5, atol=1e-5)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmmlm
-from hmmlm.constrain.guide_cache import Guides
+from hmmlm.constrain.guide_cache import GuideCache
 from hmmlm.data.tokenizers import HuggingFaceTokenizer
 from hmmlm.data.words import WordTokenizer
 from hmmlm.emissions import Blocked
@@ -663,7 +663,7 @@ def test_wrong_types_are_named(lm: LanguageModel, call: Callable[[LanguageModel]
 def test_a_guide_of_another_thread_is_never_returned(lm: LanguageModel) -> None:
     """Another thread may ask for another constraint between any two reads of the cache."""
 
-    class Interleaved(Guides):
+    class Interleaved(GuideCache):
         reads = 0
         """Reads of the cache until the other thread asks."""
 

@@ -24,7 +24,7 @@ from hmmlm.arguments import check_arguments
 from hmmlm.checks import check_count
 from hmmlm.constrain.automaton import Automaton, check_words
 from hmmlm.constrain.guided import Plan, Targets, advance_states, log_probs_accept
-from hmmlm.constrain.lookahead import Ahead, Edges, live_states, tables_ahead
+from hmmlm.constrain.lookahead import AcceptanceTable, WeightedEdges, acceptance_tables, live_states
 from hmmlm.errors import InputError
 from hmmlm.hmm.hmm import HMM
 from hmmlm.ops.common import NEG_INF, logsumexp
@@ -102,9 +102,9 @@ class Guide:
                 f"{length} tokens, {automaton.states} automaton states and {hmm.states} HMM states need "
                 f"{size:.3g} GB: use fewer tokens or a simpler constraint"
             )
-        edges = Edges(self.hmm, automaton, cells)
+        edges = WeightedEdges(self.hmm, automaton, cells)
         self._edges = edges if fits(edges.log_weights.numel(), cells) else None  # for `reading`
-        self._ahead = tables_ahead(self.hmm, automaton, edges, live, length)
+        self._tables = acceptance_tables(self.hmm, automaton, edges, live, length)
 
     def __repr__(self) -> str:
         return f"Guide({self.hmm!r}, {self.automaton!r}, length={self.length})"
@@ -143,10 +143,10 @@ class Guide:
         """Compute log p(next token = v, all accepted | tokens so far) [V]."""
         return self._score([position], relative=False)[0]
 
-    def _table(self, remaining: int) -> Ahead:
+    def _table(self, remaining: int) -> AcceptanceTable:
         if remaining < 1:
             raise InputError(f"all {self.length} tokens of the guide have been generated")
-        return self._ahead[min(remaining, len(self._ahead)) - 1]
+        return self._tables[min(remaining, len(self._tables)) - 1]
 
     @property
     def reads(self) -> bool:
@@ -293,7 +293,7 @@ class Guide:
             state, tables = position.automaton, list[Tensor]()
             for left, token in zip(reversed(range(position.remaining)), text, strict=False):
                 state = self.automaton.step(state, token)
-                ahead = self._ahead[min(left, len(self._ahead) - 1)]
+                ahead = self._tables[min(left, len(self._tables) - 1)]
                 place = int(ahead.row_of[state])
                 tables.append(ahead.log_probs[place] if place >= 0 else torch.full_like(probs[0, 0], NEG_INF))
             here = probs[row, given : given + len(tables)].log()

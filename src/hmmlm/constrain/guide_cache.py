@@ -16,7 +16,7 @@ from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 
 
-class Guides:
+class GuideCache:
     """The guides of an HMM over the tokens of a tokenizer; the last one is kept."""
 
     def __init__(self, hmm: HMM, tokenizer: Tokenizer) -> None:

@@ -87,7 +87,7 @@ class StepRows(NamedTuple):
     plans: Sequence[Plan | None]  # [B]; None: no token is constrained any more
 
 
-class StepResult(NamedTuple):
+class Steered(NamedTuple):
     """Steered scores."""
 
     scores: Tensor  # [B, V] log-probabilities
@@ -96,7 +96,7 @@ class StepResult(NamedTuple):
     log_masses: Tensor  # [B] log Σ p(token) · p(accepted | token), which normalized the scores; 0 without a plan
 
 
-def steer(hmm: HMM, rows: StepRows, scores: Tensor, weight: float) -> StepResult:
+def steer(hmm: HMM, rows: StepRows, scores: Tensor, weight: float) -> Steered:
     """Return steered scores for scores [B, V] of the next token.
 
     Args:
@@ -127,9 +127,9 @@ def steer(hmm: HMM, rows: StepRows, scores: Tensor, weight: float) -> StepResult
     steered = steered.log_softmax(1)
     log_masses = torch.as_tensor(top - _array(steered)[every, best])
     if whole:
-        return StepResult(steered.to(scores), log_states, changed, log_masses)
+        return Steered(steered.to(scores), log_states, changed, log_masses)
     index = torch.tensor(constrained, device=scores.device)
-    return StepResult(
+    return Steered(
         scores.index_copy(0, index, steered.to(scores)),
         log_states.new_zeros(len(scores), hmm.states).index_copy_(0, index.to(log_states.device), log_states),
         changed,

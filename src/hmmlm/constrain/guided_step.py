@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hmmlm.constrain.guided import StepResult, StepRows, Targets, has_kernels
+from hmmlm.constrain.guided import Steered, StepRows, Targets, has_kernels
 from hmmlm.emissions import Categorical
 from hmmlm.hmm.hmm import HMM
 from hmmlm.ops.graph import record
@@ -79,7 +79,7 @@ class GuidedSteps:
             cls._of_models[hmm] = cls(hmm.transition, hmm.emission)  # type: ignore[arg-type]
         return cls._of_models.get(hmm)
 
-    def run(self, rows: StepRows, scores: Tensor, weight: float) -> StepResult | None:
+    def run(self, rows: StepRows, scores: Tensor, weight: float) -> Steered | None:
         """Return steered scores for scores [B, V]; None if the kernels do not serve.
 
         They do not where underflow may have changed a sum, or a text is impossible. Some row must have a plan; the
@@ -151,7 +151,7 @@ class _Step:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs = 0
 
-    def run(self, rows: StepRows, scores: Tensor) -> StepResult | None:
+    def run(self, rows: StepRows, scores: Tensor) -> Steered | None:
         """Run the kernels for rows and scores [B, V]."""
         out, log_states = torch.empty_like(scores), torch.empty_like(self.probs)
         log_masses = self.probs.new_empty(self.shape.rows)
@@ -167,7 +167,7 @@ class _Step:
         if scores.is_cuda:
             torch.accelerator.current_stream(scores.device.index).synchronize()
         suspect, *changed = self.reports.tolist()
-        return None if suspect else StepResult(out, log_states, sum(changed), log_masses)
+        return None if suspect else Steered(out, log_states, sum(changed), log_masses)
 
     def launch(self) -> None:
         """Launch the kernels."""

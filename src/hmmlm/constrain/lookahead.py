@@ -31,7 +31,7 @@ _CHECKED = 16  # steps from one look at the results to the next
 _BLOCK = 1024  # states of a program
 
 
-class Ahead(NamedTuple):
+class AcceptanceTable(NamedTuple):
     """The recursion after one number of tokens."""
 
     row_of: Tensor  # [S] the row of each automaton state; −1 without one
@@ -48,7 +48,9 @@ class Values(NamedTuple):
     offset: Tensor  # [rows] float64
 
 
-def tables_ahead(hmm: HMM, automaton: Automaton, edges: Edges, live: Sequence[Tensor], length: int) -> list[Ahead]:
+def acceptance_tables(
+    hmm: HMM, automaton: Automaton, edges: WeightedEdges, live: Sequence[Tensor], length: int
+) -> list[AcceptanceTable]:
     """Compute the recursion for 0, 1, … more tokens: up to `length` − 1, or until all that follow are the same.
 
     Args:
@@ -59,12 +61,14 @@ def tables_ahead(hmm: HMM, automaton: Automaton, edges: Edges, live: Sequence[Te
     model = hmm
     if length > LONG and hmm.dtype == torch.float32:  # rounding errors would hide a change, and add up
         model = hmm.to(torch.float64)
-        edges = Edges(model, automaton, edges.cells)
+        edges = WeightedEdges(model, automaton, edges.cells)
     tables = _run(PROBABILITY, model, edges, rows_of, hmm.dtype) if isinstance(model.transition, Dense) else []
     return tables or _run(LOG, model, edges, rows_of, hmm.dtype)
 
 
-def _run(ring: Semiring, hmm: HMM, edges: Edges, rows_of: Sequence[Tensor], dtype: torch.dtype) -> list[Ahead]:
+def _run(
+    ring: Semiring, hmm: HMM, edges: WeightedEdges, rows_of: Sequence[Tensor], dtype: torch.dtype
+) -> list[AcceptanceTable]:
     """Run the recursion in a semiring; return no table if a sum of probabilities may have underflowed.
 
     It is linear, with coefficients of at least 0, so the relative change never grows from one step to the next: it ends
@@ -73,15 +77,15 @@ def _run(ring: Semiring, hmm: HMM, edges: Edges, rows_of: Sequence[Tensor], dtyp
     count, device = int(rows_of[0].max()) + 1, hmm.device
     before = torch.zeros(count, hmm.states, dtype=hmm.dtype, device=device)
     values = Values(ring.from_log(before), torch.zeros(count, dtype=torch.float64, device=device))
-    tables, suspect = [Ahead(rows_of[0], before.to(dtype))], torch.zeros((), dtype=torch.int32, device=device)
+    tables, suspect = [AcceptanceTable(rows_of[0], before.to(dtype))], torch.zeros((), dtype=torch.int32, device=device)
     step = _kernel_step if ring is PROBABILITY and has_kernels(hmm) else _step
     for r in range(1, len(rows_of)):
         terms = edges.find_terms(rows_of[r - 1], rows_of[r])
         if not terms.rows:  # nothing is accepted, nor after more tokens
-            tables.append(Ahead(rows_of[r], before[:0].to(dtype)))
+            tables.append(AcceptanceTable(rows_of[r], before[:0].to(dtype)))
             break
         after, values = step(ring, hmm, edges, terms, values, suspect)
-        tables.append(Ahead(rows_of[r], after.to(dtype)))
+        tables.append(AcceptanceTable(rows_of[r], after.to(dtype)))
         left = len(rows_of) - r
         if r % _CHECKED == 0 or left == 1:
             if bool(suspect):
@@ -93,7 +97,7 @@ def _run(ring: Semiring, hmm: HMM, edges: Edges, rows_of: Sequence[Tensor], dtyp
 
 
 def _step(
-    ring: Semiring, hmm: HMM, edges: Edges, terms: _Terms, values: Values, suspect: Tensor
+    ring: Semiring, hmm: HMM, edges: WeightedEdges, terms: _Terms, values: Values, suspect: Tensor
 ) -> tuple[Tensor, Values]:
     """Return the next table [rows, Z], and its values.
 
@@ -114,7 +118,7 @@ def _step(
 
 
 def _kernel_step(
-    ring: Semiring, hmm: HMM, edges: Edges, terms: _Terms, values: Values, suspect: Tensor
+    ring: Semiring, hmm: HMM, edges: WeightedEdges, terms: _Terms, values: Values, suspect: Tensor
 ) -> tuple[Tensor, Values]:
     """See `_step`; in probabilities, on a GPU."""
     from hmmlm.constrain.lookahead_kernels import divide_kernel, edges_kernel  # needs Triton
@@ -143,7 +147,7 @@ class _Terms(NamedTuple):
     most: int  # terms of a sum
 
 
-class Edges:
+class WeightedEdges:
     """The edges of an automaton and log p(a token of the edge | z), for one step of the recursion.
 
     Args:
@@ -216,7 +220,7 @@ class Edges:
             result[suspect] = log_group_sums(log_terms, number[source[chosen]], len(suspect))
         return result, top
 
-    def read_from(self, state: int, before: Ahead) -> Tensor:
+    def read_from(self, state: int, before: AcceptanceTable) -> Tensor:
         """Compute one row of `read` [Z], that of an automaton state."""
         first, last = self._firsts[state : state + 2]
         places = before.row_of[self._ends[1][first:last]]

@@ -22,7 +22,7 @@ from hmmlm.checks import check_count, check_text
 from hmmlm.constrain.automaton import Automaton
 from hmmlm.constrain.constraint import Constraint, ConstraintOptions, Wanted
 from hmmlm.constrain.guide import Guide, Position
-from hmmlm.constrain.guide_cache import Guides
+from hmmlm.constrain.guide_cache import GuideCache
 from hmmlm.data.files import is_integer, write_bytes
 from hmmlm.data.hmmfolder import load_hmm
 from hmmlm.data.modelfolder import CONFIG, LANGUAGE_MODEL, as_folder, save_model
@@ -71,7 +71,7 @@ class LanguageModel(SequenceModel):
             )
         self.hmm, self.tokenizer, self.config = hmm, tokenizer, dict(config or {})
         self.folder: Path | None = None  # that it was loaded from
-        self._guides = Guides(hmm, tokenizer)
+        self._guides = GuideCache(hmm, tokenizer)
 
     def __repr__(self) -> str:
         return f"LanguageModel(states={self.hmm.states}, words={self.hmm.vocab_size}, kind={self.hmm.kind!r})"
