@@ -22,6 +22,7 @@ from helpers.browser import BROWSER
 from helpers.causal import save_causal
 from helpers.commands import python_environment
 
+from docs import modules
 from docs.record_demo import trim
 from docs.run_notebooks import NOTEBOOKS, execute
 from hmmlm.cli.main import main
@@ -139,6 +140,28 @@ def test_what_is_not_run_says_why(part: str) -> None:
 
 
 @pytest.mark.slow
+def test_the_tables_of_modules_are_current() -> None:
+    page = modules.PAGE.read_text(encoding="utf-8")
+    assert modules.written(page) == page, "run python docs/modules.py"
+
+
+def test_folders_import_only_from_those_above_them_in_the_table() -> None:
+    page, package = modules.PAGE.read_text(encoding="utf-8"), ROOT / "src" / "hmmlm"
+    table = page[page.index("| folder | subject |") :].split("\n\n")[0]
+    rooms = [name.rstrip("/") for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    found = sorted(p.name for p in package.iterdir() if p.suffix == ".py" or list(p.glob("*.py")))
+    assert sorted(rooms) == sorted({*found, "papers"} - {"__init__.py", "__main__.py"})
+    for path in package.rglob("*.py"):
+        own = path.relative_to(package).parts[0]
+        if own in rooms:
+            text = path.read_text(encoding="utf-8")
+            used = {
+                name if name in rooms else f"{name}.py" for name in re.findall(r"^\s*from hmmlm\.(\w+)", text, re.M)
+            }
+            higher = [name for name in used if rooms.index(name) > rooms.index(own)]
+            assert not higher, f"{path} imports from {higher}"
+
+
 def test_the_list_of_studies_is_printed() -> None:
     command = [sys.executable, "-m", "papers", "--list"]
     assert "chiu2020-table1" in subprocess.check_output(command, cwd=ROOT, env=python_environment(), text=True)
