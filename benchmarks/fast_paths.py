@@ -21,6 +21,7 @@ from hmmlm.constrain.automaton import containing
 from hmmlm.hmm.hmm import HMM
 from hmmlm.numerics.semirings import PROBABILITY
 from hmmlm.scan import implementations
+from hmmlm.scan.composition import map_tensors
 from hmmlm.scan.steps import Steps
 from papers.records import add_record, commit, machine
 
@@ -54,7 +55,7 @@ def learning(make: Callable[[], HMM], batch: int, length: int) -> Callable[[], C
     """Return likelihood and gradient of a model."""
 
     def prepare() -> Callable[[], Any]:
-        hmm = make().map(lambda values: values.requires_grad_())
+        hmm = map_tensors(make(), lambda values: values.requires_grad_())
         tokens = texts(batch, length)
         return lambda: hmm.log_likelihood(tokens).sum().backward()
 
@@ -155,7 +156,7 @@ PATHS = (
         "hmm/word_products.py",
         "next token, blocked, 512 states",
         asking(small, "next_token", 64, 8),
-        {"hmmlm.hmm.queries.Queries.predicts_by_block": False},
+        {"hmmlm.hmm.queries.Queries._predicts_by_block": False},
     ),
     FastPath(
         "paths in NumPy",

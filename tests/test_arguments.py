@@ -239,7 +239,7 @@ def test_wrong_arguments_of_every_public_function(tmp_path: Path, monkeypatch: p
         (lambda: HMM.union("ab"), "models must be a list, each item an HMM, not 'ab'"),
         (lambda: HMM.union([HMM.random(2, 3), 5]), r"models\[1\] must be an HMM, not 5"),
         (lambda: HMM.random(2, 3).fit([[0]], pseudocount=True), "pseudocount must be a number of at least 0, not True"),
-        (lambda: HMM(*HMM.random(2, 3).matrices(), impl="fast"), "impl must be one of 'auto', 'naive', 'scaled', "),
+        (lambda: HMM(*HMM.random(2, 3).tensors().values(), impl="fast"), "impl must be one of 'auto', 'naive', "),
         (lambda: hmmlm.load(""), "'' is no path: give that of the model's folder"),
         (lambda: hmmlm.train(out=["a"]), r"out must be a string, a path or None, not \['a'\]"),
     ],

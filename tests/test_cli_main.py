@@ -25,6 +25,7 @@ from hmmlm.lm.control import save_control
 from hmmlm.lm.lm import load
 from hmmlm.runs.checkpoint import read_checkpoint
 from hmmlm.runs.folders import saved_config
+from hmmlm.scan.composition import matrices
 
 SMALL = shlex.split(
     "--model.states 4 --batches.batch-size 4 --batches.length 8 --schedule.kind constant --schedule.warmup 0 "
@@ -67,7 +68,7 @@ def test_a_resumed_run_equals_a_longer_one(
     assert main(["train", "--resume", str(short), "--train.epochs", "2"]) == 0
     assert str(short) in capsys.readouterr().out
     resumed, straight = load(short / "final").hmm, load(trained / "final").hmm
-    assert all(torch.equal(*pair) for pair in zip(resumed.matrices(), straight.matrices(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(matrices(resumed), matrices(straight), strict=True))
 
 
 def test_eval_of_splits_and_of_a_file(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,8 @@ from hmmlm.hmm import Carry
 from hmmlm.numerics.semirings import BOOLEAN, LOG, MAX_PLUS, PROBABILITY
 from hmmlm.numerics.support import BlockSupport, Support
 from hmmlm.ops.scan import Evidence, Parameters
+from hmmlm.scan.composition import kinds_of, parameters_of, read_parts, with_tensors
+from hmmlm.scan.likelihood import joint_scan
 from hmmlm.transitions import Factored, Transition
 
 PAIRS = list(itertools.product(TRANSITIONS, EMISSIONS))
@@ -261,8 +263,8 @@ def test_queries_are_those_of_all_paths(pair: tuple[str, str], dtype: torch.dtyp
 
 def test_gradients_are_those_of_all_paths(pair: tuple[str, str]) -> None:
     hmm, weights = make(*pair, seed=7, zeros=0.2), torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    leaves = {name: value.clone().requires_grad_() for name, value in hmm.parameters().items()}
-    model = hmm.with_tensors(leaves)
+    leaves = {name: value.clone().requires_grad_() for name, value in parameters_of(hmm).items()}
+    model = with_tensors(hmm, leaves)
     got = model.scan(TOKENS, LENGTHS, restart=RESTART).log_likelihood
     given = matrices(model)
     want = torch.stack([Paths(given, own, row.tolist()).total() for own, row in zip(SEQUENCES, RESTART, strict=True)])
@@ -308,11 +310,11 @@ def test_windows_equal_the_whole(parts: list[tuple[str, str]], exact: bool) -> N
 
 def test_joint_scans_score_a_given_path(pair: tuple[str, str]) -> None:
     hmm = with_gradients(make(*pair, seed=18))
-    leaves, given = list(hmm.parameters().values()), matrices(hmm)
+    leaves, given = list(parameters_of(hmm).values()), matrices(hmm)
     drawn = hmm.posterior_sample(TOKENS, LENGTHS, generator=torch.Generator().manual_seed(0))[0]
     other = torch.randint(STATES, TOKENS.shape, generator=torch.Generator().manual_seed(1)).masked_fill(drawn < 0, -1)
     for states in (drawn, other):  # states that emit the tokens, and some that a blocked emission excludes
-        found = hmm.joint_scan(TOKENS, states, LENGTHS, restart=RESTART)
+        found = joint_scan(hmm, TOKENS, states, LENGTHS, restart=RESTART)
         rows = zip(SEQUENCES, states, RESTART.tolist(), strict=True)
         want = torch.stack([Paths(given, own, again).joint_of(z[: len(own)]) for own, z, again in rows])
         torch.testing.assert_close(found.log_likelihood, want)
@@ -327,10 +329,10 @@ def test_joint_scans_score_a_given_path(pair: tuple[str, str]) -> None:
             )
             torch.testing.assert_close(one, two)
     path = hmm.posterior_sample(TOKENS, generator=torch.Generator().manual_seed(0))[0]
-    whole, carry, total = hmm.joint_scan(TOKENS, path, restart=RESTART), None, torch.zeros(3, dtype=torch.float64)
+    whole, carry, total = joint_scan(hmm, TOKENS, path, restart=RESTART), None, torch.zeros(3, dtype=torch.float64)
     for t in range(TOKENS.shape[1]):
         here = slice(t, t + 1)
-        one = hmm.joint_scan(TOKENS[:, here], path[:, here], None, carry, RESTART[:, here])
+        one = joint_scan(hmm, TOKENS[:, here], path[:, here], None, carry, RESTART[:, here])
         carry, total = one.carry, total + one.log_likelihood
     torch.testing.assert_close(total, whole.log_likelihood)
 
@@ -384,7 +386,7 @@ def test_long_sequences_agree_with_log_space(pair: tuple[str, str]) -> None:
     close(hmm.entropy(tokens, lengths).sum(), total.sum() - expected)  # H(z | x) = log p(x) − E log p(x, z)
     path, best = hmm.viterbi(tokens, lengths)
     assert torch.equal(path >= 0, inside[..., 0])
-    close(best, hmm.to(torch.float64).joint_scan(tokens, path, lengths).log_likelihood)
+    close(best, joint_scan(hmm.to(torch.float64), tokens, path, lengths).log_likelihood)
     for row, n in enumerate(lengths):
         scores = naive.emission_scores(given.log_emission, tokens[row : row + 1, :n])[0]
         reached = given.log_start + scores[0]
@@ -398,10 +400,10 @@ def test_peaked_models_agree_in_float32_and_float64(pair: tuple[str, str], seed:
     hmm = make(*pair, seed=seed, scale=40.0, zeros=0.2).to(torch.float32)
     tokens = hmm.sample(8, 30, torch.Generator().manual_seed(seed))[0]
     tokens[:4, ::7] = torch.randint(WORDS, tokens[:4, ::7].shape, generator=torch.Generator().manual_seed(seed))
-    leaves = {name: value.clone().requires_grad_() for name, value in hmm.parameters().items()}
-    exact = {name: value.double().clone().requires_grad_() for name, value in hmm.parameters().items()}
-    got = hmm.with_tensors(leaves).scan(tokens, exact_carry=False).log_likelihood
-    double = hmm.to(torch.float64).with_tensors(exact)
+    leaves = {name: value.clone().requires_grad_() for name, value in parameters_of(hmm).items()}
+    exact = {name: value.double().clone().requires_grad_() for name, value in parameters_of(hmm).items()}
+    got = with_tensors(hmm, leaves).scan(tokens, exact_carry=False).log_likelihood
+    double = with_tensors(hmm.to(torch.float64), exact)
     want = HMM(*matrices_of(double), impl="naive").scan(tokens).log_likelihood
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-3)
     possible = want > -torch.inf
@@ -447,7 +449,7 @@ def test_impossible_sequences_are_named_and_not_counted(pair: tuple[str, str]) -
     hmm = make(*pair, seed=9)
     log_probs = hmm.emission.tensors()["log_probs"].clone()
     log_probs.select(1 if hmm.emission.kind == "categorical" else 0, 2).fill_(-torch.inf)
-    hmm = hmm.with_tensors({"emission.log_probs": log_probs})
+    hmm = with_tensors(hmm, {"emission.log_probs": log_probs})
     tokens, lengths = TOKENS[[1, 2, 0]], LENGTHS[[1, 2, 0]]  # the last two have the word 2, the longer one later
     for query in (hmm.posterior, hmm.viterbi, hmm.posterior_sample, hmm.entropy, hmm.infill, hmm.next_token):
         with pytest.raises(InputError, match=r"sequence 1 is impossible .* token 2 at position 0 "):
@@ -480,12 +482,12 @@ def test_baum_welch_raises_the_likelihood(pair: tuple[str, str]) -> None:
 
 def test_tensors_and_kinds_restore_the_model(pair: tuple[str, str]) -> None:
     hmm = make(*pair, seed=12)
-    assert set(hmm.kinds()) == {"transition.kind", "emission.kind"}
-    again = HMM.from_tensors(hmm.tensors(), hmm.kinds())
+    assert set(kinds_of(hmm)) == {"transition.kind", "emission.kind"}
+    again = HMM(*read_parts(hmm.tensors(), kinds_of(hmm)))
     for other in (again, hmm.detach(), copy.deepcopy(hmm), pickle.loads(pickle.dumps(hmm)), hmm.to(torch.float64)):
         torch.testing.assert_close(other.log_likelihood(TOKENS), hmm.log_likelihood(TOKENS), rtol=0, atol=0)
     assert hmm.to(torch.float32).log_likelihood(TOKENS).dtype == torch.float32
-    assert HMM.from_probs(hmm.log_start.exp(), hmm.transition, hmm.emission).kinds() == hmm.kinds()
+    assert kinds_of(HMM.from_probs(hmm.log_start.exp(), hmm.transition, hmm.emission)) == kinds_of(hmm)
 
 
 def test_unions_are_mixtures_of_sequences(pair: tuple[str, str]) -> None:
@@ -496,7 +498,7 @@ def test_unions_are_mixtures_of_sequences(pair: tuple[str, str]) -> None:
     share = parts / parts.sum(0)
     want = torch.cat([p[:, None, None] * m.posterior(TOKENS) for p, m in zip(share, (first, second), strict=True)], 2)
     torch.testing.assert_close(union.posterior(TOKENS), want)
-    again = HMM.from_tensors(union.tensors(), union.kinds())
+    again = HMM(*read_parts(union.tensors(), kinds_of(union)))
     torch.testing.assert_close(again.next_token(TOKENS), union.next_token(TOKENS))
     one = union.filter(TOKENS[:, :2])
     two = union.filter(TOKENS[:, 2:], carry=one.carry)
@@ -602,7 +604,7 @@ def test_samples_follow_the_model(pair: tuple[str, str]) -> None:
 
     tokens, states = hmm.sample(num, 3, torch.Generator().manual_seed(0))
     assert torch.equal(tokens, hmm.sample(num, 3, torch.Generator().manual_seed(0))[0])
-    assert (hmm.joint_scan(tokens, states).log_likelihood > -torch.inf).all()
+    assert (joint_scan(hmm, tokens, states).log_likelihood > -torch.inf).all()
     second = start @ transition
     follow(states[:, :2], (STATES, STATES), start[:, None] * transition)
     follow(torch.stack([states[:, 1], tokens[:, 1]], 1), (STATES, WORDS), second[:, None] * emission)

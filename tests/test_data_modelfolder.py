@@ -26,6 +26,7 @@ from hmmlm.hmm import HMM
 from hmmlm.lm.lm import LanguageModel
 from hmmlm.models.neural import Neural
 from hmmlm.ops import pieces
+from hmmlm.scan.composition import with_tensors
 from hmmlm.structure.blocks import Blocks
 from hmmlm.teachers.gpt import GPT, GPTShape
 from hmmlm.teachers.teacher import open_teacher
@@ -157,7 +158,7 @@ def test_rows_of_a_large_transition_matrix_are_sampled() -> None:
     for row, noticed in ((2, True), (1, False)):
         normalizer = factors["log_normalizer"].clone()
         normalizer[row] += 1
-        changed = hmm.with_tensors({"transition.log_normalizer": normalizer})
+        changed = with_tensors(hmm, {"transition.log_normalizer": normalizer})
         if noticed:
             with pytest.raises(InputError, match=r"transition from state 2 .* sums to 0\.36"):
                 changed.validate()
@@ -167,7 +168,7 @@ def test_rows_of_a_large_transition_matrix_are_sampled() -> None:
         normalizer = factors["log_normalizer"].clone()
         normalizer[1] += wrong
         with pytest.raises(InputError, match=r"transition\.log_normalizer of state 1 is .*, but u and w allow .* to "):
-            hmm.with_tensors({"transition.log_normalizer": normalizer}).validate()
+            with_tensors(hmm, {"transition.log_normalizer": normalizer}).validate()
 
 
 @pytest.mark.usefixtures("every_second_row")

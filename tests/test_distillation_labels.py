@@ -20,6 +20,8 @@ from hmmlm.hmm import HMM
 from hmmlm.models.factored import LinearConfig, MlpConfig, TransformerConfig
 from hmmlm.models.neural import Neural
 from hmmlm.models.scalar import BlockedScalar, Scalar
+from hmmlm.scan.composition import parameters_of
+from hmmlm.scan.likelihood import joint_scan
 from hmmlm.structure.blocks import Blocks
 
 
@@ -40,7 +42,7 @@ def by_hand(hmm: HMM, tokens: Tensor, states: Tensor) -> float:
 def test_the_joint_likelihood_equals_the_formula_and_sums_to_the_marginal() -> None:
     hmm, tokens = random_hmm(3, 4, seed=0), torch.randint(4, (1, 5), generator=generator())
     paths = torch.cartesian_prod(*[torch.arange(3)] * 5)
-    joint = hmm.joint_scan(tokens.expand(len(paths), -1), paths).log_likelihood
+    joint = joint_scan(hmm, tokens.expand(len(paths), -1), paths).log_likelihood
     assert float(joint[100]) == pytest.approx(by_hand(hmm, tokens[0], paths[100]))
     torch.testing.assert_close(joint.logsumexp(0), hmm.log_likelihood(tokens)[0])
 
@@ -48,17 +50,17 @@ def test_the_joint_likelihood_equals_the_formula_and_sums_to_the_marginal() -> N
 def test_windows_restarts_and_lengths_of_the_joint_likelihood() -> None:
     hmm = random_hmm(3, 4, seed=0)
     tokens, states = (torch.randint(n, (2, 7), generator=generator(n)) for n in (4, 3))
-    whole = hmm.joint_scan(tokens, states).log_likelihood
-    first = hmm.joint_scan(tokens[:, :4], states[:, :4])
-    second = hmm.joint_scan(tokens[:, 4:], states[:, 4:], carry=first.carry).log_likelihood
+    whole = joint_scan(hmm, tokens, states).log_likelihood
+    first = joint_scan(hmm, tokens[:, :4], states[:, :4])
+    second = joint_scan(hmm, tokens[:, 4:], states[:, 4:], carry=first.carry).log_likelihood
     torch.testing.assert_close(first.log_likelihood + second, whole)
     restart = torch.zeros(2, 7, dtype=torch.bool)
     restart[:, 4] = True
-    apart = first.log_likelihood + hmm.joint_scan(tokens[:, 4:], states[:, 4:]).log_likelihood
-    torch.testing.assert_close(hmm.joint_scan(tokens, states, restart=restart).log_likelihood, apart)
+    apart = first.log_likelihood + joint_scan(hmm, tokens[:, 4:], states[:, 4:]).log_likelihood
+    torch.testing.assert_close(joint_scan(hmm, tokens, states, restart=restart).log_likelihood, apart)
     ragged_tokens, ragged = tokens.clone(), states.clone()
     ragged_tokens[:, 4:], ragged[:, 4:] = -1, -1
-    short = hmm.joint_scan(ragged_tokens, ragged, torch.tensor([4, 4]))
+    short = joint_scan(hmm, ragged_tokens, ragged, torch.tensor([4, 4]))
     torch.testing.assert_close(short.log_likelihood, first.log_likelihood)
     assert torch.equal(short.carry.log_probs, first.carry.log_probs)
 
@@ -66,8 +68,8 @@ def test_windows_restarts_and_lengths_of_the_joint_likelihood() -> None:
 def test_the_gradient_of_the_joint_likelihood_is_the_counts() -> None:
     hmm = random_hmm(3, 4, seed=0)
     tokens, states = (torch.randint(n, (2, 6), generator=generator(n)) for n in (4, 3))
-    parameters = [p.requires_grad_() for p in hmm.parameters().values()]
-    joint = hmm.joint_scan(tokens, states).log_likelihood
+    parameters = [p.requires_grad_() for p in parameters_of(hmm).values()]
+    joint = joint_scan(hmm, tokens, states).log_likelihood
     start, transition, emission = torch.autograd.grad(joint.sum(), parameters)
     assert torch.equal(start, torch.bincount(states[:, 0], minlength=3).double())
     pairs = states[:, :-1] * 3 + states[:, 1:]
@@ -84,8 +86,8 @@ def test_a_blocked_model_has_the_joint_likelihood_of_its_dense_form(kind: str) -
     tokens = torch.randint(5, (3, 6), generator=generator())
     states = blocks.block_of_word[tokens] * 2 + torch.randint(2, (3, 6), generator=generator(1))
     hmm = model()
-    joint = hmm.joint_scan(tokens, states).log_likelihood
-    torch.testing.assert_close(joint, hmm.dense().joint_scan(tokens, states).log_likelihood)
+    joint = joint_scan(hmm, tokens, states).log_likelihood
+    torch.testing.assert_close(joint, joint_scan(hmm.dense(), tokens, states).log_likelihood)
     joint.sum().backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
 
@@ -97,7 +99,7 @@ def test_every_factored_model_learns_labels(config: Any) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
     for _ in range(60):
         optimizer.zero_grad()
-        loss = -model().joint_scan(tokens, states).log_likelihood.mean()
+        loss = -joint_scan(model(), tokens, states).log_likelihood.mean()
         loss.backward()
         optimizer.step()
     assert float(loss.detach()) < 1.0  # a uniform guess: 4 · log 6 + 4 · log 4
@@ -107,7 +109,7 @@ def test_every_factored_model_learns_labels(config: Any) -> None:
 def test_the_carry_of_the_joint_scan_is_the_last_label() -> None:
     tokens, labels = torch.tensor([[0, 1, 2], [1, 0, -1]]), torch.tensor([[2, 0, 1], [0, 2, -1]])
     dense = random_hmm(3, 4, seed=0, dtype=torch.float32)
-    scan = dense.joint_scan(tokens, labels, torch.tensor([3, 2]))
+    scan = joint_scan(dense, tokens, labels, torch.tensor([3, 2]))
     assert scan.carry.log_probs.exp().tolist() == [[0, 1, 0], [0, 0, 1]]
 
 
@@ -115,12 +117,12 @@ def test_the_carry_of_a_blocked_joint_scan_is_the_last_label() -> None:
     model = Neural(Blocks.from_clusters(torch.tensor([0, 1, 0, 1]), 4), hidden=4, dropout=0.5, generator=generator())
     hmm, words = model(), torch.tensor([[0, 1, 2], [1, 3, -1]])
     labels = torch.tensor([[0, 2, 1], [3, 2, -1]])
-    carry = hmm.joint_scan(words, labels, torch.tensor([3, 2])).carry
+    carry = joint_scan(hmm, words, labels, torch.tensor([3, 2])).carry
     assert carry.states is not None
     assert (carry.states * carry.log_probs.exp()).sum(1).tolist() == [1, 2]
-    following = hmm.joint_scan(words[:, :2], labels[:, :2], carry=carry).log_likelihood
-    dense_carry = hmm.dense()._carry_at(torch.tensor([1, 2]))
-    expected = hmm.dense().joint_scan(words[:, :2], labels[:, :2], carry=dense_carry).log_likelihood
+    following = joint_scan(hmm, words[:, :2], labels[:, :2], carry=carry).log_likelihood
+    dense_carry = _carry_at(hmm.dense(), torch.tensor([1, 2]))
+    expected = joint_scan(hmm.dense(), words[:, :2], labels[:, :2], carry=dense_carry).log_likelihood
     torch.testing.assert_close(following, expected)
     marginal = model.scan(words[:, :2], None, carry)  # the next phase continues from it, with dropout
     assert bool(marginal.log_likelihood.isfinite().all())

@@ -25,6 +25,7 @@ from helpers.commands import python_environment
 from docs import modules
 from docs.record_demo import trim
 from docs.run_notebooks import NOTEBOOKS, execute
+from hmmlm import HMM
 from hmmlm.cli.main import main
 from hmmlm.report import demo, page
 
@@ -160,6 +161,11 @@ def test_folders_import_only_from_those_above_them_in_the_table() -> None:
             }
             higher = [name for name in used if rooms.index(name) > rooms.index(own)]
             assert not higher, f"{path} imports from {higher}"
+
+
+def test_the_page_of_hmms_has_all_that_a_user_sees() -> None:
+    page = (ROOT / "docs" / "api" / "hmm.md").read_text(encoding="utf-8")
+    assert not [name for name in dir(HMM) if name[0] != "_" and not re.search(rf"\b{name}\b", page)]
 
 
 def test_the_list_of_studies_is_printed() -> None:

@@ -29,6 +29,7 @@ from hmmlm.explorer.layout import embed
 from hmmlm.hmm import HMM
 from hmmlm.lm.lm import LanguageModel
 from hmmlm.report.explain import explain_states
+from hmmlm.scan.likelihood import joint_scan
 from hmmlm.transitions import LowRank
 
 ROOT = Path(__file__).parent.parent
@@ -242,7 +243,7 @@ def test_samples_are_those_of_the_model(explorer: Explorer) -> None:
     for sample in found["samples"]:
         assert [token["new"] for token in sample["tokens"]][:2] == [False, True]
         tokens, path = ([token[name] for token in sample["tokens"]] for name in ("id", "state"))
-        joint = lm.hmm.joint_scan(torch.tensor([tokens]), torch.tensor([path]))
+        joint = joint_scan(lm.hmm, torch.tensor([tokens]), torch.tensor([path]))
         assert joint.log_likelihood.isfinite().all()
     assert found["log_prob_accept"] is None and answer(explorer, "generate", {})["seed"] >= 0
 

@@ -12,6 +12,7 @@ from helpers.oracle import random_blocked_hmm, random_hmm, single_block
 import hmmlm
 from hmmlm import HMM, InputError, padded
 from hmmlm.ops.common import Carry
+from hmmlm.scan.composition import map_tensors
 
 
 def test_kernels_without_a_gpu_are_named() -> None:
@@ -37,7 +38,7 @@ def test_the_choice_of_an_implementation_is_explained() -> None:
     blocked = single_block(dense)
     chosen, refused = blocked.implementation([[0, 1]])
     assert chosen == "tiles" and refused["scaled"] == "the model is factored × blocked"
-    blocked = blocked.map(lambda values: values.clone().requires_grad_())
+    blocked = map_tensors(blocked, lambda values: values.clone().requires_grad_())
     chosen, refused = blocked.implementation([[0, 1]])
     assert chosen == "generic" and refused["tiles"] == "it has no gradient"
     assert refused["blocked"] == "needs tensors on a GPU, not on cpu"

@@ -15,6 +15,7 @@ from hmmlm.hmm import HMM, Carry
 from hmmlm.hmm.word_products import WordProducts
 from hmmlm.numerics.semirings import LOG
 from hmmlm.ops import pieces
+from hmmlm.scan.composition import kinds_of, read_parts, with_tensors
 from hmmlm.transitions import Factored
 
 V, BLOCKS, K, H = 9, 3, 4, 5
@@ -101,10 +102,10 @@ def test_bad_parameters_are_named() -> None:
     ]
     for name, value, message in wrong:
         with pytest.raises(InputError, match=message):
-            make().with_tensors({name: value})
+            with_tensors(make(), {name: value})
     wide = given | {"emission.log_probs": torch.zeros(V, 5, dtype=torch.float64)}
     with pytest.raises(InputError, match=r"12 states do not divide into blocks of 5, the width of emission.log_probs"):
-        HMM.from_tensors(wide, make().kinds())
+        HMM(*read_parts(wide, kinds_of(make())))
     with pytest.raises(InputError, match="transition must be a Transition, not"):
         HMM(given["log_start"], make().emission, make().emission)  # type: ignore[arg-type]
 
@@ -117,7 +118,7 @@ def test_distributions_that_do_not_sum_to_one_are_named() -> None:
         ("transition.log_normalizer", "transition.log_normalizer of state 0 is .* normalize it first"),
     ]:
         with pytest.raises(InputError, match=message):
-            make().with_tensors({name: given[name] + 7}).validate()
+            with_tensors(make(), {name: given[name] + 7}).validate()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

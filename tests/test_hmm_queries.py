@@ -84,7 +84,7 @@ def test_a_step_of_little_mass_is_computed_in_log_space() -> None:
     transition = torch.tensor([[1.0, 1e-24, 1e-28], [1e-24, 1.0, 1e-28], [1e-20, 1e-24, 1.0]])
     emission = torch.tensor([[1.0, 1e-25, 1e-3], [1.0, 2e-36, 1.0], [1e-20, 1.0, 1e-3]])
     hmm, tokens = HMM(start.log(), transition.log(), emission.log()), torch.tensor([[0, 1] + [2] * 8])
-    exact = HMM(*(p.double() for p in hmm.parameters().values()))
+    exact = HMM(*(p.double() for p in hmm.tensors().values()))
     want = exact.token_log_probs(tokens)
     torch.testing.assert_close(hmm.token_log_probs(tokens).double(), want, rtol=1e-5, atol=1e-4)
 

@@ -197,9 +197,9 @@ def test_triton_graphs_are_replayed_in_and_outside_inference_mode(first: bool, r
 @outside_interpreter
 def test_a_model_with_recorded_scans_is_copied_without_them() -> None:
     hmm = HMM(*make_parameters())
-    kept = hmm.recorded_scans
+    kept = RecordedScans.of(hmm)
     other = copy.deepcopy(hmm)
-    assert other.recorded_scans is not kept and isinstance(other.recorded_scans, RecordedScans)
+    assert RecordedScans.of(other) is not kept is RecordedScans.of(hmm)
     assert torch.equal(other.log_start, hmm.log_start)
 
 

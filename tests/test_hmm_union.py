@@ -8,7 +8,7 @@ from hmmlm.emissions import UnionEmission
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.ops import pieces
-from hmmlm.scan.composition import layout
+from hmmlm.scan.composition import kinds_of, layout, parameters_of, read_parts
 from hmmlm.scan.union_scan import Segments
 from hmmlm.transitions import BlockDiagonal
 
@@ -43,11 +43,11 @@ def test_components_and_weights_follow_from_the_start_distribution(union: HMM) -
 
 
 def test_tensors_of_a_file(union: HMM) -> None:
-    tensors, kinds = union.tensors(), union.kinds()
+    tensors, kinds = union.tensors(), kinds_of(union)
     dims, indices = layout(kinds)
     assert dims.keys() == tensors.keys()
     assert indices == ["emission.0.block_of_word", "emission.1.block_of_word"]
-    again = HMM.from_tensors(tensors, kinds)
+    again = HMM(*read_parts(tensors, kinds))
     again.validate()
     tokens = torch.tensor([[0, 1, 2, 3, 4, 5]])
     assert torch.equal(again.log_likelihood(tokens), union.log_likelihood(tokens))
@@ -69,7 +69,7 @@ def test_mistakes(union: HMM) -> None:
 
 
 def test_files_of_unions_that_are_wrong_are_named(union: HMM) -> None:
-    tensors, kinds = union.tensors(), union.kinds()
+    tensors, kinds = union.tensors(), kinds_of(union)
     with pytest.raises(InputError, match=r"transition.0.kind is 'odd'; this hmmlm reads dense, factored"):
         layout(kinds | {"transition.0.kind": "odd"})
     with pytest.raises(InputError, match=r"emission.2.kind is 'odd'; this hmmlm reads categorical, blocked"):
@@ -77,15 +77,15 @@ def test_files_of_unions_that_are_wrong_are_named(union: HMM) -> None:
     with pytest.raises(InputError, match=r"emission.kind is None; this hmmlm reads"):
         layout({name: kind for name, kind in kinds.items() if name.startswith("transition")})
     with pytest.raises(InputError, match=r"2 components with emission.kind, 3 with the other kind"):
-        HMM.from_tensors(tensors, {name: kind for name, kind in kinds.items() if name != "emission.2.kind"})
+        HMM(*read_parts(tensors, {name: kind for name, kind in kinds.items() if name != "emission.2.kind"}))
     with pytest.raises(InputError, match=r"it needs the kinds of its components, transition\.0\.kind"):
-        HMM.from_tensors(tensors, {name: kind for name, kind in kinds.items() if ".0." not in name})
+        HMM(*read_parts(tensors, {name: kind for name, kind in kinds.items() if ".0." not in name}))
     broken = tensors | {"emission.2.log_probs": tensors["emission.2.log_probs"] + 1}
     with pytest.raises(InputError, match=r"component 2: emission.log_probs row 0 sums to"):
-        HMM.from_tensors(broken, kinds).validate()
+        HMM(*read_parts(broken, kinds)).validate()
     broken = tensors | {"log_start": tensors["log_start"] + 1}
     with pytest.raises(InputError, match="log_start sums to"):
-        HMM.from_tensors(broken, kinds).validate()
+        HMM(*read_parts(broken, kinds)).validate()
 
 
 def test_parts_that_do_not_fit_each_other_are_named() -> None:
@@ -133,5 +133,5 @@ def test_an_impossible_segment_leaves_no_gradient_of_the_others(impossible: int)
     tokens[0, impossible] = 2
     total = union.scan(tokens, restart=torch.tensor([[False, False, True, False]])).log_likelihood
     assert total.item() == -torch.inf
-    for gradient in torch.autograd.grad(total.sum(), list(union.parameters().values()), materialize_grads=True):
+    for gradient in torch.autograd.grad(total.sum(), list(parameters_of(union).values()), materialize_grads=True):
         assert bool((gradient == 0).all())

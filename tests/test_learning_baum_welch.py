@@ -16,6 +16,7 @@ from hmmlm.hmm import HMM
 from hmmlm.learning.baum_welch import RunningCounts, maximize
 from hmmlm.learning.learners import BaumWelchLearner, StepResult
 from hmmlm.models.scalar import Scalar
+from hmmlm.scan.composition import matrices
 
 
 def expected_counts(hmm: HMM, tokens: Tensor, lengths: Tensor | None = None) -> dict[str, Tensor]:
@@ -24,7 +25,7 @@ def expected_counts(hmm: HMM, tokens: Tensor, lengths: Tensor | None = None) -> 
 
 
 def tables(hmm: HMM) -> dict[str, Tensor]:
-    return dict(zip(("start", "transition", "emission"), hmm.matrices(), strict=True))
+    return dict(zip(("start", "transition", "emission"), matrices(hmm), strict=True))
 
 
 def em_step(hmm: HMM, tokens: Tensor, lengths: Tensor | None = None, step: float = 1.0) -> HMM:
@@ -176,7 +177,7 @@ def test_a_recorded_e_step_learns_like_the_eager_one(full_batch: bool) -> None:
             tokens = torch.randint(0, 5, (size, 6), generator=generator)
             learner.step(Batch(tokens, None, None, False, last=number in (2, 5)), None, 0.5)
         assert bool(kept) == recorded
-        return [p.detach() for p in learner.model().parameters().values()]
+        return [p.detach() for p in learner.model().tensors().values()]
 
     for eager, recorded in zip(learn(False), learn(True), strict=True):
         torch.testing.assert_close(recorded, eager)

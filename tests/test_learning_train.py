@@ -30,6 +30,7 @@ from hmmlm.models.scalar import Scalar
 from hmmlm.ops.scan import Evidence
 from hmmlm.runs.checkpoint import read_checkpoint
 from hmmlm.scan import implementations
+from hmmlm.scan.composition import matrices
 
 CHUNKS: dict[str, Any] = {"kind": "chunks", "batch_size": 16, "length": 12}
 STEADY: dict[str, Any] = {"kind": "constant", "warmup": 0}
@@ -82,7 +83,7 @@ def test_adamw_equals_a_plain_loop(tmp_path: Path) -> None:
         for batch in make_batches(config, data, "train").epoch(epoch):
             before = carry[: len(batch.tokens)] if batch.carry else None
             evidence = Evidence(batch.tokens, batch.lengths, before, batch.restart)
-            result = scan(plain().matrices(), evidence, "naive")
+            result = scan(matrices(plain()), evidence, "naive")
             carry = result.carry.log_probs
             count = int((batch.tokens >= 0).sum())
             adamw.zero_grad()
@@ -112,7 +113,7 @@ def test_full_batch_baum_welch_is_em_over_the_corpus(tmp_path: Path) -> None:
     for _ in range(6):
         counts = hmm.expected_counts(tokens)
         losses.append(-counts.log_likelihood.item() / tokens.numel())
-        tables = dict(zip(("start", "transition", "emission"), hmm.matrices(), strict=True))
+        tables = dict(zip(("start", "transition", "emission"), matrices(hmm), strict=True))
         hmm = hmmlm.HMM(*maximize(counts._asdict(), tables).values())
     assert [record["loss"] for record in records(tmp_path / "run", "train")] == pytest.approx(losses, rel=1e-5)
     assert all(a >= b for a, b in pairwise(losses))

@@ -27,6 +27,7 @@ from hmmlm.lm.control import load_control, save_control
 from hmmlm.lm.generation import SamplingOptions, invert, sample_continuations
 from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.ops import pieces
+from hmmlm.scan.composition import matrices
 from hmmlm.transitions import Factored
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "dog", "sat", "ran", "."]
@@ -57,7 +58,7 @@ def test_a_saved_model_is_loaded_unchanged(tmp_path: Path, dtype: torch.dtype) -
     lm = LanguageModel(random_hmm(dtype=dtype), WordTokenizer(WORDS, lowercase=True), {"data": "x", "n": [1, 2.5]})
     lm.save(tmp_path / "deep" / "model")
     again = load(tmp_path / "deep" / "model")
-    for before, after in zip(lm.hmm.matrices(), again.hmm.matrices(), strict=True):
+    for before, after in zip(matrices(lm.hmm), matrices(again.hmm), strict=True):
         assert after.dtype == dtype
         assert torch.equal(before, after)
     assert again.config == lm.config
@@ -463,7 +464,7 @@ def test_control_layout_round_trip(tmp_path: Path) -> None:
     torch.testing.assert_close(tensors["gamma"].exp().sum(), torch.tensor(1.0))
     again, config = load_control(tmp_path)
     assert config == {"hidden_states": 5, "vocab_size": len(WORDS), "eos_token_id": 1}
-    for before, after in zip(hmm.matrices(), again.matrices(), strict=True):
+    for before, after in zip(matrices(hmm), matrices(again), strict=True):
         torch.testing.assert_close(before, after)
 
 

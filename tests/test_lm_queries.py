@@ -178,7 +178,7 @@ def test_states_are_viterbi_states_with_their_posteriors(kind: str, reading: str
 @pytest.mark.parametrize("reading", ["lines", "one stream"])
 def test_embeddings_are_long_run_frequencies(kind: str, reading: str) -> None:
     lm = make_lm(kind, reading)
-    start, transition, emission = (p.exp() for p in lm.hmm.dense().parameters().values())
+    start, transition, emission = (p.exp() for p in lm.hmm.dense().tensors().values())
     state, joint = start, torch.zeros(len(WORDS), 4, dtype=torch.float64)
     for _ in range(20_000):  # the distribution of (word, state), step by step
         here = state[:, None] * emission

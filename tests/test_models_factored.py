@@ -25,6 +25,7 @@ from hmmlm.models.factored import Factored, LinearConfig, MlpConfig, Transformer
 from hmmlm.models.networks import CHIU_RUSH_2020, CHIU_RUSH_2025, Mlp, MlpForm, Residual, Transformer, default_heads
 from hmmlm.models.scalar import Scalar
 from hmmlm.runs.history import read_history
+from hmmlm.scan.composition import matrices
 
 STATES, WORDS, WIDTH = 6, 9, 8
 
@@ -95,7 +96,7 @@ def test_with_nothing_factored_it_is_the_scalar_model() -> None:
     assert {name: p.shape for name, p in model.named_parameters()} == {
         name: p.shape for name, p in scalar.named_parameters()
     }
-    for mine, other in zip(model().matrices(), scalar().matrices(), strict=True):
+    for mine, other in zip(matrices(model()), matrices(scalar()), strict=True):
         assert torch.equal(mine, other)
 
 

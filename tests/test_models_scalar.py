@@ -41,7 +41,7 @@ def test_forward_returns_assigned_probabilities_including_zeros() -> None:
     hmm.emission.log_probs[1] = torch.tensor([0.25, 0.0, 0.75, 0.0], dtype=torch.float64).log()
     model = Scalar(3, 4).double()
     model.assign(hmm)
-    for made, given in zip(model().parameters().values(), hmm.parameters().values(), strict=True):
+    for made, given in zip(model().tensors().values(), hmm.tensors().values(), strict=True):
         torch.testing.assert_close(made, given, rtol=0, atol=1e-14)
 
 

@@ -22,7 +22,7 @@ from hmmlm.transitions import Factored
 def test_stationary_distribution_is_invariant() -> None:
     generator = torch.Generator().manual_seed(0)
     hmm = HMM(*((2 * torch.randn(s, generator=generator)).log_softmax(-1) for s in ((7,), (7, 7), (7, 3))))
-    start, transition, _ = (log_probs.double().exp() for log_probs in hmm.parameters().values())
+    start, transition, _ = (log_probs.double().exp() for log_probs in hmm.tensors().values())
     mass = stationary(start, transition)
     torch.testing.assert_close(mass @ transition, mass, atol=1e-6, rtol=0)
     assert float(mass.sum()) == pytest.approx(1)

@@ -11,6 +11,7 @@ import hmmlm
 from benchmarks.peers import Task, Tasks
 from benchmarks.problem import Problem
 from hmmlm.learning.baum_welch import maximize
+from hmmlm.scan.composition import matrices
 
 VERSION = hmmlm.__version__
 DTYPE = "float32"
@@ -38,9 +39,9 @@ def tasks(problem: Problem) -> Tasks:
         return leaves[1].grad
 
     def em() -> hmmlm.HMM:
-        matrices = fixed.matrices()
-        assert matrices is not None
-        tables = dict(zip(("start", "transition", "emission"), matrices, strict=True))
+        found = matrices(fixed)
+        assert found is not None
+        tables = dict(zip(("start", "transition", "emission"), found, strict=True))
         return hmmlm.HMM(*maximize(fixed.expected_counts(tokens)._asdict(), tables).values())
 
     return {

@@ -14,6 +14,8 @@ from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.hmm import HMM, Carry
 from hmmlm.lm.lm import LanguageModel
 from hmmlm.ops import pieces
+from hmmlm.scan.composition import parameters_of
+from hmmlm.scan.likelihood import joint_scan
 
 WORDS = 30
 CLOSE = {torch.float32: {"rtol": 1e-3, "atol": 3e-4}, torch.float64: {"rtol": 1e-8, "atol": 1e-9}}
@@ -66,7 +68,7 @@ def test_queries_agree_with_the_cpu(
     sizes = torch.full((5,), 12) if lengths is None else lengths
     inside = torch.arange(12) < sizes[:, None]
     assert torch.equal(path.cpu() >= 0, inside)
-    scored = exact.joint_scan(tokens.masked_fill(~inside, -1), path.cpu(), sizes).log_likelihood
+    scored = joint_scan(exact, tokens.masked_fill(~inside, -1), path.cpu(), sizes).log_likelihood
     torch.testing.assert_close(scored, log_prob.double().cpu(), **CLOSE[dtype])
 
 
@@ -76,7 +78,7 @@ def test_samples_on_the_gpu_follow_the_model(kind: str, device: torch.device) ->
     there, generator = hmm.to(device), torch.Generator(device).manual_seed(1)
     tokens, states = there.sample(num, 3, generator)
     assert tokens.device.type == states.device.type == device.type
-    assert bool(hmm.joint_scan(tokens.cpu(), states.cpu()).log_likelihood.isfinite().all())
+    assert bool(joint_scan(hmm, tokens.cpu(), states.cpu()).log_likelihood.isfinite().all())
     marginal, transition, emission = (p.double().exp() for p in matrices(hmm))
     for t in range(3):
         for drawn, expected in ((states, marginal), (tokens, marginal @ emission)):
@@ -108,7 +110,7 @@ def test_scans_agree_with_the_cpu(kind: str, device: torch.device) -> None:
             for i, model in enumerate((hmm, there)):
                 own = [x[:, window].to(model.device) for x in (tokens, states, restart)]
                 if joint:
-                    result = model.joint_scan(own[0], own[1], None, carries[i], own[2])
+                    result = joint_scan(model, own[0], own[1], None, carries[i], own[2])
                 else:
                     result = model.scan(own[0], None, carries[i], own[2])
                 carries[i] = result.carry
@@ -131,7 +133,7 @@ def test_gradients_of_the_log_likelihood_agree_with_the_cpu(kind: str, device: t
             found = []
             for where, dtype in ((device, torch.float32), (torch.device("cpu"), torch.float64)):
                 model = with_gradients(hmm.to(where, dtype))
-                total, leaves = model.log_likelihood(tokens, lengths).sum(), list(model.parameters().values())
+                total, leaves = model.log_likelihood(tokens, lengths).sum(), list(parameters_of(model).values())
                 gradients = torch.autograd.grad(total, leaves, materialize_grads=True, allow_unused=True)
                 found.append([g.double().cpu() for g in gradients])
             for got, want in zip(*found, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hmmlm.hmm import HMM, Carry
 from hmmlm.ops.scan import Evidence
-from hmmlm.scan.recorded_scan import EAGER
+from hmmlm.scan.recorded_scan import EAGER, RecordedScans
 
 WORDS, BATCH, LENGTH = 500, 16, 8
 
@@ -29,7 +29,7 @@ def draw(number: int, device: torch.device) -> Tensor:
 
 
 def graphs(hmm: HMM) -> int:
-    return sum(shape.graph is not None for shape in hmm.recorded_scans._shapes.values())
+    return sum(shape.graph is not None for shape in RecordedScans.of(hmm)._shapes.values())
 
 
 @pytest.mark.parametrize("states", [200, 2080])

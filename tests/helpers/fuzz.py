@@ -23,9 +23,12 @@ from hmmlm.constrain.guide import Guide
 from hmmlm.emissions import Blocked, Categorical, Emission, UnionEmission
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Counts
+from hmmlm.hmm.hmm import side_by_side
 from hmmlm.ops import pieces
 from hmmlm.ops.common import Carry, Impl, Scan, logsumexp
+from hmmlm.scan.composition import parameters_of
 from hmmlm.scan.generic_scan import generic_scan
+from hmmlm.scan.likelihood import joint_scan
 from hmmlm.transitions import (
     BlockDiagonal,
     Dense,
@@ -225,7 +228,7 @@ class Fuzz:
     def _gradients(self, name: str, model: HMM, log_likelihood: Tensor, paths: list[Paths]) -> None:
         """Compare the gradient of a weighted sum of log-likelihoods with the expected counts."""
         weight = torch.from_numpy(self.rng.normal(size=len(paths))).to(log_likelihood)
-        leaves = model.parameters()
+        leaves = parameters_of(model)
         inputs = list(leaves.values())
         gradients = torch.autograd.grad(log_likelihood, inputs, weight, allow_unused=True, materialize_grads=True)
         total = [np.zeros_like(p) for p in self.truth[:3]]
@@ -436,7 +439,7 @@ class Fuzz:
         states = torch.from_numpy(rng.integers(hmm.states, size=tuple(batch.tokens.shape))).to(self.device)
         if batch.lengths is not None:
             states = states.masked_fill(torch.arange(states.shape[1], device=self.device) >= batch.lengths[:, None], -1)
-        joint = hmm.joint_scan(batch.tokens, states, batch.lengths, None, batch.restart).log_likelihood
+        joint = joint_scan(hmm, batch.tokens, states, batch.lengths, None, batch.restart).log_likelihood
         for b, own in enumerate(self._paths(batch, restart=True)):
             self.agree("joint_scan", joint[b], own.log_joint_of(states[b, : len(own.tokens)].tolist()))
 
@@ -515,7 +518,7 @@ class UnionFuzz(Fuzz):
             parts.append(self._pair(parts[0].vocab_size))
         weights = self._tensor(self._log_rows((len(parts),)))
         log_start = torch.cat([part.log_start + weight for part, weight in zip(parts, weights, strict=True)])
-        return HMM.side_by_side(log_start, parts)
+        return side_by_side(log_start, parts)
 
 
 def is_matrix(part: Transition | Emission) -> bool:
@@ -527,7 +530,7 @@ def is_matrix(part: Transition | Emission) -> bool:
 def exact_leaves(part: Transition | Emission) -> tuple[dict[str, Tensor], Tensor]:
     """Return the parameters of a transition or an emission in float64 on the CPU, and its matrix, made of them."""
     exact = part.to("cpu", torch.float64)
-    leaves = {name: value.detach().clone().requires_grad_() for name, value in exact.parameters().items()}
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in parameters_of(exact).items()}
     return leaves, exact.replace(leaves).dense()
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from hmmlm.emissions import Blocked, Emission
 from hmmlm.hmm import HMM
 from hmmlm.ops.scan import Parameters
+from hmmlm.scan import composition
+from hmmlm.scan.composition import parameters_of, with_tensors
 from hmmlm.transitions import Factored
 
 NEG_INF = -torch.inf
@@ -76,14 +78,14 @@ def single_block(hmm: HMM) -> HMM:
 
 def matrices(hmm: HMM) -> Parameters:
     """Return the log-probabilities of any HMM as a vector and two matrices."""
-    found = hmm.dense().matrices()
+    found = composition.matrices(hmm.dense())
     assert found is not None
     return found
 
 
 def with_gradients(hmm: HMM) -> HMM:
     """Return a copy of a model with parameters that require gradients."""
-    return hmm.with_tensors({name: p.detach().clone().requires_grad_() for name, p in hmm.parameters().items()})
+    return with_tensors(hmm, {name: p.detach().clone().requires_grad_() for name, p in parameters_of(hmm).items()})
 
 
 def by_state(emission: Emission, counts: Tensor) -> Tensor:

@@ -23,13 +23,14 @@ from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import restrict
 from hmmlm.ops.common import NEG_INF, installed, logsumexp, without_autocast
 from hmmlm.ops.pieces import MOST, at_once, fits
+from hmmlm.scan.composition import matrices
 from hmmlm.scan.lattice import condition
 
 
 def has_kernels(hmm: HMM) -> bool:
     """Return whether the GPU kernels of constraints serve a model."""
     there = hmm.device.type == "cuda" or "TRITON_INTERPRET" in os.environ
-    return hmm.matrices() is not None and there and hmm.dtype == torch.float32 and installed("triton")
+    return matrices(hmm) is not None and there and hmm.dtype == torch.float32 and installed("triton")
 
 
 class Targets:

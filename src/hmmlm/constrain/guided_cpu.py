@@ -18,6 +18,7 @@ from hmmlm.emissions import Categorical
 from hmmlm.hmm.hmm import HMM
 from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.underflow import FLOOR, least_sum
+from hmmlm.scan.composition import matrices
 from hmmlm.transitions import Dense
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 def cpu_matrices(hmm: HMM) -> tuple[Dense, Categorical] | None:
     """Return the transition and the emission of a model of two matrices on a CPU; None for others."""
-    there = hmm.matrices() is not None and hmm.device.type == "cpu"
+    there = matrices(hmm) is not None and hmm.device.type == "cpu"
     return (hmm.transition, hmm.emission) if there else None  # type: ignore[return-value]
 
 

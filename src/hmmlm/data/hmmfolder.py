@@ -22,7 +22,7 @@ from hmmlm.data.modelfolder import (
 from hmmlm.data.tensorfiles import check_checksum
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.scan.composition import layout
+from hmmlm.scan.composition import layout, read_parts
 
 
 def load_hmm(path: Path) -> tuple[ModelFolder, HMM]:
@@ -43,7 +43,7 @@ def load_hmm(path: Path) -> tuple[ModelFolder, HMM]:
     require_dtype(file, tensors, indices, torch.int64)
     require_dtype(file, tensors, [n for n in needed if n not in indices], torch.float32, torch.float64)
     try:
-        hmm = HMM.from_tensors(tensors, kinds)
+        hmm = HMM(*read_parts(tensors, kinds))
         if hmm.states != states:
             raise InputError(f"{hmm.states} states, {CONFIG} has {states}: files of two models are mixed")
         hmm.validate()

@@ -18,6 +18,7 @@ from hmmlm.numerics.distributions import check_distributions
 from hmmlm.ops.common import NEG_INF, Carry, Impl, Scan
 from hmmlm.ops.maximize_rows import maximize_rows
 from hmmlm.ops.pieces import at_once
+from hmmlm.scan.composition import matrices, parameters_of, with_parts
 from hmmlm.scan.implementations import Choice, Problem, choose
 from hmmlm.transitions import BlockDiagonal, Transition
 
@@ -96,13 +97,7 @@ class HMM(Queries):
             raise InputError(f"{len(given)} weights for {len(models)} models: give one for each")
         check_distributions(torch.tensor(given, dtype=torch.float64).log(), "weights")
         starts = [model.log_start + model.log_start.new_tensor(w).log() for model, w in zip(models, given, strict=True)]
-        return cls.side_by_side(torch.cat(starts), [part for model in models for part in model.components])
-
-    @classmethod
-    def side_by_side(cls, log_start: Tensor, models: Sequence[HMM]) -> HMM:
-        """Return the union of models with a start distribution over all states [Z]."""
-        transition = BlockDiagonal([model.transition for model in models])
-        return cls(log_start, transition, UnionEmission([model.emission for model in models]))
+        return side_by_side(torch.cat(starts), [part for model in models for part in model.components])
 
     @classmethod
     def from_hmmlearn(cls, model: Any) -> HMM:
@@ -136,7 +131,7 @@ class HMM(Queries):
             "kind": self.kind,
             "states": f"{self.states:,}",
             "words": f"{self.vocab_size:,}",
-            "parameters": f"{sum(value.numel() for value in self.parameters().values()):,}",
+            "parameters": f"{sum(value.numel() for value in parameters_of(self).values()):,}",
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
         }
@@ -171,9 +166,9 @@ class HMM(Queries):
 
     def _to_arrays(self) -> list[np.ndarray]:
         """Return the three matrices in float64, with rows that sum to one exactly."""
-        matrices = self.detach().dense().matrices()
-        assert matrices is not None
-        return [log_probs.double().softmax(-1).cpu().numpy() for log_probs in matrices]
+        found = matrices(self.detach().dense())
+        assert found is not None
+        return [log_probs.double().softmax(-1).cpu().numpy() for log_probs in found]
 
     # --- likelihood and expected counts ---
 
@@ -236,12 +231,19 @@ class HMM(Queries):
             if float(log_likelihood) - before < tolerance * total:
                 break
             before = float(log_likelihood)
-            model = model.replace(
+            model = with_parts(
+                model,
                 maximize_rows(start, model.log_start, pseudocount),
                 model.transition.maximize(_by_name(transition, model.transition), pseudocount),
                 model.emission.maximize(_by_name(emission, model.emission), pseudocount),
             )
         return model
+
+
+def side_by_side(log_start: Tensor, models: Sequence[HMM]) -> HMM:
+    """Return the union of models with a start distribution over all states [Z]."""
+    transition = BlockDiagonal([model.transition for model in models])
+    return HMM(log_start, transition, UnionEmission([model.emission for model in models]))
 
 
 def _by_name(counts: Any, part: Transition | Emission) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ from hmmlm.hmm.sampling import draw, draw_paths
 from hmmlm.hmm.word_products import WordProducts
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import BlockSupport, Support, first_rows, restrict, some_rows, state_ids
-from hmmlm.ops.common import NEG_INF, Carry, Scan, finite, logsumexp, without_autocast
+from hmmlm.ops.common import NEG_INF, Carry, finite, logsumexp, without_autocast
 from hmmlm.ops.pieces import at_once
 from hmmlm.scan.composition import Composition
 from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, condition, endings
@@ -220,7 +220,7 @@ class Queries(Composition):
         result = torch.empty(len(lattice.batch.tokens), self.vocab_size, dtype=self.dtype, device=self.device)
         for t, ending in endings(lattice.batch):
             source = some_rows(lattice.supports[t], ending)
-            result[ending] = model.predict(lattice.filtered[t][ending], source)
+            result[ending] = model._predict(lattice.filtered[t][ending], source)
         return lattice.batch.unsort(result)
 
     @torch.no_grad()
@@ -235,7 +235,7 @@ class Queries(Composition):
             for row, t, log_filtered, support in lattice.take(lattice.filtered, range(len(following)), following):
                 order = support.blocks.argsort() if isinstance(support, BlockSupport) else torch.arange(len(row))
                 for piece in order.to(row.device).split(at_once(self.vocab_size, 2**18)):
-                    log_probs = model.predict(log_filtered[piece], some_rows(support, piece))
+                    log_probs = model._predict(log_filtered[piece], some_rows(support, piece))
                     sequence, step = row[piece], t[piece] + first + 1
                     observed = log_probs.gather(1, batch.tokens[sequence, step, None].clamp(min=0))[:, 0]
                     possible = log_filtered[piece].amax(1) > NEG_INF
@@ -346,50 +346,17 @@ class Queries(Composition):
             around[begins[t - 1] + row] += model.transition.backward_step(LOG, own, None, target)
         return around.log_softmax(1)
 
-    def joint_scan(
-        self,
-        tokens: Tensor,
-        states: Tensor,
-        lengths: Tensor | None = None,
-        carry: Carry | None = None,
-        restart: Tensor | None = None,
-    ) -> Scan:
-        """Compute log P(O, S) = log π(s_1) + Σ log A(s_t−1, s_t) + Σ log O(s_t, o_t) [B] for tokens and states [B, T].
-
-        Differentiable; nothing is checked. Positions with state −1 (beyond a length) add nothing. A carry continues
-        from its most likely state; the returned carry has probability one at the last states.
-        """
-        known, to = states >= 0, states.clamp(min=0)
-        first = torch.zeros_like(known) if restart is None else restart.clone()
-        first[:, 0] |= carry is None
-        origin = torch.cat([to[:, :1] if carry is None else carry.most_likely()[:, None], to[:, :-1]], 1)
-        started = self.log_start.index_select(0, to.flatten()).view_as(states)
-        moved = self.transition.log_entries(origin.flatten(), to.flatten()).view_as(states)
-        emitted = self.emission.log_entries(to.flatten(), tokens.clamp(min=0).flatten()).view_as(states)
-        entered = torch.where(first, started, moved)
-        log_likelihood = (entered + emitted.masked_fill(tokens < 0, 0.0)).masked_fill(~known, 0.0).sum(1)
-        last = torch.full_like(to[:, :1], to.shape[1] - 1) if lengths is None else lengths[:, None] - 1
-        return Scan(log_likelihood, self._carry_at(to.gather(1, last)[:, 0]))
-
-    def _carry_at(self, states: Tensor) -> Carry:
-        """Return the carry of chains that are known to be in `states` [n]."""
-        every = torch.arange(self.states, device=self.device)
-        if isinstance(self.emission, Blocked):
-            every = every.view(self.emission.num_blocks, -1)[states // self.emission.width]
-            return Carry((every == states[:, None]).double().log(), every)
-        return Carry((every == states[:, None]).double().log())
-
     @torch.no_grad()
-    def predict(self, log_probs: Tensor, source: Support = None) -> Tensor:
+    def _predict(self, log_probs: Tensor, source: Support = None) -> Tensor:
         """Compute log p(next token = v) [n, V] for distributions log_probs [n, K] over the present states."""
         model = self.detach()
         if isinstance(model.transition, BlockDiagonal):
             parts = zip(model.components, model.transition.split(log_probs, source), strict=True)
             found = [(logsumexp(own, 1)[:, None], part, own, inner) for part, (own, inner) in parts]
             return torch.stack(
-                [part.predict(own - finite(mass), inner) + mass for mass, part, own, inner in found]
+                [part._predict(own - finite(mass), inner) + mass for mass, part, own, inner in found]
             ).logsumexp(0)
-        if not model.predicts_by_block or not isinstance(source, BlockSupport) or source.wide:
+        if not model._predicts_by_block or not isinstance(source, BlockSupport) or source.wide:
             return model.emission.word_log_probs(model.transition.forward_step(LOG, log_probs, source))
         blocks, group = source.blocks.unique(return_inverse=True)
         result = torch.empty(len(log_probs), self.vocab_size, dtype=self.dtype, device=self.device)
@@ -399,7 +366,7 @@ class Queries(Composition):
         return result
 
     @property
-    def predicts_by_block(self) -> bool:
+    def _predicts_by_block(self) -> bool:
         """Whether the states of a block share a matrix of their next words, which is kept for later calls."""
         return isinstance(self.transition, TiledTransition) and isinstance(self.emission, Blocked)
 

@@ -39,7 +39,7 @@ class Reader:
 
     def next_tokens(self) -> Tensor:
         """Compute log p(next token = v) [n, V]."""
-        return self.hmm.predict(self.log_filtered, self.support)
+        return self.hmm._predict(self.log_filtered, self.support)
 
     def states(self, index: Tensor) -> Tensor:
         """Return the states at positions `index` [n] of `log_filtered`."""

@@ -23,6 +23,7 @@ from hmmlm.learning.graph import GraphedStep
 from hmmlm.lm.lm import LanguageModel
 from hmmlm.lm.scoring import perplexity
 from hmmlm.models.base import FactoredBlockedModel, Model, TableModel
+from hmmlm.scan.likelihood import joint_scan
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -211,7 +212,7 @@ class AdamWLearner(HmmLearner):
     def learn(self, batch: Batch, carry: Carry | None) -> StepResult:
         with self.fabric.autocast():
             if batch.labels is not None:  # the whole model: states are not dropped
-                result = self.model().joint_scan(batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
+                result = joint_scan(self.model(), batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
             elif batch.next_words is not None:
                 assert isinstance(self.model, FactoredBlockedModel)  # the configuration was validated
                 result = self.model.scan(batch.tokens, batch.lengths, carry, batch.restart, batch.next_words)
@@ -257,7 +258,7 @@ class BaumWelchLearner(HmmLearner):
                     hmm.scan(batch.tokens, batch.lengths, carry, batch.restart, exact_carry=False)
                 )
             else:
-                scan = hmm.joint_scan(batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
+                scan = joint_scan(hmm, batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
         counts = torch.autograd.grad(counted(scan.log_likelihood, batch).sum(), list(leaves.values()))
         with torch.no_grad():
             self.optimizer.add(*counts)

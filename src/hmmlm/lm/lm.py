@@ -39,6 +39,7 @@ from hmmlm.lm.generation import SamplingOptions, sample_accepted, sample_continu
 from hmmlm.lm.hub import CARD, fetch_model, model_card
 from hmmlm.lm.reading import check_training
 from hmmlm.lm.sequences import SequenceModel
+from hmmlm.scan.composition import kinds_of
 
 
 class Page(Protocol):
@@ -292,7 +293,7 @@ class LanguageModel(SequenceModel):
         """Write the model into the folder `path`. A failure leaves an existing model unchanged."""
         folder = as_folder(path)
         header = {
-            **self.hmm.kinds(),
+            **kinds_of(self.hmm),
             "states": self.hmm.states,
             "vocab_size": self.hmm.vocab_size,
             "eos_id": self._eos,

@@ -76,7 +76,7 @@ class Scalar(TableModel):
                 f"an HMM of {hmm.states} states and {hmm.vocab_size} words cannot be assigned to a model of "
                 f"{self.states} states and {self.vocab_size} words"
             )
-        for logits, log_probs in zip(self.logits.values(), hmm.parameters().values(), strict=True):
+        for logits, log_probs in zip(self.logits.values(), hmm.tensors().values(), strict=True):
             logits.copy_(log_probs)
 
 

@@ -14,8 +14,10 @@ from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Carry, Scan
+from hmmlm.hmm.hmm import side_by_side
 from hmmlm.models.base import FactoredBlockedModel, Features, Model, ModelConfig, restart_lost
 from hmmlm.models.scalar import Scalar, log_softmax_in_blocks
+from hmmlm.scan.composition import map_tensors, matrices
 from hmmlm.scan.union_scan import scan_components
 from hmmlm.section import Fraction, ModelSize, States
 from hmmlm.structure.blocks import Blocks
@@ -70,7 +72,7 @@ class Union(Model):
     def forward(self) -> HMM:
         parts, log_weights = [component() for component in self._models()], self.weights.log_softmax(0)
         starts = [weight + part.log_start for weight, part in zip(log_weights, parts, strict=True)]
-        return HMM.side_by_side(torch.cat(starts), parts)
+        return side_by_side(torch.cat(starts), parts)
 
     def scan(
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
@@ -108,10 +110,10 @@ def _module(hmm: HMM, dropout: float) -> Model:
     """Return the module whose HMM is a component."""
     if isinstance(hmm.transition, Factored) and isinstance(hmm.emission, Blocked):
         return FreeFactors(hmm, dropout)
-    if hmm.matrices() is None:
+    if matrices(hmm) is None:
         raise InputError(
             f"a {hmm.kind} model cannot be trained on: only dense × categorical and factored × blocked ones"
         )
     model = Scalar(hmm.states, hmm.vocab_size, scale=0.0)
-    model.assign(hmm.map(lambda values: values.clamp(min=_LEAST)))
+    model.assign(map_tensors(hmm, lambda values: values.clamp(min=_LEAST)))
     return model

@@ -17,10 +17,10 @@ from hmmlm.numerics.distributions import check_distributions, check_parameters, 
 from hmmlm.numerics.tables import UnionTables
 from hmmlm.ops.common import Impl, finite, logsumexp
 from hmmlm.ops.scan import Parameters
-from hmmlm.scan.recorded_scan import RecordedScans
 from hmmlm.transitions import BlockDiagonal, Dense, Transition
 
 Self = TypeVar("Self", bound="Composition")
+AnyHMM = TypeVar("AnyHMM", bound="Composition")
 
 
 class Composition:
@@ -55,10 +55,6 @@ class Composition:
         self.log_start, self.transition, self.emission = log_start, transition, emission
         self.impl: Impl = impl
 
-    def replace(self: Self, log_start: Tensor, transition: Transition, emission: Emission) -> Self:
-        """Return the same model with other parts."""
-        return type(self)(log_start, transition, emission, self.impl)
-
     # --- sizes ---
 
     @property
@@ -89,24 +85,6 @@ class Composition:
         inner = {f"{part.role}.{name}": value for part in parts for name, value in part.tensors().items()}
         return {"log_start": self.log_start, **inner}
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Return the floating-point tensors by name."""
-        return {name: value for name, value in self.tensors().items() if value.is_floating_point()}
-
-    def with_tensors(self: Self, tensors: Mapping[str, Tensor]) -> Self:
-        """Return the same model with other tensors in place of some."""
-        transition, emission = (
-            part.replace({name: tensors.get(f"{part.role}.{name}", value) for name, value in part.tensors().items()})
-            for part in (self.transition, self.emission)
-        )
-        assert isinstance(transition, Transition) and isinstance(emission, Emission)
-        return self.replace(tensors.get("log_start", self.log_start), transition, emission)
-
-    def kinds(self) -> dict[str, str]:
-        """Return the kinds of the transition and the emission, by the names that a model file uses."""
-        parts = (self.transition, self.emission)
-        return {f"{part.role}.{name}": kind for part in parts for name, kind in part.kinds().items()}
-
     @property
     def kind(self) -> str:
         """The kinds of transition and emission, for people."""
@@ -114,51 +92,28 @@ class Composition:
             return self.transition.kind
         return f"{self.transition.kind} × {self.emission.kind}"
 
-    @classmethod
-    def from_tensors(cls: type[Self], tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> Self:
-        """Return the model from the tensors and kinds of a model file; see `layout`."""
-        log_start = tensors["log_start"]
-        transition = BlockDiagonal.read("transition.", transitions.KINDS, kinds, tensors)
-        sizes = transition.sizes if isinstance(transition, BlockDiagonal) else [transition.num_states]
-        return cls(log_start, transition, UnionEmission.read("emission.", emissions.KINDS, kinds, tensors, sizes))
-
     def validate(self) -> None:
         """Raise an InputError that names the first tensor with a distribution that does not sum to one."""
         check_distributions(self.log_start, "log_start")
         self.transition.validate()
         self.emission.validate()
 
-    def map(self: Self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Return the model with a function applied to each floating-point tensor."""
-        return self.replace(function(self.log_start), self.transition.map(function), self.emission.map(function))
-
     def to(self: Self, *args: Any, **kwargs: Any) -> Self:
         """Return the model on another device or in another dtype, like `Tensor.to`."""
         (log_start,) = move([self.log_start], *args, **kwargs)
-        return self.replace(log_start, self.transition.to(*args, **kwargs), self.emission.to(*args, **kwargs))
+        return with_parts(self, log_start, self.transition.to(*args, **kwargs), self.emission.to(*args, **kwargs))
 
     def detach(self: Self) -> Self:
         """Return the model without gradients; the model itself, with its caches, if it requires none."""
         if not self.requires_grad:
             return self
-        return self.replace(self.log_start.detach(), self.transition.detach(), self.emission.detach())
+        return with_parts(self, self.log_start.detach(), self.transition.detach(), self.emission.detach())
 
     def dense(self: Self) -> Self:
         """Return the same model as two matrices; for small sizes."""
-        if self.matrices() is not None:
+        if matrices(self) is not None:
             return self
-        return self.replace(self.log_start, Dense(self.transition.dense()), Categorical(self.emission.dense()))
-
-    def matrices(self) -> Parameters | None:
-        """Return the parameters of a model of two matrices; None for others."""
-        if isinstance(self.transition, Dense) and isinstance(self.emission, Categorical):
-            return Parameters(self.log_start, self.transition.log_probs, self.emission.log_probs)
-        return None
-
-    @cached_property
-    def recorded_scans(self) -> RecordedScans:
-        """CUDA graphs of likelihoods."""
-        return RecordedScans()
+        return with_parts(self, self.log_start, Dense(self.transition.dense()), Categorical(self.emission.dense()))
 
     # --- unions ---
 
@@ -170,7 +125,7 @@ class Composition:
         starts = self.log_start.split(self.transition.sizes)
         parts = zip(starts, self.transition.parts, self.emission.parts, strict=True)
         return tuple(
-            self.replace(start - finite(logsumexp(start, 0)), transition, emission)
+            with_parts(self, start - finite(logsumexp(start, 0)), transition, emission)
             for start, transition, emission in parts
         )
 
@@ -190,3 +145,49 @@ def layout(kinds: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
             dims |= {inner + name: shape.replace("Z", "?") if of_part else shape for name, shape in cls.TENSORS.items()}
             indices += [inner + name for name in cls.INDICES]
     return dims, indices
+
+
+def with_parts(hmm: AnyHMM, log_start: Tensor, transition: Transition, emission: Emission) -> AnyHMM:
+    """Return the same model with other parts."""
+    return type(hmm)(log_start, transition, emission, hmm.impl)
+
+
+def matrices(hmm: Composition) -> Parameters | None:
+    """Return the parameters of a model of two matrices; None for others."""
+    if isinstance(hmm.transition, Dense) and isinstance(hmm.emission, Categorical):
+        return Parameters(hmm.log_start, hmm.transition.log_probs, hmm.emission.log_probs)
+    return None
+
+
+def parameters_of(hmm: Composition) -> dict[str, Tensor]:
+    """Return the floating-point tensors of a model by name."""
+    return {name: value for name, value in hmm.tensors().items() if value.is_floating_point()}
+
+
+def with_tensors(hmm: AnyHMM, tensors: Mapping[str, Tensor]) -> AnyHMM:
+    """Return the same model with other tensors in place of some."""
+    transition, emission = (
+        part.replace({name: tensors.get(f"{part.role}.{name}", value) for name, value in part.tensors().items()})
+        for part in (hmm.transition, hmm.emission)
+    )
+    assert isinstance(transition, Transition) and isinstance(emission, Emission)
+    return with_parts(hmm, tensors.get("log_start", hmm.log_start), transition, emission)
+
+
+def map_tensors(hmm: AnyHMM, function: Callable[[Tensor], Tensor]) -> AnyHMM:
+    """Return the model with a function applied to each floating-point tensor."""
+    return with_parts(hmm, function(hmm.log_start), hmm.transition.map(function), hmm.emission.map(function))
+
+
+def kinds_of(hmm: Composition) -> dict[str, str]:
+    """Return the kinds of the transition and the emission, by the names that a model file uses."""
+    parts = (hmm.transition, hmm.emission)
+    return {f"{part.role}.{name}": kind for part in parts for name, kind in part.kinds().items()}
+
+
+def read_parts(tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> tuple[Tensor, Transition, Emission]:
+    """Return the start, transition and emission from the tensors and kinds of a model file; see `layout`."""
+    transition = BlockDiagonal.read("transition.", transitions.KINDS, kinds, tensors)
+    sizes = transition.sizes if isinstance(transition, BlockDiagonal) else [transition.num_states]
+    emission = UnionEmission.read("emission.", emissions.KINDS, kinds, tensors, sizes)
+    return tensors["log_start"], transition, emission

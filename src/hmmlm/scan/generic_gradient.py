@@ -13,7 +13,7 @@ from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import some_rows
 from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.underflow import FLOOR, TOLERANCE
-from hmmlm.scan.composition import Composition
+from hmmlm.scan.composition import Composition, parameters_of
 from hmmlm.scan.generic_filter import Run, Words
 from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, Stack
 from hmmlm.scan.recursions import messages_back
@@ -25,7 +25,9 @@ class Gradient:
 
     def __init__(self, hmm: Composition) -> None:
         self.hmm = hmm
-        self.totals = {name: torch.zeros_like(value) for name, value in hmm.parameters().items() if name != "log_start"}
+        self.totals = {
+            name: torch.zeros_like(value) for name, value in parameters_of(hmm).items() if name != "log_start"
+        }
 
     def _add(self, role: str, found: dict[str, Tensor]) -> None:
         for name, value in found.items():

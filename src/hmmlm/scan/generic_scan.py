@@ -27,7 +27,7 @@ from hmmlm.ops.common import (
     logsumexp,
     without_autocast,
 )
-from hmmlm.scan.composition import Composition
+from hmmlm.scan.composition import Composition, parameters_of
 from hmmlm.scan.generic_filter import Problem, is_narrow, run_scaled
 from hmmlm.scan.generic_gradient import Gradient
 from hmmlm.scan.lattice import Packed
@@ -59,7 +59,7 @@ def generic_scan(
         exact_carry: also compute sequences of which a state of the carry underflows again.
         in_log_space: compute everything in log space.
     """
-    if hmm.requires_grad and any(bool(value.isnan().any()) for value in hmm.parameters().values()):
+    if hmm.requires_grad and any(bool(value.isnan().any()) for value in parameters_of(hmm).values()):
         return _broken(hmm, len(tokens))
     with without_autocast(tokens):
         cut = Segments.of(tokens, lengths, restart)
@@ -80,7 +80,7 @@ def generic_scan(
             first = continued if again is None else torch.where(again, first, continued)
         learns = torch.is_grad_enabled() and (hmm.requires_grad or first.requires_grad)
         problem = Problem(hmm.detach(), batch, words, exact_carry, in_log_space, learns)
-        names, parameters = zip(*hmm.parameters().items(), strict=True)
+        names, parameters = zip(*parameters_of(hmm).items(), strict=True)
         log_likelihood, score, last, suspect = _GenericScan.apply(problem, names, first[:, 0], *parameters)
         total = cut.add_up(batch.unsort(log_likelihood)).to(hmm.dtype)
         total = torch.where(total.detach() == NEG_INF, NEG_INF, total)  # impossible: no gradient of other segments

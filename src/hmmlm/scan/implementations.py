@@ -20,8 +20,9 @@ from hmmlm.ops.common import Carry, Impl, Scan, capturing, product_dtype, withou
 from hmmlm.ops.pieces import at_once, fits
 from hmmlm.ops.scan import Evidence, scan
 from hmmlm.ops.scan.api import CarryKind, refusal
-from hmmlm.scan.composition import Composition
+from hmmlm.scan.composition import Composition, matrices
 from hmmlm.scan.generic_scan import block_states, compute_again, generic_scan, over_support
+from hmmlm.scan.recorded_scan import RecordedScans
 from hmmlm.scan.recursions import last_filtered, log_initial, run_filter, sort_batch
 from hmmlm.scan.union_scan import Scanner, scan_components
 from hmmlm.transitions import BlockDiagonal, Factored
@@ -107,7 +108,7 @@ def _scan_union(problem: Problem) -> Scan:
 
 def _dense(impl: Impl) -> Implementation:
     def refuses(problem: Problem) -> str:
-        parameters = problem.hmm.matrices()
+        parameters = matrices(problem.hmm)
         if parameters is None:
             return _kinds(problem.hmm)
         if problem.hmm.impl != "auto":  # which raises an error if it does not serve
@@ -115,10 +116,10 @@ def _dense(impl: Impl) -> Implementation:
         return refusal(parameters, problem.evidence, product_dtype(parameters.log_start), impl)
 
     def run(problem: Problem) -> Scan:
-        parameters = problem.hmm.matrices()
+        parameters = matrices(problem.hmm)
         assert parameters is not None
         if problem.tokens.is_cuda:
-            replayed = problem.hmm.recorded_scans.run(parameters, problem.evidence, impl, problem.wanted == "exact")
+            replayed = RecordedScans.of(problem.hmm).run(parameters, problem.evidence, impl, problem.wanted == "exact")
             if replayed is not None:
                 return replayed
         batch = (problem.tokens, problem.lengths, problem.carry, problem.restart)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmmlm.emissions import Categorical
-from hmmlm.ops.common import Carry, logsumexp
+from hmmlm.emissions import Blocked, Categorical
+from hmmlm.ops.common import Carry, Scan, logsumexp
 from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.scan import expected_counts as count_dense
 from hmmlm.scan.blocked_counts import count_expected
-from hmmlm.scan.composition import Composition
+from hmmlm.scan.composition import Composition, matrices, parameters_of, with_parts, with_tensors
 from hmmlm.scan.implementations import Problem, run
 from hmmlm.scan.recursions import run_filter, run_messages, sort_batch
 from hmmlm.scan.results import Counts
@@ -26,6 +26,41 @@ def log_likelihood(hmm: Composition, tokens: Tensor, lengths: Tensor | None, car
     if isinstance(hmm.transition, BlockDiagonal):
         return logsumexp(_log_joint(hmm, tokens, lengths, carry), 0).to(hmm.dtype)
     return run(Problem(hmm, _inside(tokens, lengths), lengths, carry, None, "none")).log_likelihood
+
+
+def joint_scan(
+    hmm: Composition,
+    tokens: Tensor,
+    states: Tensor,
+    lengths: Tensor | None = None,
+    carry: Carry | None = None,
+    restart: Tensor | None = None,
+) -> Scan:
+    """Compute log P(O, S) = log π(s_1) + Σ log A(s_t−1, s_t) + Σ log O(s_t, o_t) [B] for tokens and states [B, T].
+
+    Differentiable; nothing is checked. Positions with state −1 (beyond a length) add nothing. A carry continues
+    from its most likely state; the returned carry has probability one at the last states.
+    """
+    known, to = states >= 0, states.clamp(min=0)
+    first = torch.zeros_like(known) if restart is None else restart.clone()
+    first[:, 0] |= carry is None
+    origin = torch.cat([to[:, :1] if carry is None else carry.most_likely()[:, None], to[:, :-1]], 1)
+    started = hmm.log_start.index_select(0, to.flatten()).view_as(states)
+    moved = hmm.transition.log_entries(origin.flatten(), to.flatten()).view_as(states)
+    emitted = hmm.emission.log_entries(to.flatten(), tokens.clamp(min=0).flatten()).view_as(states)
+    entered = torch.where(first, started, moved)
+    log_likelihood = (entered + emitted.masked_fill(tokens < 0, 0.0)).masked_fill(~known, 0.0).sum(1)
+    last = torch.full_like(to[:, :1], to.shape[1] - 1) if lengths is None else lengths[:, None] - 1
+    return Scan(log_likelihood, _carry_at(hmm, to.gather(1, last)[:, 0]))
+
+
+def _carry_at(hmm: Composition, states: Tensor) -> Carry:
+    """Return the carry of chains that are known to be in `states` [n]."""
+    every = torch.arange(hmm.states, device=hmm.device)
+    if isinstance(hmm.emission, Blocked):
+        every = every.view(hmm.emission.num_blocks, -1)[states // hmm.emission.width]
+        return Carry((every == states[:, None]).double().log(), every)
+    return Carry((every == states[:, None]).double().log())
 
 
 def _inside(tokens: Tensor, lengths: Tensor | None) -> Tensor:
@@ -42,11 +77,11 @@ def expected_counts(hmm: Composition, tokens: Tensor, lengths: Tensor | None, we
     if isinstance(model.transition, BlockDiagonal):
         return _count_union(model, tokens, lengths, weights)
     if isinstance(model.transition, Factored) and isinstance(model.emission, Categorical):
-        model = model.replace(model.log_start, Dense(model.transition.dense()), model.emission)
+        model = with_parts(model, model.log_start, Dense(model.transition.dense()), model.emission)
     if isinstance(model.transition, Factored):
         lattice = run_filter(model, sort_batch(model, tokens, lengths))
         return count_expected(model, lattice, run_messages(model, lattice), weights)
-    parameters, tokens = model.matrices(), _inside(tokens, lengths)
+    parameters, tokens = matrices(model), _inside(tokens, lengths)
     start: Any
     if parameters is not None and model.impl != "naive":
         total, counts, suspect = count_dense(parameters, Evidence(tokens, lengths), weights, model.impl)
@@ -82,9 +117,9 @@ def _differentiate(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return log p(x) [B] and the gradients of their weighted sum, which are counts of log-probabilities."""
     with torch.inference_mode(False), torch.enable_grad():  # copies, because tensors of inference have no gradient
-        leaves = {name: value.detach().clone().requires_grad_() for name, value in hmm.parameters().items()}
+        leaves = {name: value.detach().clone().requires_grad_() for name, value in parameters_of(hmm).items()}
         tokens, lengths = tokens.clone(), None if lengths is None else lengths.clone()
-        total = run(Problem(hmm.with_tensors(leaves), tokens, lengths, None, None, "kept")).log_likelihood
+        total = run(Problem(with_tensors(hmm, leaves), tokens, lengths, None, None, "kept")).log_likelihood
         seed = torch.ones_like(total) if weights is None else weights.to(total.dtype, copy=True)
         found = torch.autograd.grad(total, list(leaves.values()), seed)
     return total.detach(), dict(zip(leaves, found, strict=True))

@@ -22,6 +22,7 @@ from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.scan.api import refusal
 from hmmlm.ops.scan.scaled import GROUPS, ScaledChain, distinct, scaled_filter
 from hmmlm.ops.underflow import FLOOR, least_sum
+from hmmlm.scan.composition import matrices
 from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, Supports
 from hmmlm.transitions import Dense
 
@@ -81,7 +82,7 @@ def filter_dense(
 
 def _filter_loops(hmm: Composition, batch: SortedBatch, log_initial: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """Compute what `filter_products` does in compiled loops; None where these do not serve, or are not accurate."""
-    parameters, carry = hmm.matrices(), None if log_initial is None else log_initial.double()
+    parameters, carry = matrices(hmm), None if log_initial is None else log_initial.double()
     evidence = Evidence(batch.tokens[:, : len(batch.active)], None, carry)
     if parameters is None or hmm.impl not in ("auto", "compiled") or len(batch.active) < _LOOP_STEPS:
         return None
@@ -96,7 +97,7 @@ def _filter_loops(hmm: Composition, batch: SortedBatch, log_initial: Tensor | No
 
 def _message_loops(hmm: Composition, batch: SortedBatch) -> Tensor | None:
     """Compute what `message_products` does in compiled loops: the filter of the reversed chain, and one step more."""
-    parameters, inside = hmm.matrices(), _inside(batch)
+    parameters, inside = matrices(hmm), _inside(batch)
     assert parameters is not None
     lengths, steps = inside.sum(0), torch.arange(len(inside))
     back = (lengths[:, None] - 1 - steps).clamp(min=0)  # [B, T]

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from threading import Lock
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -29,14 +31,20 @@ _TRIALS = 4  # replays that may turn out suspect before the share of these matte
 class RecordedScans:
     """The graphs of one model, which is given with each batch: a reference to it would be a cycle, freed late."""
 
+    _of_models: ClassVar[WeakKeyDictionary[object, RecordedScans]] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, hmm: object) -> RecordedScans:
+        """Return the graphs of a model, which live as long as it."""
+        if hmm not in cls._of_models:
+            cls._of_models[hmm] = cls()
+        return cls._of_models[hmm]
+
     def __init__(self) -> None:
         self._model: tuple[object, ...] = ()
         self._fixed: dict[torch.dtype, FixedModel | None] = {}  # by the dtype of products
         self._shapes: OrderedDict[tuple[object, ...], _Shape] = OrderedDict()
         self._lock = Lock()  # buffers are shared by all threads that use this model
-
-    def __reduce__(self) -> tuple[type[RecordedScans], tuple[()]]:
-        return RecordedScans, ()  # a copy of the model records graphs of its own
 
     def run(self, parameters: Parameters, evidence: Evidence, impl: Impl, exact_carry: bool = False) -> Scan | None:
         """Return the likelihood of a batch and the carry; None if `scan` has to compute them.

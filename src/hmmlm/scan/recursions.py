@@ -20,6 +20,7 @@ from hmmlm.ops.common import NEG_INF, Carry, log_normalize, logsumexp
 from hmmlm.ops.pieces import at_once
 from hmmlm.ops.scan import path_loops_pay
 from hmmlm.scan.blocked_stream import filter_stream, is_stream
+from hmmlm.scan.composition import matrices
 from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, Supports, add_first, endings
 from hmmlm.scan.products import filter_dense, messages_dense
 from hmmlm.scan.steps import Steps, add_step, pass_back
@@ -94,7 +95,7 @@ def find_best_paths(hmm: Composition, batch: SortedBatch) -> tuple[Tensor, Tenso
 
     In compiled loops where these are faster.
     """
-    parameters = hmm.matrices()
+    parameters = matrices(hmm)
     pays = parameters is not None and path_loops_pay(hmm.states, len(batch.tokens), hmm.device)
     if parameters is None or not pays or hmm.impl not in ("auto", "compiled"):
         return best_paths(hmm, batch)
