@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Two processes of one thread each: the models of tests are too small for several threads.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-.PHONY: demo docs quick test coverage browser fuzz torture lint env benchmark clean
+.PHONY: demo docs options quick test coverage browser fuzz torture lint env benchmark clean
 
 # torch is installed first and by its exact version: that is the release with a CPU build, and later
 # requirements are then satisfied by it.
@@ -63,6 +63,10 @@ lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --strict --follow-imports silent --cache-dir .mypy_cache/client tests/typing/client.py
+
+# The options of commands whose parsers import torch, with which the command line refuses others at once.
+options: env
+	PYTHONPATH=tests $(BIN)/python -m helpers.options
 
 # The documentation site, in site/: open site/index.html, or `python -m http.server -d site` for its search.
 docs: env

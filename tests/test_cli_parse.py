@@ -7,9 +7,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+from helpers import options
 from helpers.commands import ParsedError, failure, help_text, only_parse, options_of, run_python
 from helpers.runs import tiny_config, write_text
 
+from hmmlm.cli import parse as parsing
 from hmmlm.cli.main import COMMANDS, main
 from hmmlm.cli.parse import parse
 from hmmlm.cli.train import OVERVIEW, SHORTCUTS
@@ -91,12 +93,42 @@ for argv in [["--help"], ["--version"], *([command, "--help"] for command in COM
     assert done.returncode == 0, done.stderr
 
 
+def test_an_unknown_option_is_answered_without_importing_torch() -> None:
+    """Run every mistake in a process of its own, because this one has imported torch."""
+    program = """
+import sys
+from hmmlm.cli.main import COMMANDS, main
+mistakes = ["--no-such-option"], ["x", "--bogus=3"], ["--data", "x", "--model.staes", "3"]
+for argv in ([command, *mistake] for command in COMMANDS for mistake in mistakes):
+    assert main(argv) == 2
+    assert "torch" not in sys.modules, argv
+"""
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
+    errors = done.stderr.splitlines()
+    assert len(errors) == 3 * len(COMMANDS) and all(error.startswith("hmmlm: error: ") for error in errors)
+    assert "hmmlm: error: unknown option --model.staes; did you mean --model.states?; see hmmlm train --help" in errors
+
+
+def test_the_recorded_options_are_those_of_the_parsers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parsing, "check_options", lambda command, argv: None)
+    assert options.FILE.read_text() == options.options_text(), "run `make options`"
+
+
+def test_values_are_no_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
+    parsing.check_options("train", ["--data=--x", "--out", "--a file", "--threads", "-1", "--", "--x"])
+    parsing.check_options("sample", ["--x"])  # its parser finds the mistake
+    assert "unknown option --modle.states; did you mean --model.states?" in failure(
+        capsys, "train", "--modle.states=3", "--out"
+    )
+
+
 @pytest.mark.parametrize("command", TRAINING)
 def test_everything_on_the_first_screen_exists(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     screen = help_text(capsys, command, "--help")
-    options = set(re.findall(r"--[a-z][\w.-]*", re.sub(r"\(hmmlm [^)]*\)", "", screen)))  # not of another command
-    assert {"--data", "--out", "--resume", "--train.epochs"} <= options
-    assert options <= options_of(command, capsys)
+    shown_options = set(re.findall(r"--[a-z][\w.-]*", re.sub(r"\(hmmlm [^)]*\)", "", screen)))  # not of another command
+    assert {"--data", "--out", "--resume", "--train.epochs"} <= shown_options
+    assert shown_options <= options_of(command)
     sections = re.search(r"SECTION is (.*), or all", screen)
     assert sections is not None
     for section in sections[1].split(", "):

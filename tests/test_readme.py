@@ -94,7 +94,7 @@ def test_every_command_can_be_parsed(file: Path, folder: Path, monkeypatch: pyte
 
 
 def test_every_option_exists(capsys: pytest.CaptureFixture[str]) -> None:
-    known = {option for command in ("train", "teacher", "baseline") for option in options_of(command, capsys)}
+    known = {option for command in ("train", "teacher", "baseline") for option in options_of(command)}
     named = {
         option for file in PAGES for option in re.findall(r"--[a-z]+\.[a-z-]+\b", file.read_text(encoding="utf-8"))
     }

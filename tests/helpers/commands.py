@@ -1,10 +1,12 @@
 """Commands as a user runs them."""
 
+import io
 import os
 import random
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -61,7 +63,7 @@ def only_parse(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "parse", parse_and_raise, raising=False)
 
 
-def options_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+def options_of(command: str) -> set[str]:
     """Return the options that the parser of a command accepts."""
     made: list[Parser] = []
 
@@ -70,9 +72,9 @@ def options_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
             super().__init__(**options)
             made.append(self)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()), suppress(SystemExit):
         patch.setattr(parsing, "Parser", RecordedParser)
-        help_text(capsys, command, "--help", "all")
+        main([command, "--help", "all"])
     return set(made[0]._option_string_actions)
 
 

@@ -161,6 +161,9 @@ def _dispatch(argv: list[str]) -> int:
     if rest in (["-h"], ["--help"]) and hasattr(command, "OVERVIEW"):
         print(wrap_help(command.OVERVIEW), end="")
         return 0
+    from hmmlm.cli.parse import check_options
+
+    check_options(name, rest)
     return int(command.run(rest) or 0)
 
 

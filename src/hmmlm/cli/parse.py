@@ -6,7 +6,9 @@ import argparse
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
+from importlib import resources
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, get_args
 
@@ -81,9 +83,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message and unknown.startswith("-"):
-            option = unknown.split()[0].partition("=")[0]
-            near = difflib.get_close_matches(option, self._option_string_actions, n=1)
-            message = f"unknown option {option}" + (f"; did you mean {near[0]}?" if near else "")
+            message = _unknown_option(unknown.split()[0].partition("=")[0], self._option_string_actions)
         elif unknown != message:
             message = f"unexpected argument {(unknown.split() or [''])[0]!r}"
         raise InputError(f"{message}; see {self.prog} --help")
@@ -102,6 +102,23 @@ class Parser(argparse.ArgumentParser):
                 formatter.add_arguments(group._group_actions)
                 formatter.end_section()
         return formatter.format_help()
+
+
+def check_options(command: str, argv: Sequence[str]) -> None:
+    """Raise an InputError for an option that the command does not have.
+
+    `options.json` has the options of commands whose configuration, and so whose parser, imports torch.
+    """
+    known = json.loads(resources.files("hmmlm.cli").joinpath("options.json").read_text()).get(command)
+    for argument in takewhile(lambda argument: argument != "--", argv if known else ()):
+        option = argument.partition("=")[0]
+        if option.startswith("--") and " " not in option and option not in known:
+            raise InputError(f"{_unknown_option(option, known)}; see hmmlm {command} --help")
+
+
+def _unknown_option(option: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(option, known, n=1)
+    return f"unknown option {option}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 class _Help(argparse.Action):
