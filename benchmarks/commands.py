@@ -20,13 +20,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-# isort: off
-import hmmlm  # before torch: it sets how long idle threads spin
-
+import hmmlm
 from benchmarks.text import WORDS, blocked_model, sentences
 from hmmlm.data.words import WordTokenizer
 from papers.records import add_record, commit, machine
-# isort: on
 
 BLOCKS, REPEATS = 128, 5
 LINES = 3_761  # of PTB's test text

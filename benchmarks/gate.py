@@ -43,14 +43,13 @@ class Tree:
         own = {f"{library}_NUM_THREADS": "2" for library in ("OMP", "MKL", "OPENBLAS")}
         own |= {"PYTHONPATH": os.pathsep.join([f"{folder / 'src'}", f"{folder}", *installed()]), "PYTHONHASHSEED": "0"}
         own["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask for a GPU does not begin to use it
-        inherited = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}  # hmmlm sets it
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(WORKER), device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=folder,
-            env=inherited | own,
+            env=os.environ | own,
             process_group=0,  # Ctrl-C is for this process, which ends the others
         )
 

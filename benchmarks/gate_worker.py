@@ -324,7 +324,7 @@ if __name__ == "__main__":
     keep_freed(SMALL)
     if sys.argv[1] == "cpu":
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
-    import hmmlm  # before torch: it sets how long idle threads spin
+    import hmmlm
 
     if Path(hmmlm.__file__).parents[2] != Path.cwd():
         sys.exit(f"hmmlm is that of {Path(hmmlm.__file__).parents[2]}")

@@ -14,16 +14,14 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 
-# isort: off
-import hmmlm  # before torch: it sets how long idle threads spin
 import numpy as np
 import torch
 
+import hmmlm
 from hmmlm.data.words import WordTokenizer
 from hmmlm.emissions import Blocked
 from hmmlm.constrain.automaton import containing
 from hmmlm.transitions import Factored
-# isort: on
 
 WORDS, SENTENCES, STEERED_WORDS = 10_000, 2_000, 32_000
 Measurement = tuple[str, str, Callable[[], int]]  # model, what is measured, and a call that returns the number of units

@@ -6,3 +6,7 @@ Run from the repository root:
     python -m papers chiu2020-table1      # run a study; results go to results/chiu2020-table1.json
     python -m papers publish              # tables, figures and pages from results/*.json
 """
+
+from hmmlm.cli.main import shorten_spinning
+
+shorten_spinning()  # as the commands do

@@ -161,14 +161,37 @@ def test_without_out_a_folder_is_created_and_printed(
 def test_idle_threads_do_not_spin_unless_the_user_chooses_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spinning makes training and queries many times slower if one core of two is busy."""
     # torch reads it when it is imported
-    program = "import os, sys, hmmlm; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    program = """
+import os, sys
+from hmmlm.cli.main import main
+main()
+print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules)
+"""
+
+    def shown() -> str:
+        return run_python(program, "--version").stdout.splitlines()[1]
+
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
-    assert run_python(program).stdout == "7 False\n"
+    assert shown() == "7 False"
     monkeypatch.delenv("GOMP_SPINCOUNT")
-    assert run_python(program).stdout == "10000 False\n"
+    assert shown() == "10000 False"
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    assert run_python(program).stdout == "None False\n"
+    assert shown() == "None False"
+
+
+def test_the_package_leaves_the_environment_alone() -> None:
+    program = """
+import os
+before = dict(os.environ)
+import hmmlm
+from hmmlm.cli.main import main
+hmmlm.HMM, hmmlm.train, main(["--version"])
+added = {name: value for name, value in os.environ.items() if before.get(name) != value}
+print(added)
+"""
+    done = run_python(program)
+    assert done.stdout.splitlines()[1:] == ["{}"], (done.stdout, done.stderr)
 
 
 def test_threads_are_set_for_every_command(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """Hidden Markov language models, exact and large."""
 
-import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,12 +65,6 @@ __all__ = [
     "train",
     "transitions",
 ]
-
-# How long an idle OpenMP thread spins before it sleeps. With the default, training on two cores of which one is busy is
-# six times slower (2,100 instead of 12,100 tokens per second; 38,000 and 41,000 on idle cores). Read when torch is
-# loaded: it has no effect where torch is imported before hmmlm.
-if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
-    os.environ["GOMP_SPINCOUNT"] = "10000"
 
 
 def __getattr__(name: str) -> Any:  # torch is imported on first use, so that `hmmlm --help` is fast

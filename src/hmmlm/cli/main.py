@@ -51,8 +51,19 @@ Hidden Markov language models, exact and large.
 INTERRUPTED, BROKEN_PIPE = 130, 141  # what a shell reports for a process ended by these signals
 
 
+def shorten_spinning() -> None:
+    """Let idle OpenMP threads sleep early, unless the user chooses how long they spin; before torch is imported.
+
+    With the default, training on two cores of which one is busy runs at a quarter to three quarters of the speed.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = "10000"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return the exit code."""
+    """Run a command line, by default that of this process, and return the exit code."""
+    if argv is None:
+        shorten_spinning()
     try:
         _check_streams()
         with warnings.catch_warnings():
