@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 import hmmlm
+from hmmlm.constrain.automaton import containing
 from hmmlm.data.words import WordTokenizer
 from hmmlm.emissions import Blocked
-from hmmlm.constrain.automaton import containing
 from hmmlm.transitions import Factored
 
 WORDS, SENTENCES, STEERED_WORDS = 10_000, 2_000, 32_000

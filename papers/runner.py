@@ -269,10 +269,10 @@ def _train_and_score(config: TrainingConfig, folder: Path, on_gpu: bool) -> dict
 def _evaluate(folder: Path, on_gpu: bool) -> dict[str, float]:
     """Return the perplexities of a run's best model on valid and test."""
     from hmmlm.learning.prepare import reopen
-    from hmmlm.lm.lm import LanguageModel
+    from hmmlm.lm.lm import load
     from hmmlm.report.results import evaluate_tokens
 
-    lm, data = LanguageModel.load(folder), reopen(folder)
+    lm, data = load(folder), reopen(folder)
     lm = lm.to("cuda") if on_gpu else lm
     return {split: evaluate_tokens(lm, data.tokens[split]).perplexity for split in ("valid", "test")}
 

@@ -21,7 +21,7 @@ from hmmlm.models.factored import LinearConfig, MlpConfig, TransformerConfig
 from hmmlm.models.neural import Neural
 from hmmlm.models.scalar import BlockedScalar, Scalar
 from hmmlm.scan.composition import parameters_of
-from hmmlm.scan.likelihood import joint_scan
+from hmmlm.scan.likelihood import _carry_at, joint_scan
 from hmmlm.structure.blocks import Blocks
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+import hmmlm
 from hmmlm.data.words import WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
@@ -47,7 +48,7 @@ def test_a_model_is_saved_with_a_card_and_loaded_by_its_folder(
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         "README.md", "config.json", "model.safetensors", "tokenizer.json",
     }  # fmt: skip
-    again = LanguageModel.from_pretrained(tmp_path / "out", "cpu")
+    again = hmmlm.load(tmp_path / "out", "cpu")
     assert again.score(["the cat sat"]).tolist() == lm.score(["the cat sat"]).tolist() and again.config == lm.config
     card = (tmp_path / "out" / "README.md").read_text()
     front = yaml.safe_load(card.split("---\n")[1])
@@ -113,19 +114,35 @@ def test_a_model_is_found_by_its_name(
     calls: list[Any] = []
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub(tmp_path / "snapshot", calls, online, cached))
     if online or cached:
-        assert LanguageModel.from_pretrained("owner/name", "cpu", revision="v1").hmm.states == 4
+        assert hmmlm.load("owner/name", "cpu", revision="v1").hmm.states == 4
     else:
         with pytest.raises(InputError, match=r"no model owner/name: .*does not supply it \(no route to host\)"):
-            LanguageModel.from_pretrained("owner/name", revision="v1")
+            hmmlm.load("owner/name", revision="v1")
     assert calls == [("owner/name", "v1")]
+
+
+def test_the_newest_run_is_loaded_by_its_name(
+    lm: LanguageModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="there are no runs in the folder runs"):
+        hmmlm.load("latest")
+    lm.save(tmp_path / "runs" / "mine" / "best")
+    config = {"data": "my.txt", "tokenizer": {}, "train": {}, "initialization": {}}
+    (tmp_path / "runs" / "mine" / "config.json").write_text(json.dumps(config))
+    found = hmmlm.load("latest", "cpu")
+    assert isinstance(found, LanguageModel) and found.folder == Path("runs/mine")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(InputError, match=r"no model at runs/mien: the folder does not exist$"):
+        hmmlm.load("runs/mien")  # not the name of somebody's model
 
 
 def test_what_is_no_name_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     for name in ("one", "a/b/c", tmp_path / "none"):
         with pytest.raises(InputError, match="the folder does not exist"):
-            LanguageModel.from_pretrained(name)
+            hmmlm.load(name)
     with pytest.raises(InputError, match="huggingface_hub, which reads the hub, is not installed"):
-        LanguageModel.from_pretrained("owner/name")
+        hmmlm.load("owner/name")
     with pytest.raises(InputError, match="a model is a folder, not 5"):
-        LanguageModel.from_pretrained(5)  # type: ignore[arg-type]
+        hmmlm.load(5)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from helpers.commands import failure, write_corpus
 from helpers.oracle import random_blocked_hmm, random_hmm
 from test_cli_main import SMALL
 
+import hmmlm
 from hmmlm.baselines.neural import AwdLstmConfig, FeedForwardConfig, LstmConfig, RelaxedHmmConfig
 from hmmlm.cli.main import main
 from hmmlm.data.modelfolder import CONFIG
@@ -150,7 +151,7 @@ def test_the_weights_are_those_of_the_highest_likelihood() -> None:
 def test_a_saved_mixture_is_the_same(tmp_path: Path) -> None:
     lm, texts = mixture(), [[2, 3, 1, 4, 1, 1, 5, 2, 0], [3]]
     lm.save(tmp_path / "model")
-    again = MixtureModel.load(tmp_path / "model", "cpu")
+    again = hmmlm.load(tmp_path / "model", "cpu")
     for got, want in zip(again.token_log_probs(texts), lm.token_log_probs(texts), strict=True):
         torch.testing.assert_close(got, want)
     assert again.generate(seed=1, num=3) == lm.generate(seed=1, num=3)
@@ -182,7 +183,7 @@ def test_damaged_files_are_refused(error: str, change: dict[str, object], tmp_pa
     header = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps({**header, **change}))
     with pytest.raises(InputError, match=error):
-        MixtureModel.load(tmp_path, "cpu")
+        hmmlm.load(tmp_path, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def test_another_setting_in_the_configuration_is_noticed(kind: str, name: str, t
     header["weights"] = [header["weights"][0]]  # for any number of classes of contexts
     (tmp_path / CONFIG).write_text(json.dumps(header))
     with pytest.raises(InputError, match=r"config.json does not fit model.safetensors"):
-        MixtureModel.load(tmp_path, "cpu")
+        hmmlm.load(tmp_path, "cpu")
 
 
 def test_another_model_in_the_place_of_a_component_is_noticed(tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_another_model_in_the_place_of_a_component_is_noticed(tmp_path: Path) ->
     header["training"] = {"batches": {"kind": "chunks", "length": 3}}
     (tmp_path / str(number) / CONFIG).write_text(json.dumps(header))
     with pytest.raises(InputError, match="files of two models are mixed"):
-        MixtureModel.load(tmp_path, "cpu")
+        hmmlm.load(tmp_path, "cpu")
 
 
 def test_a_mixture_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +286,7 @@ def test_without_data_a_mixture_is_evaluated_on_the_text_of_its_models(
 def test_a_model_without_a_text_is_not_evaluated_on_another(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lm = LanguageModel.load(home / "hmm")
+    lm = hmmlm.load(home / "hmm")
     LanguageModel(lm.hmm, lm.tokenizer).save(tmp_path / "alone")
     for command in (["eval", str(tmp_path / "alone")], ["compare", str(tmp_path / "alone"), str(home / "hmm")]):
         assert "does not name the text that it was trained on: give a text with --data" in failure(capsys, *command)
@@ -293,7 +294,7 @@ def test_a_model_without_a_text_is_not_evaluated_on_another(
 
 def test_mistakes(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hmm, lstm, out = str(home / "hmm"), str(home / "lstm"), ["--out", str(tmp_path / "new")]
-    LanguageModel.load(home / "hmm").save(tmp_path / "alone")
+    hmmlm.load(home / "hmm").save(tmp_path / "alone")
     other = write_corpus(tmp_path / "other.txt", lines=40)
     other.write_text(other.read_text().replace("cat", "unicorn"))
     run = ["--train.epochs", "1", "--quiet", "--out", str(tmp_path / "run")]

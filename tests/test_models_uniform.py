@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import hmmlm
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Carry
 from hmmlm.learning.train import train
-from hmmlm.lm.lm import LanguageModel
 from hmmlm.models.uniform import UniformNeural, make_lists
 from hmmlm.ops import pieces
 from hmmlm.runs.history import read_history
@@ -227,7 +227,7 @@ def test_trains_saves_and_resumes(tmp_path: Path) -> None:
     train(config(2), tmp_path / "parts", resume=True)
     losses = [r["loss"] for r in read_history(tmp_path / "whole" / "history.jsonl") if r["event"] == "train"]
     assert max(losses[-3:]) < losses[0] - 0.2
-    models = [LanguageModel.load(tmp_path / run / "final").hmm for run in ("whole", "parts")]
+    models = [hmmlm.load(tmp_path / run / "final").hmm for run in ("whole", "parts")]
     assert isinstance(models[0], HMM) and isinstance(models[1], HMM)
     for a, b in zip(*(model.parameters().values() for model in models), strict=True):
         assert torch.equal(a, b)

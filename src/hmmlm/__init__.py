@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from hmmlm.learning.run import distill, train
     from hmmlm.lm.control import save_control
     from hmmlm.lm.lm import LanguageModel
-    from hmmlm.lm.mixture import MixtureModel, load
+    from hmmlm.lm.mixture import MixtureModel
+    from hmmlm.runs.loading import load
 
 __version__ = "0.2.0"
 
@@ -34,7 +35,7 @@ _MODULES = {
     "Steering": "hmmlm.constrain.steering",
     "distill": "hmmlm.learning.run",
     "MixtureModel": "hmmlm.lm.mixture",
-    "load": "hmmlm.lm.mixture",
+    "load": "hmmlm.runs.loading",
     "padded": "hmmlm.checks",
     "sample_particles": "hmmlm.constrain.particles",
     "save_control": "hmmlm.lm.control",

@@ -24,7 +24,9 @@ components: tuple[hmmlm.HMM, ...] = union.components
 
 
 def use(folder: Path) -> list[str]:
-    lm: hmmlm.LanguageModel = hmmlm.load(folder, device="cpu")
+    lm = hmmlm.load(folder, device="cpu")
+    if isinstance(lm, hmmlm.MixtureModel):
+        raise hmmlm.InputError("a mixture is not an HMM")
     perplexity: float = lm.perplexity(["a line"])
     one: str = lm.generate("the", max_new_tokens=5)
     several: list[str] = lm.generate("the", num=2)
@@ -33,7 +35,7 @@ def use(folder: Path) -> list[str]:
     chance: float = guide.log_prob_accept(position)
     lm.save_pretrained(folder / "copy")
     hmmlm.train("my.txt", loggers=[CSVLogger(folder)], train={"epochs": 1})
-    again = hmmlm.LanguageModel.from_pretrained("owner/name")
+    again: hmmlm.LanguageModel | hmmlm.MixtureModel = hmmlm.load("owner/name", revision="main")
     if perplexity > chance:
-        raise hmmlm.InputError(f"{words[0][0][0]} {again.hmm.states}")
+        raise hmmlm.InputError(f"{words[0][0][0]} {again.perplexity([])}")
     return [one, *several]

@@ -39,9 +39,9 @@ def open_model(path: Path, device: str) -> LanguageModel:
 
 def open_text_model(path: Path, device: str) -> LanguageModel | MixtureModel:
     """Return the model in a folder, an HMM or a mixture, on a device."""
-    from hmmlm.lm.mixture import load
+    from hmmlm.lm.mixture import load_text_model
 
-    return load(path, device)
+    return load_text_model(path, device)
 
 
 def tokens_of_models(data: Path | None, models: Sequence[Path]) -> Path | None:

@@ -24,7 +24,7 @@ from hmmlm.errors import InputError, require, warn
 from hmmlm.hmm import HMM
 from hmmlm.hmm.reader import Reader
 from hmmlm.lm.generation import SamplingOptions
-from hmmlm.lm.lm import LanguageModel
+from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.ops.pieces import at_once
 
 require("eval", "lm_eval", reader="hmmlm.lm.harness")
@@ -61,7 +61,7 @@ class HarnessModel(LM):
         super().__init__()
         if device == "cuda:0":  # the harness's default, on machines without a GPU too
             device = torch.device(device) if torch.cuda.is_available() else "auto"
-        self.lm = pretrained if isinstance(pretrained, LanguageModel) else LanguageModel.load(pretrained, device)
+        self.lm = pretrained if isinstance(pretrained, LanguageModel) else load(pretrained, device)
         self._device, self.seed = self.lm.device, seed
         if self.lm.tokenizer.kind == "word":
             warn(

@@ -23,9 +23,12 @@ _SPLITS = ("valid", "test")
 
 
 def fetch_model(path: Path, revision: str | None = None) -> Path:
-    """Return the folder `path`, or else that of the model of this name on the hub, downloaded unless it is cached."""
+    """Return the folder `path`, or else that of the model of this name on the hub, downloaded unless it is cached.
+
+    What is missing in a folder that exists is no name.
+    """
     name = path.as_posix()
-    if path.exists() or not _NAME.fullmatch(name):
+    if path.parent.exists() or not _NAME.fullmatch(name):
         return path
     try:
         import huggingface_hub as hub
@@ -75,7 +78,7 @@ def model_card(lm: LanguageModel, results: str | Path | None = None) -> str:
         *(["## Results", _results(figures)] if figures is not None else []),
         "## Use",
         "```python\nimport hmmlm\n\n"
-        'lm = hmmlm.LanguageModel.from_pretrained("owner/name")  # this folder, or its name on the hub\n'
+        'lm = hmmlm.load("owner/name")  # this folder, or its name on the hub\n'
         'lm.perplexity(["a line of text"])\nlm.generate("the", max_new_tokens=20, seed=1)\n```',
         "## Limits",
         *_limits(lm),

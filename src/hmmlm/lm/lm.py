@@ -36,7 +36,7 @@ from hmmlm.lm.blanks import encode_blanks, readable_token
 from hmmlm.lm.control import control_tokenizer, is_control, load_control
 from hmmlm.lm.embeddings import long_run, states_of_words
 from hmmlm.lm.generation import SamplingOptions, sample_accepted, sample_continuations
-from hmmlm.lm.hub import CARD, fetch_model, model_card
+from hmmlm.lm.hub import CARD, model_card
 from hmmlm.lm.reading import check_training
 from hmmlm.lm.sequences import SequenceModel
 from hmmlm.scan.composition import kinds_of
@@ -316,41 +316,20 @@ class LanguageModel(SequenceModel):
         if not (file := as_folder(path) / CARD).exists():
             write_bytes(file, card.encode())
 
-    @staticmethod
-    def from_pretrained(
-        name: str | Path, device: str | torch.device = "auto", revision: str | None = None
-    ) -> LanguageModel:
-        """Return the model in the folder `name`, as `load` does, or the one of this name on the Hugging Face hub.
 
-        Args:
-            revision: a branch, tag or commit on the hub.
-        """
-        check_type("revision", revision, str | None)
-        return LanguageModel.load(fetch_model(as_folder(name), revision), device)
-
-    @staticmethod
-    def load(path: str | Path, device: str | torch.device = "auto") -> LanguageModel:
-        """Return the model in the folder `path`, or the best one of a training run there.
-
-        A folder of Ctrl-G is read too, if the file of its tokenizer is in it.
-
-        Args:
-            device: "auto" (a GPU if there is one), "cpu", "cuda", or a torch.device.
-        """
-        chosen = pick_device(device)
-        if is_control(as_folder(path)):
-            hmm, header = load_control(path)
-            return LanguageModel(hmm.to(chosen), control_tokenizer(Path(path), header["eos_token_id"]))
-        (folder, header, _, tokenizer), model = load_hmm(as_folder(path))
-        training = check_training(folder / CONFIG, header.get("training"))
-        if not is_integer(header.get("eos_id", tokenizer.eos_id), tokenizer.eos_id):
-            raise InputError(
-                f"{folder / CONFIG}: eos_id is {header['eos_id']!r:.40}, but the tokenizer has {tokenizer.eos_id}: "
-                "files of two models are mixed"
-            )
-        lm = LanguageModel(model.to(chosen), tokenizer, training)
-        lm.folder = Path(path)
-        return lm
-
-
-load = LanguageModel.load
+def load(path: str | Path, device: str | torch.device = "auto") -> LanguageModel:
+    """Return the HMM in the folder `path`, or the best one of a training run there (see `hmmlm.load`)."""
+    chosen = pick_device(device)
+    if is_control(as_folder(path)):
+        hmm, header = load_control(path)
+        return LanguageModel(hmm.to(chosen), control_tokenizer(Path(path), header["eos_token_id"]))
+    (folder, header, _, tokenizer), model = load_hmm(as_folder(path))
+    training = check_training(folder / CONFIG, header.get("training"))
+    if not is_integer(header.get("eos_id", tokenizer.eos_id), tokenizer.eos_id):
+        raise InputError(
+            f"{folder / CONFIG}: eos_id is {header['eos_id']!r:.40}, but the tokenizer has {tokenizer.eos_id}: "
+            "files of two models are mixed"
+        )
+    lm = LanguageModel(model.to(chosen), tokenizer, training)
+    lm.folder = Path(path)
+    return lm

@@ -32,7 +32,7 @@ from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.device import pick_device
 from hmmlm.errors import InputError, QueryError
 from hmmlm.lm.generation import SamplingOptions, sample_predicted
-from hmmlm.lm.lm import LanguageModel
+from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.lm.predictors import (
     CachePredictor,
     HmmPredictor,
@@ -186,33 +186,6 @@ class MixtureModel(TextModel):
                 shutil.rmtree(part_folder, ignore_errors=True)
             raise
 
-    @staticmethod
-    def load(path: str | Path, device: str | torch.device = "auto") -> MixtureModel:
-        """Return the mixture in the folder `path`."""
-        chosen = pick_device(device)
-        folder, header, tensors, tokenizer = load_model(as_folder(path), MIXTURE)
-        where, components, weights = folder / CONFIG, header.get("components"), header.get("weights")
-        training = check_training(where, header.get("training"))
-        check_checksum(folder / MODEL, tensors)
-        if not isinstance(components, list) or not 0 < len(components) <= MAX_COMPONENTS:
-            raise InputError(f"{where} has no list of components: save the mixture again")
-        rows: list[Any] = (
-            weights if isinstance(weights, list) and weights and isinstance(weights[0], list) else [weights]
-        )
-        if not all(isinstance(row, list) and all(isinstance(w, float | int) for w in row) for row in rows):
-            raise InputError(f"{where} has no list of weights: save the mixture again")
-        if len({len(row) for row in rows}) != 1:
-            raise InputError(f"{where} has weights for different numbers of components: save the mixture again")
-        parts = [_load_part(folder, i, each, tensors, tokenizer, chosen) for i, each in enumerate(components)]
-        try:
-            model = MixtureModel(parts, rows, tokenizer, training, chosen)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from None
-        known = tensors.get("config")
-        if known is None or not torch.equal(known, _as_bytes(components, weights)):
-            raise InputError(f"{where} does not fit {MODEL} beside it: it was changed; save the mixture again")
-        return model
-
 
 def _identity(folder: Path) -> dict[str, str]:
     """Return the checksums of the files of a component, by which it is known again; none without files."""
@@ -271,17 +244,36 @@ def _is_half_life(value: Any) -> bool:
     return _is_count(value) and value <= MAX_HALF_LIFE
 
 
-def load(path: str | Path, device: str | torch.device = "auto") -> LanguageModel | Any:
-    """Return the model in the folder `path`, or the best one of a training run there.
-
-    It is a `LanguageModel`, or a `MixtureModel` if `hmmlm mix` wrote the folder.
-
-    Args:
-        device: "auto" (a GPU if there is one), "cpu", "cuda", or a torch.device.
-    """
+def load_text_model(path: str | Path, device: str | torch.device = "auto") -> LanguageModel | MixtureModel:
+    """Return the model in the folder `path`, or the best one of a training run there."""
     folder = as_folder(path)
     mixed = (folder / CONFIG).is_file() and read_json(folder / CONFIG).get("format") == MIXTURE
-    return MixtureModel.load(folder, device) if mixed else LanguageModel.load(folder, device)
+    return _load_mixture(folder, device) if mixed else load(folder, device)
+
+
+def _load_mixture(path: Path, device: str | torch.device) -> MixtureModel:
+    """Return the mixture in the folder `path`."""
+    chosen = pick_device(device)
+    folder, header, tensors, tokenizer = load_model(path, MIXTURE)
+    where, components, weights = folder / CONFIG, header.get("components"), header.get("weights")
+    training = check_training(where, header.get("training"))
+    check_checksum(folder / MODEL, tensors)
+    if not isinstance(components, list) or not 0 < len(components) <= MAX_COMPONENTS:
+        raise InputError(f"{where} has no list of components: save the mixture again")
+    rows: list[Any] = weights if isinstance(weights, list) and weights and isinstance(weights[0], list) else [weights]
+    if not all(isinstance(row, list) and all(isinstance(w, float | int) for w in row) for row in rows):
+        raise InputError(f"{where} has no list of weights: save the mixture again")
+    if len({len(row) for row in rows}) != 1:
+        raise InputError(f"{where} has weights for different numbers of components: save the mixture again")
+    parts = [_load_part(folder, i, each, tensors, tokenizer, chosen) for i, each in enumerate(components)]
+    try:
+        model = MixtureModel(parts, rows, tokenizer, training, chosen)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    known = tensors.get("config")
+    if known is None or not torch.equal(known, _as_bytes(components, weights)):
+        raise InputError(f"{where} does not fit {MODEL} beside it: it was changed; save the mixture again")
+    return model
 
 
 def fit_mixture(

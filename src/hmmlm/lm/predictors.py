@@ -20,7 +20,7 @@ from hmmlm.checks import check_count, padded
 from hmmlm.data.files import read_json
 from hmmlm.data.modelfolder import CONFIG, find_model, load_model
 from hmmlm.data.tokenizers import Tokenizer
-from hmmlm.lm.lm import LanguageModel
+from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.ops.common import NEG_INF
 
 _WINDOW = 4_096  # tokens that a network reads at once
@@ -225,7 +225,7 @@ def open_predictor(path: Path, device: torch.device) -> Predictor:
     if _format(path) == BASELINE:
         network, _ = load_baseline(path)
         return NetworkPredictor(network.to(device))
-    return HmmPredictor(LanguageModel.load(path, device))
+    return HmmPredictor(load(path, device))
 
 
 def predictor_tokenizer(path: Path) -> Tokenizer:

@@ -20,7 +20,7 @@ from hmmlm.data.tokenfile import TokenFile
 from hmmlm.distributed.ranks import world
 from hmmlm.learning.evaluate import Evaluation, evaluate
 from hmmlm.learning.prepare import Prepared, evaluation_batches, reopen, trained_batches
-from hmmlm.lm.lm import LanguageModel
+from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.lm.scoring import TextScore, score_of
 from hmmlm.lm.textmodel import TextModel
 from hmmlm.runs.folders import saved_config
@@ -58,7 +58,7 @@ def evaluate_run(run: Path) -> RunResults:
     The model is evaluated on the device that the run is configured for.
     """
     config, data = saved_config(RunConfig, run), reopen(run)
-    lm = LanguageModel.load(run, config.train.device)
+    lm = load(run, config.train.device)
     splits = ("valid", "test")
     texts = {split: np.asarray(data.tokens[split].tokens) for split in splits}
     baselines = {}
