@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from hmmlm.cli.models import open_text_model, read_texts, tokens_of_text, warn_unknown
+from hmmlm.cli.models import read_texts, tokens_of_text, warn_unknown
 from hmmlm.cli.parse import Arguments, ModelPath, parse
 from hmmlm.errors import InputError
 
@@ -70,10 +70,11 @@ def run(argv: list[str]) -> int:
 
     import numpy as np
 
+    from hmmlm.lm.mixture import load_text_model
     from hmmlm.report.comparison import paired_difference
 
     paths = (arguments.first, arguments.second)
-    models = [open_text_model(path, arguments.device) for path in paths]
+    models = [load_text_model(path, arguments.device) for path in paths]
     texts = _token_texts(arguments, *models) or _read(arguments, *models)
     scored = [_score(lm, t, texts.text_bytes) for lm, t in zip(models, (texts.first, texts.second), strict=True)]
     for path, found in zip(paths, scored, strict=True):

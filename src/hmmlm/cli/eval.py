@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from hmmlm.cli.models import ModelArguments, open_text_model, print_scores, read_texts, tokens_of_text, warn_unknown
+from hmmlm.cli.models import ModelArguments, print_scores, read_texts, tokens_of_text, warn_unknown
 from hmmlm.cli.parse import parse
 from hmmlm.section import DeviceCount
 
@@ -62,10 +62,11 @@ def run(argv: list[str]) -> int:
 
     from hmmlm.device import pick_device
     from hmmlm.distributed.ranks import connected
+    from hmmlm.lm.mixture import load_text_model
     from hmmlm.report.results import score_tokens
 
     with connected(pick_device(arguments.device).type == "cuda") as ranks, tempfile.TemporaryDirectory() as scratch:
-        lm = ranks.first_before_others(lambda: open_text_model(arguments.model, arguments.device))
+        lm = ranks.first_before_others(lambda: load_text_model(arguments.model, arguments.device))
         files = _token_files(arguments, lm, Path(scratch), ranks)
         scores = {name: score_tokens(lm, tokens) for name, tokens in files.items()}
         if not ranks.first:

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 from pydantic_settings import CliPositionalArg
 
-from hmmlm.cli.models import ModelArguments, open_model
+from hmmlm.cli.models import ModelArguments
 from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
 from hmmlm.runs.folders import find_run
@@ -59,10 +59,11 @@ def run(argv: list[str]) -> int:
     from hmmlm.explorer.explorer import Explorer
     from hmmlm.explorer.page import export
     from hmmlm.explorer.server import Server
+    from hmmlm.lm.lm import load
 
     with Console(stderr=True).status("loading the model"):
-        lm = open_model(arguments.model, arguments.device)
-        other = None if arguments.other is None else open_model(arguments.other, arguments.device)
+        lm = load(arguments.model, arguments.device)
+        other = None if arguments.other is None else load(arguments.other, arguments.device)
         explorer = Explorer(lm, arguments.model, other)
     if arguments.text is not None:
         explorer.sentence = arguments.text

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, PositiveInt
 from pydantic_settings import CliPositionalArg
 
-from hmmlm.cli.models import ModelArguments, open_model
+from hmmlm.cli.models import ModelArguments
 from hmmlm.cli.parse import parse
 
 DESCRIPTION = """Print the most likely words for every blank ___ of a text, with their probabilities: exact, given
@@ -34,9 +34,10 @@ def run(argv: list[str]) -> int:
     from rich.table import Table
     from rich.text import Text
 
+    from hmmlm.lm.lm import load
     from hmmlm.terminal import printable
 
-    lm = open_model(arguments.model, arguments.device)
+    lm = load(arguments.model, arguments.device)
     table = Table(box=None, pad_edge=False)
     for name in ("blank", "word", "probability"):
         table.add_column(name, justify="left" if name == "word" else "right")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pydantic import PositiveInt
 
-from hmmlm.cli.models import ModelArguments, open_model
+from hmmlm.cli.models import ModelArguments
 from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
 
@@ -39,6 +39,7 @@ def run(argv: list[str]) -> int:
     from rich.console import Console
 
     from hmmlm.data.tokenfile import TokenFile
+    from hmmlm.lm.lm import load
     from hmmlm.report.contexts import contexts_table, text_share
     from hmmlm.report.explain import explain_states
     from hmmlm.report.results import run_folder
@@ -47,7 +48,7 @@ def run(argv: list[str]) -> int:
     folder = run_folder(arguments.model)
     if arguments.contexts and folder is None:
         raise InputError(f"--contexts needs the text of a run, and {arguments.model} is not in one: leave it out")
-    lm = open_model(arguments.model, arguments.device)
+    lm = load(arguments.model, arguments.device)
     summary = explain_states(lm, arguments.words)
     # Everything that can fail comes before anything is printed.
     tables = [] if arguments.text is None else [path_table(lm, summary, arguments.text)]

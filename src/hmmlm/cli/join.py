@@ -40,11 +40,12 @@ def run(argv: list[str]) -> int:
 
 def build(arguments: CombineArguments) -> tuple[LanguageModel, list[float], list[float] | None]:
     """Return the union, its weights, and the validation perplexities of the models and itself, if there is a text."""
-    from hmmlm.cli.models import open_model, tokens_of_models
+    from hmmlm.cli.models import tokens_of_models
     from hmmlm.learning.prepare import reopen
+    from hmmlm.lm.lm import load
     from hmmlm.lm.union import check_alike, join_models
 
-    models = [open_model(path, arguments.device) for path in arguments.models]
+    models = [load(path, arguments.device) for path in arguments.models]
     check_alike(models)
     folder = tokens_of_models(arguments.data, arguments.models)
     weights, perplexities = _fit(None if folder is None else reopen(folder), models, arguments.weights)

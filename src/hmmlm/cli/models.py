@@ -13,8 +13,6 @@ from hmmlm.terminal import print_table, printable
 
 if TYPE_CHECKING:
     from hmmlm.data.corpora import Documents
-    from hmmlm.lm.lm import LanguageModel
-    from hmmlm.lm.mixture import MixtureModel
     from hmmlm.lm.scoring import TextScore
     from hmmlm.lm.textmodel import TextModel
 
@@ -28,20 +26,6 @@ class ModelArguments(Arguments):
     model: ModelPath
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
-
-
-def open_model(path: Path, device: str) -> LanguageModel:
-    """Return the model in a folder, on a device."""
-    from hmmlm.lm.lm import load
-
-    return load(path, device)
-
-
-def open_text_model(path: Path, device: str) -> LanguageModel | MixtureModel:
-    """Return the model in a folder, an HMM or a mixture, on a device."""
-    from hmmlm.lm.mixture import load_text_model
-
-    return load_text_model(path, device)
 
 
 def tokens_of_models(data: Path | None, models: Sequence[Path]) -> Path | None:

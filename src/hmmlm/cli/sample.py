@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from hmmlm.cli.models import ModelArguments, open_text_model
+from hmmlm.cli.models import ModelArguments
 from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
 from hmmlm.section import Seed
@@ -64,6 +64,7 @@ def run(argv: list[str]) -> int:
     arguments = parse(SampleArguments, argv, "sample", DESCRIPTION)
 
     from hmmlm.data.files import parse_json
+    from hmmlm.lm.mixture import load_text_model
     from hmmlm.terminal import without_controls
 
     constraints: Any = {}
@@ -75,7 +76,7 @@ def run(argv: list[str]) -> int:
             constraints[name] = read_bounds(name, value)
     if arguments.json_schema is not None:
         constraints["json"] = parse_json(arguments.json_schema)
-    lm = open_text_model(arguments.model, arguments.device)
+    lm = load_text_model(arguments.model, arguments.device)
     texts = lm.generate(
         arguments.prompt,
         max_new_tokens=arguments.max_new_tokens,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from hmmlm.cli.models import ModelArguments, open_text_model
+from hmmlm.cli.models import ModelArguments
 from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
 
@@ -45,11 +45,12 @@ def run(argv: list[str]) -> int:
     arguments = parse(ScoreArguments, argv, "score", DESCRIPTION)
 
     from hmmlm.data.text import read_lines
+    from hmmlm.lm.mixture import load_text_model
     from hmmlm.lm.scoring import perplexity, score_of
     from hmmlm.runs.progress import perplexity_text
     from hmmlm.terminal import printable
 
-    lm = open_text_model(arguments.model, arguments.device)
+    lm = load_text_model(arguments.model, arguments.device)
 
     def rows() -> Iterator[Row]:
         lines = enumerate(_standard_input() if arguments.file == "-" else read_lines(Path(arguments.file)), 1)
