@@ -147,6 +147,7 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             },
         ),
         "lm.automaton": (lm.automaton, {"must": ["a"], "never": (), **CONSTRAINT}),
+        "Constraint": (hmmlm.Constraint, {"must": ["a"], "never": (), **CONSTRAINT}),
         "lm.to": (lm.to, {"device": "cpu"}),
         "lm.explore": (lambda **given: lm.explore(**given).close(), {"other": None, "height": 100}),
         "lm.save_pretrained": (lm.save_pretrained, {"path": folder / "card", "results": None}),
@@ -223,7 +224,7 @@ def test_wrong_arguments_of_every_public_function(tmp_path: Path, monkeypatch: p
     assert not faults, "\n".join(faults)
     assert refused > 4_000
     public = {name.split(".")[0] for name in calls(tmp_path)}
-    types = {"Carry", "Counts", "Display", "Filtered", "InputError", "InputWarning", "__version__"}
+    types = {"Carry", "Counts", "Display", "Filtered", "InputError", "InputWarning", "Particles", "__version__"}
     assert set(hmmlm.__all__) <= public | types
 
 

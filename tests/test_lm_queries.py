@@ -1,8 +1,11 @@
 """Questions about text: scores of tokens and of continuations, next tokens, states, embeddings, training."""
 
+import inspect
 import itertools
 import math
+import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -271,9 +274,15 @@ def test_representations_are_short() -> None:
 
 def test_every_public_name_is_listed_and_found() -> None:
     assert {"train", "padded", "set_threads", "load", "HMM"} <= set(dir(hmmlm))
-    assert set(dir(hmmlm)) == set(hmmlm.__all__) == set(hmmlm._MODULES) | {"__version__", "emissions", "transitions"}
+    assert set(dir(hmmlm)) == set(hmmlm.__all__) == set(hmmlm._MODULE_OF) | {"__version__", "emissions", "transitions"}
     for name in dir(hmmlm):
         assert getattr(hmmlm, name) is not None
+
+
+def test_the_help_of_generate_has_every_constraint() -> None:
+    text = inspect.getdoc(LanguageModel.generate) or ""
+    names = [field.name for field in fields(hmmlm.Constraint)]
+    assert "hmmlm.Constraint" in text and all(re.search(rf"`{name}`|{name}=", text) for name in names)
 
 
 # --- training -------------------------------------------------------------------------------------------------------

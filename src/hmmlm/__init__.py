@@ -6,8 +6,9 @@ if TYPE_CHECKING:
     from hmmlm import emissions, transitions
     from hmmlm.checks import padded
     from hmmlm.constrain.automaton import Automaton
+    from hmmlm.constrain.constraint import Constraint
     from hmmlm.constrain.guide import Guide
-    from hmmlm.constrain.particles import sample_particles
+    from hmmlm.constrain.particles import Particles, sample_particles
     from hmmlm.constrain.steering import Steering
     from hmmlm.device import set_threads
     from hmmlm.errors import InputError, InputWarning
@@ -22,50 +23,28 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _MODULES = {
-    "HMM": "hmmlm.hmm",
-    "Automaton": "hmmlm.constrain.automaton",
-    "Carry": "hmmlm.hmm",
-    "Counts": "hmmlm.hmm",
-    "Display": "hmmlm.explorer.notebook",
-    "Filtered": "hmmlm.hmm",
-    "Guide": "hmmlm.constrain.guide",
-    "InputError": "hmmlm.errors",
-    "InputWarning": "hmmlm.errors",
-    "LanguageModel": "hmmlm.lm.lm",
-    "Steering": "hmmlm.constrain.steering",
-    "distill": "hmmlm.learning.run",
-    "MixtureModel": "hmmlm.lm.mixture",
-    "load": "hmmlm.runs.loading",
-    "padded": "hmmlm.checks",
-    "sample_particles": "hmmlm.constrain.particles",
-    "save_control": "hmmlm.lm.control",
-    "set_threads": "hmmlm.device",
-    "train": "hmmlm.learning.run",
+    "checks": "padded",
+    "device": "set_threads",
+    "errors": "InputError InputWarning",
+    "explorer.notebook": "Display",
+    "hmm": "HMM Carry Counts Filtered",
+    "constrain.automaton": "Automaton",
+    "constrain.guide": "Guide",
+    "learning.run": "distill train",
+    "runs.loading": "load",
+    "constrain.constraint": "Constraint",
+    "lm.control": "save_control",
+    "lm.lm": "LanguageModel",
+    "lm.mixture": "MixtureModel",
+    "constrain.particles": "Particles sample_particles",
+    "constrain.steering": "Steering",
 }
+_MODULE_OF = {name: f"hmmlm.{module}" for module, names in _MODULES.items() for name in names.split()}
 __all__ = [
-    "HMM",
-    "Automaton",
-    "Carry",
-    "Counts",
-    "Display",
-    "Filtered",
-    "Guide",
-    "InputError",
-    "InputWarning",
-    "LanguageModel",
-    "MixtureModel",
-    "Steering",
-    "__version__",
-    "distill",
-    "emissions",
-    "load",
-    "padded",
-    "sample_particles",
-    "save_control",
-    "set_threads",
-    "train",
-    "transitions",
-]
+    "HMM", "Automaton", "Carry", "Constraint", "Counts", "Display", "Filtered", "Guide", "InputError", "InputWarning",
+    "LanguageModel", "MixtureModel", "Particles", "Steering", "__version__", "distill", "emissions", "load", "padded",
+    "sample_particles", "save_control", "set_threads", "train", "transitions",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:  # torch is imported on first use, so that `hmmlm --help` is fast
@@ -73,9 +52,9 @@ def __getattr__(name: str) -> Any:  # torch is imported on first use, so that `h
 
     if name in ("emissions", "transitions"):
         return import_module(f"hmmlm.{name}")
-    if name not in _MODULES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'hmmlm' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    return getattr(import_module(_MODULE_OF[name]), name)
 
 
 def __dir__() -> list[str]:

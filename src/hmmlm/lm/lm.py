@@ -183,9 +183,11 @@ class LanguageModel(SequenceModel):
         gives the same text; with unknown=False every token is drawn given that it is not `<unk>`. A prompt that ends
         with a line break starts a new line; spaces at its end are ignored.
 
-        With a constraint the line is drawn given that it satisfies the constraint and ends within `max_new_tokens`,
-        `<eos>` counted: `must`, `never` (with `match`), `choice`, `regex`, `json`, `words`, `tokens`, `suffix`,
-        `automaton`; see `hmmlm.constrain.constraint.Constraint`. With unknown=False the new part also has no `<unk>`.
+        With a constraint (see `hmmlm.Constraint`) the line is drawn given that it satisfies the constraint and ends
+        within `max_new_tokens`, `<eos>` counted. The line contains `must` and not `never`, with match="word", "prefix"
+        or "substring". The new text is one of `choice`, matches `regex`, is JSON of the schema `json`, has a number of
+        `words` or `tokens` such as (5, 12), ends with `suffix`, or is accepted by `automaton`. With unknown=False it
+        also has no `<unk>`.
         """
         check_type("unknown", unknown, bool)
         options = SamplingOptions(max_new_tokens, temperature, top_k, seed, 1 if num is None else num)
