@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,19 @@ def test_every_file_of_the_documentation_for_contributors_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = re.findall(r"(?:^|`)make (\w+)", text, re.MULTILINE)
     assert targets and all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+def test_every_name_of_ours_beside_that_of_another_library_exists() -> None:
+    text = (ROOT / "docs" / "guide" / "libraries.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (.+) \| (.+) \|$", text[text.index("### Your name, ours") : text.index("## n-grams")], re.MULTILINE
+    )
+    ours = [re.findall(r"`([\w.]+)`", right) for _, right in rows if right != "hmmlm"]
+    assert len(ours) > 20 and all(ours)
+    places: dict[str, object] = {"hmm": hmmlm.HMM, "lm": hmmlm.LanguageModel, "hmmlm": hmmlm}
+    for name in (name for names in ours for name in names):
+        first, *others = name.split(".")
+        assert callable(reduce(getattr, others, places[first])), name
 
 
 def test_every_page_and_public_name_is_in_the_documentation() -> None:
