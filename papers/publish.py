@@ -124,7 +124,7 @@ def headline_table(studies: Mapping[str, Study], results: Results) -> list[list[
         link = f"[{name}]({studies[name].address('README.md')})"
         for row in main_rows(rows):
             if row.plan.headline and row.mean(TEST) is not None:
-                paper = number(row.plan.paper.get(TEST), "{:.1f}")
+                paper = number(row.plan.paper.get(TEST), "{:.1f}") or "–"
                 lines.append([row.plan.headline, paper, number(row.mean(TEST)), seeds(row), link])
     return lines
 
