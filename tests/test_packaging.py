@@ -1,6 +1,8 @@
 """The files of the project beside its code."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from functools import reduce
 from pathlib import Path
@@ -50,12 +52,20 @@ def test_the_readme_shows_the_explorer_and_results() -> None:
     assert any("explorer" in picture for picture in pictures) and any("reproduction" in p for p in pictures)
 
 
+def test_the_long_description_has_no_links_into_the_repository() -> None:
+    command = [sys.executable, "setup.py", "--long-description"]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert text.startswith("# hmmlm") and "hmmlm train --data my.txt" in text and "| VL-HMM, 2^15 states, PTB |" in text
+    assert "\npip install hmmlm\n" in text and "pip install 'hmmlm[fast]'" in text
+    assert not re.search(r"pip install '?\.|make demo|\]\((?!https:)|\.venv/bin|!\[|<img", text)
+
+
 @pytest.mark.parametrize("folder", ["src", "docs/guide", "README.md"])
 def test_commands_to_install_work_as_printed(folder: str) -> None:
     """Extras that are named exist; where hmmlm is installed, pip takes them from it and needs no package index."""
     path = ROOT / folder
     files = [path] if path.is_file() else [file for kind in ("*.py", "*.md", "*.j2") for file in path.rglob(kind)]
-    named = {name for file in files for name in re.findall(r"hmmlm\[(\w+)\]", file.read_text(encoding="utf-8"))}
+    named = {name for file in files for name in re.findall(r"(?:hmmlm|'\.)\[(\w+)\]", file.read_text(encoding="utf-8"))}
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert files and named <= set(extras)
 
