@@ -23,12 +23,9 @@ _SPLITS = ("valid", "test")
 
 
 def fetch_model(path: Path, revision: str | None = None) -> Path:
-    """Return the folder `path`, or else that of the model of this name on the hub, downloaded unless it is cached.
-
-    What is missing in a folder that exists is no name.
-    """
+    """Return the folder `path`, or else that of the model of this name on the hub, downloaded unless it is cached."""
     name = path.as_posix()
-    if path.parent.exists() or not _NAME.fullmatch(name):
+    if path.parent.exists() or not _NAME.fullmatch(name):  # what is missing in a folder is no name
         return path
     try:
         import huggingface_hub as hub
