@@ -97,7 +97,7 @@ def measurements() -> Iterator[Measurement]:
             )
     guide = hmmlm.Guide(dense_model(1024, STEERED_WORDS), containing([5, 6], STEERED_WORDS), 20)
     position = guide.begin()
-    yield "dense, 1,024 × 32,000", "calls of guide.log_probs_accept", lambda: len([guide.log_probs_accept(position)])
+    yield "dense, 1,024 × 32,000", "calls of guide.chances", lambda: len([guide.log_probs_accept(position)])
     weights, matrix = torch.rand(1, 1024), torch.rand(1024, STEERED_WORDS)
     yield "[1, 1024] × [1024, 32000]", "products", lambda: len(weights @ matrix)
 

@@ -249,6 +249,20 @@ def test_draft_models_and_prompt_lookup_may_go_back() -> None:
         assert torch.equal(result, plain), how
 
 
+def test_a_language_model_makes_the_processor_of_one_prompt_or_of_several() -> None:
+    lm = make_lm()
+    asked: dict[str, Any] = {"must": ["a b"], "regex": "[a-e ]+", "max_new_tokens": 6, "ended": False}
+    for prompts in ("d", ["d", "c"]):
+        given = [prompts] if isinstance(prompts, str) else prompts
+        ids = torch.tensor([lm.tokenizer.encode(prompt) for prompt in given])
+        scores = torch.randn(len(ids), 10, generator=torch.Generator().manual_seed(0))
+        expected = Steering.batch([lm.guide(prompt=prompt, **asked) for prompt in given], 0.7)(ids, scores.clone())
+        found = lm.logits_processor(prompt=prompts, weight=0.7, **asked)(ids, scores.clone())
+        assert torch.equal(found, expected) and not torch.equal(found, scores)
+    with pytest.raises(InputError, match="the guide and position|at least one pair"):
+        lm.logits_processor(prompt=[])
+
+
 def test_stopping_before_the_constraint_is_satisfied_warns() -> None:
     lm, model = make_lm(), tiny_llama(10, eos=1, pad=9)
     prompt = torch.tensor([lm.tokenizer.encode("d")])

@@ -87,7 +87,7 @@ class Steering:
 
     The result is the product of the other model and this probability, normalized. Its text is always accepted, and
     follows the other model given the constraint as closely as the HMM approximates that model. Use it in transformers,
-    `model.generate(…, logits_processor=[Steering(*lm.guide(…))])`, or in a loop of your own. Both models need the same
+    `model.generate(…, logits_processor=[lm.logits_processor(…)])`, or in a loop of your own. Both models need the same
     tokens. All rows of a call (samples or beams) share the guide; `Steering.batch` has one per prompt. A call whose
     rows do not continue those of the previous call starts from the prompt again. (A single row that does, such as the
     last text without its end, needs a new object.) A text that is over repeats its end token if `generate` goes on.

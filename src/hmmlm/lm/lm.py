@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from hmmlm.arguments import check_arguments, check_type
-from hmmlm.checks import check_count, check_text
+from hmmlm.checks import check_count, check_text, check_texts
 from hmmlm.constrain.automaton import Automaton
 from hmmlm.constrain.constraint import Constraint, ConstraintOptions, Wanted
 from hmmlm.constrain.guide import Guide, Position
 from hmmlm.constrain.guide_cache import GuideCache
+from hmmlm.constrain.steering import Steering
 from hmmlm.data.files import is_integer, write_bytes
 from hmmlm.data.hmmfolder import load_hmm
 from hmmlm.data.modelfolder import CONFIG, LANGUAGE_MODEL, as_folder, save_model
@@ -52,6 +53,13 @@ class Page(Protocol):
 
     def close(self) -> None:
         """Stop the server."""
+
+
+class GuideOptions(ConstraintOptions, total=False):
+    """The options of `guide`, beside its constraint."""
+
+    unknown: bool
+    ended: bool
 
 
 class LanguageModel(SequenceModel):
@@ -213,7 +221,7 @@ class LanguageModel(SequenceModel):
     ) -> tuple[Guide, Position]:
         """Return the guide of a constraint on lines, and the position after the prompt.
 
-        The constraint is that of `generate`. To steer another model with this tokenizer, see `Steering`. With `ended`,
+        The constraint is that of `generate`. To steer another model, see `logits_processor`. With `ended`,
         lines end within `max_new_tokens`; otherwise they may continue once they satisfy the constraint. The guide is
         cached until another one is requested.
         """
@@ -221,6 +229,28 @@ class LanguageModel(SequenceModel):
         check_type("ended", ended, bool)
         given, asked = self._encode_prompt(prompt), Constraint(must, never, **constraint)
         return self._guides.after(given, self.context(given), asked, max_new_tokens, unknown, ended)
+
+    def logits_processor(
+        self,
+        must: Sequence[Wanted] = (),
+        never: Sequence[str] = (),
+        max_new_tokens: int = 100,
+        prompt: str | Sequence[str] = "",
+        weight: float = 1.0,
+        **options: Unpack[GuideOptions],
+    ) -> Steering:
+        """Return what makes another model with these tokens satisfy the constraint of `generate`: see `Steering`.
+
+        Use it in transformers: `model.generate(ids, logits_processor=[lm.logits_processor(must=["a list"])])`.
+
+        Args:
+            prompt: one for all rows of a call, or one for each.
+            weight: of the log-probability that the constraint will be satisfied; 0 only forbids what would violate it.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        check_texts(prompts)
+        guided = [self.guide(must, never, max_new_tokens, each, **options) for each in prompts]
+        return Steering.batch(guided, weight)
 
     def automaton(
         self, must: Sequence[Wanted] = (), never: Sequence[str] = (), **constraint: Unpack[ConstraintOptions]
