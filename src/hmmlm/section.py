@@ -18,7 +18,7 @@ MAX_VOCABULARY = 2**24
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 """What a generator accepts, and still does after one seed per sample is added."""
 States = Annotated[int, Field(gt=0, le=2**22)]
-"""16 times the largest model trained so far; how many fit in memory depends on the family (`hmmlm.learning.memory`)."""
+"""16 times the largest model trained so far; how many fit in memory depends on the family (`check_memory`)."""
 Width = Annotated[int, Field(gt=0, le=2**16)]
 """Width of a network: a single square layer of the largest takes 64 GB to train."""
 Layers = Annotated[int, Field(gt=0, le=1_000)]

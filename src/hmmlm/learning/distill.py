@@ -19,7 +19,7 @@ from hmmlm.config.explain import explain
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
 from hmmlm.data.files import read_json, write_bytes
-from hmmlm.device import device_name, pick_device
+from hmmlm.device import device_name, pick_device, total_memory
 from hmmlm.distillation.samples import (
     HOLD_OUT,
     HOLD_OUT_EVERY,
@@ -30,7 +30,7 @@ from hmmlm.distillation.samples import (
     read_prompts,
 )
 from hmmlm.errors import InputError
-from hmmlm.learning.memory import check_memory, total_memory
+from hmmlm.learning.prepare import check_memory
 from hmmlm.learning.train import TrainResult, train
 from hmmlm.runs.folders import lock_run, new_run, refuse_used, saved_config
 from hmmlm.runs.interrupt import Stopped, stop_on_signals

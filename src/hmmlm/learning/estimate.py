@@ -21,11 +21,11 @@ from hmmlm.learning.evaluate import carried
 from hmmlm.learning.fit import total_tokens
 from hmmlm.learning.fused_adamw import fuse
 from hmmlm.learning.learners import HmmLearner, Learner
-from hmmlm.learning.memory import check_memory
 from hmmlm.learning.next_words import check_teacher
 from hmmlm.learning.prepare import (
     Prepared,
     check_data,
+    check_memory,
     count_blocks,
     find_data,
     make_batches,

@@ -34,11 +34,13 @@ from hmmlm.data.files import link_or_copy, parse_json, read_json, require_like, 
 from hmmlm.data.shards import count_parts, encode_parts
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, Tokenizer, WordTokenizer, find_tokenizer, load_tokenizer
+from hmmlm.device import total_memory
 from hmmlm.distillation.samples import SETTINGS
 from hmmlm.errors import InputError
 from hmmlm.models.base import BlockedConfig, ModelConfig
 from hmmlm.runs.folders import BLOCKS
 from hmmlm.runs.progress import Progress
+from hmmlm.section import ModelSize
 from hmmlm.structure.brown import BrownClustering, brown_clusters
 from hmmlm.structure.paths import read_paths
 
@@ -221,6 +223,24 @@ def check_batch_size(batches: BatchConfig, processes: int) -> None:
             f"batches.batch_size is {batches.batch_size}, fewer than the {processes} processes of this run, and each "
             "trains on at least one sequence of a batch: set --batches.batch-size to a multiple of their number, or "
             "start fewer processes"
+        )
+
+
+def check_memory(size: ModelSize, optimizer: str, device: torch.device) -> None:
+    """Raise an InputError if training holds more than the memory of the device.
+
+    A lower bound: parameters, with AdamW also gradients and two moments; and probabilities with their gradients or
+    expected counts.
+    """
+    copies = 4 if optimizer == "adamw" else 1
+    needed = 4 * (copies * size.parameters + 2 * size.probabilities)
+    available = total_memory(device)
+    if needed > available:
+        where = "the GPU" if device.type == "cuda" else "this machine"
+        raise InputError(
+            f"training this model takes at least {needed / 1e9:,.0f} GB, and {where} has {available / 1e9:,.0f} GB: "
+            "use fewer states (--model.states), more blocks (--model.blocks), a narrower network (--model.hidden) or "
+            "a smaller vocabulary (--tokenizer.vocab-size)"
         )
 
 

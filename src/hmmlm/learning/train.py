@@ -39,12 +39,12 @@ from hmmlm.learning.learners import (
     NetworkLearner,
     count_parameters,
 )
-from hmmlm.learning.memory import check_memory
 from hmmlm.learning.next_words import check_teacher, draw_next_words
 from hmmlm.learning.prepare import (
     Prepared,
     check_batch_size,
     check_data,
+    check_memory,
     find_data,
     make_batches,
     prepare,
