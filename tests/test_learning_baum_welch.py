@@ -13,8 +13,8 @@ from hmmlm.config.sections import BaumWelchConfig
 from hmmlm.data.batches import Batch
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.hmm import HMM
-from hmmlm.learning.baum_welch import RunningCounts, maximize
 from hmmlm.learning.learners import BaumWelchLearner, StepResult
+from hmmlm.learning.optimizers import RunningCounts, maximize
 from hmmlm.models.scalar import Scalar
 from hmmlm.scan.composition import matrices
 

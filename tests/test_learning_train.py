@@ -17,10 +17,10 @@ from helpers.runs import fit_planted, planted, random_hmm, records, tiny_config,
 import hmmlm
 from hmmlm.errors import InputError
 from hmmlm.learning import learners
-from hmmlm.learning.baum_welch import maximize
 from hmmlm.learning.evaluate import Evaluation, evaluate
 from hmmlm.learning.fit import Fit, TrainingError
 from hmmlm.learning.learners import AdamWLearner, HmmLearner
+from hmmlm.learning.optimizers import maximize
 from hmmlm.learning.prepare import evaluation_batches, make_batches
 from hmmlm.learning.schedules import rate_factor
 from hmmlm.learning.train import make_fabric, train

@@ -10,7 +10,7 @@ from torch import Tensor
 import hmmlm
 from benchmarks.peers import Task, Tasks
 from benchmarks.problem import Problem
-from hmmlm.learning.baum_welch import maximize
+from hmmlm.learning.optimizers import maximize
 from hmmlm.scan.composition import matrices
 
 VERSION = hmmlm.__version__

@@ -10,10 +10,10 @@ from torch import Tensor
 from hmmlm.data.batches import Batch
 from hmmlm.distributed.ranks import world
 from hmmlm.hmm import Carry
-from hmmlm.learning.adamw import loss_gradient
 from hmmlm.learning.evaluate import carried
 from hmmlm.learning.graph import GraphedStep
-from hmmlm.learning.learners import AdamWLearner, HmmLearner, Optimizer, StepResult, total
+from hmmlm.learning.learners import AdamWLearner, HmmLearner, StepResult, total
+from hmmlm.learning.optimizers import Optimizer, loss_gradient
 from hmmlm.models.base import restart_lost
 from hmmlm.models.scalar import Scalar
 from hmmlm.ops.common import capturing, installed

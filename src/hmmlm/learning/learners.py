@@ -16,10 +16,9 @@ from hmmlm.data.batches import Batch
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.distributed.ranks import world
 from hmmlm.hmm import HMM, Carry
-from hmmlm.learning.adamw import AdamW
-from hmmlm.learning.baum_welch import RunningCounts, maximize
 from hmmlm.learning.evaluate import Evaluation, carried, evaluate
 from hmmlm.learning.graph import GraphedStep
+from hmmlm.learning.optimizers import AdamW, Optimizer, RunningCounts, maximize
 from hmmlm.lm.lm import LanguageModel
 from hmmlm.lm.scoring import perplexity
 from hmmlm.models.base import FactoredBlockedModel, Model, TableModel
@@ -39,22 +38,6 @@ class StepResult(NamedTuple):
     log_likelihood: Tensor  # [] float64, of P(O), or of P(O, S) for a batch with labels
     carry: Any
     log_probs: Mapping[str, Tensor] | None = None  # of the E step of Baum-Welch
-
-
-class Optimizer(Protocol):
-    """What a checkpoint stores of an optimizer."""
-
-    def collect(self) -> None:
-        """Move what each of several processes has of its own to rank 0, before a checkpoint."""
-
-    def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors and JSON values."""
-
-    def load(self, folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, from the checkpoint in `folder`; tensors are named "optimizer.…"."""
-
-    def advice(self, rate: float) -> str:
-        """Return what to change if training diverges at this rate."""
 
 
 class Learner(Protocol[AnyCarry]):
