@@ -39,7 +39,7 @@ MODELS = {
 }
 
 
-def make_learner(settings: dict[str, Any], device: torch.device, fused: bool = True) -> HmmLearner | FusedAdamWLearner:
+def make_learner(settings: dict[str, Any], device: torch.device, fused: bool = True) -> HmmLearner:
     """Create the learner of a configuration, as a run does; the seed of random numbers is set to 0."""
     from lightning_fabric import Fabric
 
@@ -72,7 +72,7 @@ def make_batches(kind: str) -> Batches:
     return StreamBatches(file, BATCH, LENGTH, shuffle=True, reset_at_eos=kind == "stream", eos_id=1, seed=0)
 
 
-def learn(learner: HmmLearner | FusedAdamWLearner, batches: Batches, epochs: int) -> Tensor:
+def learn(learner: HmmLearner, batches: Batches, epochs: int) -> Tensor:
     """Train for some epochs, and return the log-likelihood of every step."""
     found = []
     for epoch in range(epochs):

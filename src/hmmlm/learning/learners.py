@@ -96,10 +96,14 @@ def separate_randomness(device: torch.device, apart: bool) -> Iterator[None]:
     """Draw random numbers for the rows of this process from a generator of its own, as its rows may be more or fewer.
 
     All processes draw its seed before, so that their own generators remain equal, and a checkpoint stores one of them.
+    A process that is the only one keeps its generator.
 
     Args:
         apart: whether the numbers differ between processes, such as dropout masks of their rows.
     """
+    if world().count == 1:
+        yield
+        return
     seed = int(torch.randint(2**62, ()))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed + world().rank if apart else seed)
@@ -118,8 +122,16 @@ class HmmLearner(ABC):
         self.model, self.tokenizer, self.config = model.to(fabric.device), tokenizer, config
         self.reset_graph()
 
-    @abstractmethod
-    def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult: ...
+    def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult:
+        """Learn from a batch: `learn`, replayed from a CUDA graph if the batch fits it."""
+        self.optimizer.set_rate(rate)
+        carry = carried(batch, carry)
+        result: StepResult | None = None if self.graphed is None else self.graphed(batch, carry)
+        if result is not None:
+            return result
+        # All processes drop the same states.
+        with separate_randomness(self.device, apart=False) if self.model.draws_for_rows else nullcontext():
+            return self.learn(batch.to(self.device), carry)
 
     @abstractmethod
     def learn(self, batch: Batch, carry: Carry | None) -> StepResult:
@@ -133,15 +145,6 @@ class HmmLearner(ABC):
 
     def reset_graph(self) -> None:
         self.graphed = GraphedStep(self.learn, self.device) if self.graphable else None
-
-    def run(self, batch: Batch, carry: Carry | None) -> StepResult:
-        """Run `learn`, replayed from a CUDA graph if the batch fits it."""
-        carry = carried(batch, carry)
-        if world().count > 1 and self.model.draws_for_rows:
-            with separate_randomness(self.device, apart=False):  # all drop the same states
-                return self.learn(batch.to(self.device), carry)
-        result = None if self.graphed is None else self.graphed(batch, carry)
-        return self.learn(batch.to(self.device), carry) if result is None else result
 
     @torch.no_grad()
     def hmm(self) -> HMM:
@@ -188,10 +191,6 @@ class AdamWLearner(HmmLearner):
         self.next_word_weight = next_word_weight
         self.optimizer: AdamW = AdamW(self.model, optimizer, self.device, decay_all=True)
 
-    def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult:
-        self.optimizer.set_rate(rate)
-        return self.run(batch, carry)
-
     def learn(self, batch: Batch, carry: Carry | None) -> StepResult:
         with self.fabric.autocast():
             if batch.labels is not None:  # the whole model: states are not dropped
@@ -221,11 +220,11 @@ class BaumWelchLearner(HmmLearner):
         self.optimizer: RunningCounts = RunningCounts(self.model.logits, optimizer.momentum)
 
     def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult:
-        result = self.run(batch, carry)
+        result = super().step(batch, carry, rate)
         if batch.last or not self.settings.full_batch:
             assert result.log_probs is not None
             with self.optimizer.take() as counts:
-                maximize(counts, result.log_probs, self.settings.pseudocount, rate, out=self.model.logits)
+                maximize(counts, result.log_probs, self.settings.pseudocount, self.optimizer.rate, self.model.logits)
         return result
 
     def learn(self, batch: Batch, carry: Carry | None) -> StepResult:
@@ -266,7 +265,7 @@ class NetworkLearner(Generic[AnyNetwork]):
     def step(self, batch: Batch, carry: Hidden | None, rate: float) -> StepResult:
         self.optimizer.set_rate(rate)
         batch = batch.to(self.device)
-        with nullcontext() if world().count == 1 else separate_randomness(self.device, apart=True):
+        with separate_randomness(self.device, apart=True):
             scores, hidden = self._score(batch, carry)
         self.optimizer.update(counted(scores, batch), batch)
         return StepResult(total(scores, batch), hidden)

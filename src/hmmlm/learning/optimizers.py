@@ -24,7 +24,10 @@ from hmmlm.runs.checkpoint import load_tensors
 
 
 class Optimizer(Protocol):
-    """What a checkpoint stores of an optimizer."""
+    """What takes the update of a step, and what a checkpoint stores of it."""
+
+    def set_rate(self, rate: float) -> None:
+        """Set the rate (α of Baum-Welch) of the next update."""
 
     def collect(self) -> None:
         """Move what each of several processes has of its own to rank 0, before a checkpoint."""
@@ -161,10 +164,13 @@ class RunningCounts:
 
     def __init__(self, tables: Mapping[str, Tensor], momentum: float) -> None:
         """Create counts of the shapes of `tables`, on their device."""
-        self.momentum = momentum
+        self.momentum, self.rate = momentum, 1.0
         self.sum = {name: torch.zeros_like(table.data) for name, table in tables.items()}
         self.mean = {name: torch.zeros_like(table.data) for name, table in tables.items()} if momentum else {}
         self.updates = 0
+
+    def set_rate(self, rate: float) -> None:
+        self.rate = rate
 
     def add(self, *counts: Tensor) -> None:
         """Add a batch's counts, in the order of the tables."""
