@@ -37,10 +37,10 @@ from hmmlm.data.tokenizers import HuggingFaceTokenizer, Tokenizer, WordTokenizer
 from hmmlm.device import total_memory
 from hmmlm.distillation.samples import SETTINGS
 from hmmlm.errors import InputError
-from hmmlm.models.base import BlockedConfig, ModelConfig
+from hmmlm.models.base import BlockedConfig
 from hmmlm.runs.folders import BLOCKS
 from hmmlm.runs.progress import Progress
-from hmmlm.section import ModelSize
+from hmmlm.section import ModelSize, Section
 from hmmlm.structure.brown import BrownClustering, brown_clusters
 from hmmlm.structure.paths import read_paths
 
@@ -107,7 +107,7 @@ def prepare(
     source: Mapping[str, Documents] | Path,
     run: Path,
     progress: Progress,
-    model: ModelConfig | None = None,
+    model: Section | None = None,
     workers: int | None = None,
 ) -> Prepared:
     """Write run/tokenizer and run/data, from a folder of token files or from a text, and the word blocks of a model.

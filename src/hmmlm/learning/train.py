@@ -8,7 +8,8 @@ best (by validation) and final (models for use).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ from hmmlm.config.initialization import LabelConfig, LvdConfig
 from hmmlm.config.networks import BaselineConfig, TeacherConfig
 from hmmlm.config.run import RunConfig
 from hmmlm.config.sections import BaumWelchConfig
-from hmmlm.config.training import AnyConfig, TrainingConfig
+from hmmlm.config.training import TrainingConfig
 from hmmlm.data.batches import Batches, own_share
 from hmmlm.data.files import write_bytes
 from hmmlm.data.tokenfile import unknown_fraction
@@ -28,7 +29,6 @@ from hmmlm.distillation.labels import LabeledBatches
 from hmmlm.distillation.next_words import NEXT_WORDS, NextWordBatches
 from hmmlm.distributed.ranks import LostRankError, connected, world
 from hmmlm.errors import InputError
-from hmmlm.hmm import Carry
 from hmmlm.learning.fit import Fit, Phase, TrainingError
 from hmmlm.learning.fused_adamw import fuse
 from hmmlm.learning.learners import (
@@ -54,7 +54,7 @@ from hmmlm.learning.prepare import (
 )
 from hmmlm.learning.warm_start import WarmStart, check_start, freeze_embeddings, joint_tokens, open_label_teacher
 from hmmlm.lm.scoring import perplexity
-from hmmlm.models.base import Model, ModelConfig
+from hmmlm.models.base import Model
 from hmmlm.runs.folders import (
     CONFIG,
     lock_run,
@@ -68,7 +68,6 @@ from hmmlm.runs.folders import (
 from hmmlm.runs.interrupt import StopRequest, stop_on_signals
 from hmmlm.runs.loggers import Logger
 from hmmlm.runs.progress import Progress
-from hmmlm.section import ModelSize
 from hmmlm.teachers.teacher import Teacher
 
 if TYPE_CHECKING:
@@ -79,8 +78,7 @@ __all__ = ["TrainResult", "TrainingError", "train", "train_baseline", "train_tea
 PERPLEXITY = "perplexity.json"
 """Valid and test perplexity of a finished baseline."""
 
-Plan = Callable[[Fit, StopRequest], Sequence[Phase]]
-"""Returns the phases of a run, after whatever has to be computed before them."""
+AnyRunConfig = RunConfig | TeacherConfig | BaselineConfig
 
 
 class TrainResult(NamedTuple):
@@ -122,35 +120,7 @@ def train(
 
     Ctrl-C or SIGTERM saves and returns a result that is not `finished`; a second one ends the process at once.
     """
-    opened: list[Teacher] = []
-    models: list[Model] = []
-
-    def check(config: RunConfig) -> None:
-        config.model.check_files()
-        clusters = config.initialization.clusters if isinstance(config.initialization, LabelConfig) else None
-        if clusters is not None and not clusters.is_file():
-            raise InputError(f"initialization.clusters: no file {clusters}; runs with a teacher write one")
-        network = config.next_words.teacher
-        if network is not None and not network.is_dir():
-            raise InputError(f"next_words.teacher: no folder {network}; `hmmlm baseline` trains one")
-        teacher = open_label_teacher(config)
-        opened.extend([] if teacher is None else [teacher])
-
-    def make(fabric: Fabric, data: Prepared) -> Learner[Carry]:
-        if not (Path(out) / NEXT_WORDS).exists():  # drawn words are stored, and the teacher may be gone
-            check_teacher(config, data.tokenizer)
-        learner = make_learner(config, fabric, data)
-        if isinstance(config.initialization, LabelConfig) and opened:  # of a new run
-            check_start(config.initialization, learner.model, len(data.tokens["train"]), opened[0])
-        models.append(learner.model)
-        return fuse(learner)
-
-    def plan(fit: Fit, request: StopRequest) -> Sequence[Phase]:
-        return _plan_phases(config, fit, models[0], opened, request)
-
-    config = with_actual_text(config, saved_config(RunConfig, out) if resume else None)
-    progress, size = progress or Progress(), config.model.size
-    return _train(config, Path(out), resume, progress, check, make, plan, size, config.model, loggers)
+    return HmmTrainer(config, Path(out), resume, progress, loggers).run()
 
 
 def make_learner(config: RunConfig, fabric: Fabric, data: Prepared) -> HmmLearner:
@@ -168,7 +138,7 @@ def train_teacher(
     config: TeacherConfig, out: Path, resume: bool = False, progress: Progress | None = None
 ) -> TrainResult:
     """Train a teacher in the folder `out`, which `open_teacher` then accepts; see `train`."""
-    return _train_network(config, Path(out), resume, progress or Progress())
+    return NetworkTrainer(config, Path(out), resume, progress).run()
 
 
 def train_baseline(
@@ -178,8 +148,8 @@ def train_baseline(
 
     At the end the best model by validation is scored once, on valid and test, into perplexity.json.
     """
-    out, progress = Path(out), progress or Progress()
-    result = _train_network(config, out, resume, progress)
+    out = Path(out)
+    result = NetworkTrainer(config, out, resume, progress).run()
     if result.finished and world().first:
         scores = {split: score_baseline(out, split) for split in ("valid", "test")}
         write_bytes(out / PERPLEXITY, (json.dumps(scores, indent=1) + "\n").encode())
@@ -197,117 +167,205 @@ def score_baseline(run: Path, split: str) -> float:
     return learner.evaluate(make_batches(config, data, split).epoch(0), lambda tokens: None).perplexity
 
 
-def _train_network(config: TeacherConfig | BaselineConfig, out: Path, resume: bool, progress: Progress) -> TrainResult:
-    def make(fabric: Fabric, data: Prepared) -> NetworkLearner[Any]:
+class Trainer(ABC):
+    """Prepares the folder of a run, or opens it to resume, and trains there; subclasses know what is trained."""
+
+    fit: Fit
+
+    def __init__(
+        self, config: AnyRunConfig, out: Path, resume: bool, progress: Progress | None, loggers: Sequence[Logger] = ()
+    ) -> None:
+        self.config: AnyRunConfig = with_actual_text(config, saved_config(type(config), out) if resume else None)
+        self.out, self.resume, self.progress, self.loggers = out, resume, progress or Progress(), loggers
+        self.settings = (json.dumps(self.config.dump(), indent=1) + "\n").encode()
+        self.device = pick_device(config.train.device)
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise the errors that can be found before anything is written."""
+
+    @abstractmethod
+    def make_learner(self, fabric: Fabric, data: Prepared) -> Learner[Any]:
+        """Create the learner, with the parameters that training starts from."""
+
+    @abstractmethod
+    def plan(self, request: StopRequest) -> Sequence[Phase]:
+        """Return the phases of the run, after whatever has to be computed before them."""
+
+    def run(self) -> TrainResult:
+        """Train to the end. Of several processes, rank 0 prepares the folder while the others wait; then all train."""
+        out, devices = self.out, self.config.train.devices
+        with connected(self.device.type == "cuda") as ranks, ExitStack() as stack:
+            if ranks.count == 1 and devices > 1:
+                raise InputError(
+                    f"train.devices is {devices}, but this is one process: use the command `hmmlm "
+                    f"{self.config.command}`, or start the program with torchrun --nproc-per-node {devices}"
+                )
+            saved = ranks.on_first(lambda: self.open_folder(stack))
+            if not ranks.first:
+                self.progress = Progress()
+                self.make_fit(reopen(out))
+            if saved:
+                self.load()
+            fit = self.fit
+            try:
+                with stop_on_signals() as request:
+                    finished = fit.run(lambda: self.plan(request), request)
+            except LostRankError as error:
+                raise LostRankError(
+                    f"{error}; the last checkpoint, {out / 'last'}, is intact: continue with --resume {out}"
+                ) from None
+            except BrokenPipeError:  # of standard output: nobody reads the progress
+                raise
+            except OSError as error:
+                raise InputError(
+                    f"cannot write in {out}: {error.strerror or error}; the last checkpoint, {out / 'last'}, is "
+                    f"intact: make room and continue with --resume {out}"
+                ) from error
+        position = fit.position
+        epochs = position.epoch + position.index / fit.train.steps_per_epoch
+        best = perplexity(-fit.plateau.best, 1)
+        return TrainResult(out, finished, epochs, position.step, position.tokens, position.seconds, best)
+
+    def open_folder(self, stack: ExitStack) -> bool:
+        """Prepare the folder, locked until `stack` closes; return whether it has a checkpoint to load."""
+        config, out = self.config, self.out
+        check_batch_size(config.batches, world().count)
+        if self.resume:
+            stack.enter_context(lock_run(out))
+            refuse_changes(saved_config(type(config), out), config, out)
+            if (out / "last").exists():
+                self.make_fit(reopen(out))
+                return True
+            refuse_lost(out, config.command)
+        else:
+            refuse_used(out)
+        check_data(config)
+        check_memory(config.model.size(1), config.optimizer.kind, self.device)  # whatever the vocabulary will be
+        self.check()
+        source = find_data(config)
+        if not self.resume:
+            stack.enter_context(lock_run(out))
+        with new_run(out, self.settings, begun=self.resume):
+            self.progress.note(f"run folder: {out}")
+            before = text_digests(out)
+            self.make_fit(prepare(config, source, out, self.progress, config.model))
+        if before.items() - text_digests(out).items():
+            self.progress.note(f"{config.data} has changed since this run was started: the present text is used")
+        return False
+
+    def make_fit(self, data: Prepared) -> None:
+        """Create the training loop on prepared data."""
+        config = self.config
+        check_memory(config.model.size(data.tokenizer.vocab_size), config.optimizer.kind, self.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        train, valid = (make_batches(config, data, split, own_share()) for split in ("train", "valid"))
+        learner = self.make_learner(make_fabric(config), data)
+        self.progress.note(describe(learner, data))
+        self.fit = Fit(config, self.out, learner, data.tokenizer, train, valid, self.progress, self.loggers)
+
+    def load(self) -> None:
+        """Load the checkpoint of the run."""
+        fit, out, batches = self.fit, self.out, self.config.batches
+        fit.load()
+        batch = batches.batch_size * batches.length
+        refuse_shorter(out, fit.position.epoch, fit.position.tokens, fit.total_tokens, batch)
+        if world().first:
+            write_bytes(out / CONFIG, self.settings)
+        self.progress.note(f"run folder: {out}")
+        if fit.position.tokens >= fit.total_tokens:
+            self.progress.note(f"this run is complete ({fit.position.epoch} epochs): --train.epochs N trains it longer")
+
+
+class HmmTrainer(Trainer):
+    """Trains a hidden Markov model, with a teacher's labels or next words if there is one."""
+
+    config: RunConfig
+    model: Model
+    teacher: Teacher | None = None
+    """Of labels; opened before anything is written, until the plan needs it."""
+
+    def check(self) -> None:
+        config = self.config
+        config.model.check_files()
+        clusters = config.initialization.clusters if isinstance(config.initialization, LabelConfig) else None
+        if clusters is not None and not clusters.is_file():
+            raise InputError(f"initialization.clusters: no file {clusters}; runs with a teacher write one")
+        network = config.next_words.teacher
+        if network is not None and not network.is_dir():
+            raise InputError(f"next_words.teacher: no folder {network}; `hmmlm baseline` trains one")
+        self.teacher = open_label_teacher(config)
+
+    def make_learner(self, fabric: Fabric, data: Prepared) -> HmmLearner:
+        config = self.config
+        if not (self.out / NEXT_WORDS).exists():  # drawn words are stored, and the teacher may be gone
+            check_teacher(config, data.tokenizer)
+        learner = make_learner(config, fabric, data)
+        if isinstance(config.initialization, LabelConfig) and self.teacher is not None:  # of a new run
+            check_start(config.initialization, learner.model, len(data.tokens["train"]), self.teacher)
+        self.model = learner.model
+        return fuse(learner)
+
+    def plan(self, request: StopRequest) -> Sequence[Phase]:
+        """Return the phases: P(O, S) with labels from a teacher, if there is one, then P(O)."""
+        config, fit, model = self.config, self.fit, self.model
+        start, position, total = config.initialization, fit.position, fit.total_tokens
+        marginal: Batches = fit.train
+        if config.next_words.teacher is not None:
+            tokens, settings = reopen(fit.out).tokens["train"], config.next_words
+            words = draw_next_words(
+                config, fit.out, tokens, fit.tokenizer, fit.learner.device, fit.progress, request.raise_if_alone
+            )
+            marginal = NextWordBatches(fit.train, words, settings.samples, config.train.seed, own_share())
+        if not isinstance(start, LabelConfig):
+            return [Phase("marginal", total, marginal)]
+        warm: WarmStart | None = None
+        labeled: LabeledBatches | None = None
+        if not position.initialized or position.tokens < position.joint_tokens:
+            teacher, self.teacher = self.teacher, None
+            warm = WarmStart(config, fit.out, fit.tokenizer, model, teacher, fit.progress, request.raise_if_alone)
+            source = warm.open_labels(fresh=fit.saved.step < 0)
+            labeled = LabeledBatches(fit.train, source)
+            if not position.initialized:
+                warm.initialize(source)
+                position.initialized, position.joint_tokens = True, joint_tokens(config, total)
+                fit.save()
+        frozen_tokens = start.frozen_tokens if isinstance(start, LvdConfig) else 0
+        edges = sorted({min(edge, total) for edge in (position.joint_tokens, frozen_tokens, total)} - {0})
+
+        def enter(frozen: bool, joint: bool) -> None:
+            freeze_embeddings(model, start, frozen)
+            fit.learner.reset_graph()
+            if warm is not None and not joint:
+                warm.release_teacher()
+
+        phases = []
+        for begin, end in zip([0, *edges], edges, strict=False):
+            joint = begin < position.joint_tokens and labeled is not None
+            name, batches = ("joint", labeled) if joint else ("marginal", marginal)
+            frozen = begin < frozen_tokens
+            phases.append(Phase(name, end, batches, lambda frozen=frozen, joint=joint: enter(frozen, joint)))  # type: ignore[misc, arg-type]
+        return phases
+
+
+class NetworkTrainer(Trainer):
+    """Trains a neural language model: a teacher or a baseline."""
+
+    config: TeacherConfig | BaselineConfig
+
+    def check(self) -> None:
+        """Networks need nothing but the text."""
+
+    def make_learner(self, fabric: Fabric, data: Prepared) -> NetworkLearner[Any]:
+        config = self.config
         torch.manual_seed(config.train.seed)
         generator = torch.Generator().manual_seed(config.train.seed)
         network = config.model.build(data.tokenizer, config.batches.length, generator)
         return NetworkLearner(fabric, network, data.tokenizer, config.optimizer)
 
-    def plan(fit: Fit, request: StopRequest) -> Sequence[Phase]:
-        return [Phase("marginal", fit.total_tokens, fit.train)]
-
-    config = with_actual_text(config, saved_config(type(config), out) if resume else None)
-    return _train(config, out, resume, progress, lambda config: None, make, plan, config.model.size, None)
-
-
-def _train(
-    config: AnyConfig,
-    out: Path,
-    resume: bool,
-    progress: Progress,
-    check: Callable[[AnyConfig], None],
-    make: Callable[[Fabric, Prepared], Learner[Any]],
-    plan: Plan,
-    size: Callable[[int], ModelSize],
-    model: ModelConfig | None,
-    loggers: Sequence[Logger] = (),
-) -> TrainResult:
-    """Run training: `check` raises errors before anything is written, `make` creates the learner.
-
-    `size` returns what training holds at least, for a number of words. Of several processes, rank 0 prepares the folder
-    while the others wait; then all of them train.
-    """
-    settings = (json.dumps(config.dump(), indent=1) + "\n").encode()
-    device = pick_device(config.train.device)
-
-    def make_fit(data: Prepared) -> Fit:
-        check_memory(size(data.tokenizer.vocab_size), config.optimizer.kind, device)
-        if device.type == "cpu":
-            keep_freed_memory()
-        training, validation = (make_batches(config, data, split, own_share()) for split in ("train", "valid"))
-        learner = make(make_fabric(config), data)
-        progress.note(describe(learner, data))
-        return Fit(config, out, learner, data.tokenizer, training, validation, progress, loggers)
-
-    def begin() -> bool:
-        """Prepare the folder; return whether there is a checkpoint to load."""
-        check_batch_size(config.batches, ranks.count)
-        if resume:
-            stack.enter_context(lock_run(out))
-            refuse_changes(saved_config(type(config), out), config, out)
-        else:
-            refuse_used(out)
-        if resume and (out / "last").exists():
-            made.append(make_fit(reopen(out)))
-            return True
-        if resume:
-            refuse_lost(out, config.command)
-        check_data(config)
-        check_memory(size(1), config.optimizer.kind, device)  # whatever the vocabulary will be
-        check(config)
-        source = find_data(config)
-        if not resume:
-            stack.enter_context(lock_run(out))
-        with new_run(out, settings, begun=resume):
-            progress.note(f"run folder: {out}")
-            before = text_digests(out)
-            made.append(make_fit(prepare(config, source, out, progress, model)))
-        if before.items() - text_digests(out).items():
-            progress.note(f"{config.data} has changed since this run was started: the present text is used")
-        return False
-
-    def load(fit: Fit) -> None:
-        fit.load()
-        batch = config.batches.batch_size * config.batches.length
-        refuse_shorter(out, fit.position.epoch, fit.position.tokens, fit.total_tokens, batch)
-        if ranks.first:
-            write_bytes(out / CONFIG, settings)
-        progress.note(f"run folder: {out}")
-        if fit.position.tokens >= fit.total_tokens:
-            progress.note(f"this run is complete ({fit.position.epoch} epochs): --train.epochs N trains it longer")
-
-    made: list[Fit] = []
-    with connected(device.type == "cuda") as ranks, ExitStack() as stack:
-        if ranks.count == 1 and config.train.devices > 1:
-            raise InputError(
-                f"train.devices is {config.train.devices}, but this is one process: use the command `hmmlm "
-                f"{config.command}`, or start the program with torchrun --nproc-per-node {config.train.devices}"
-            )
-        if not ranks.first:
-            progress = Progress()
-        saved = ranks.on_first(begin)
-        fit = made[0] if made else make_fit(reopen(out))
-        if saved:
-            load(fit)
-        try:
-            with stop_on_signals() as request:
-                finished = fit.run(lambda: plan(fit, request), request)
-        except LostRankError as error:
-            raise LostRankError(
-                f"{error}; the last checkpoint, {out / 'last'}, is intact: continue with --resume {out}"
-            ) from None
-        except BrokenPipeError:  # of standard output: nobody reads the progress
-            raise
-        except OSError as error:
-            raise InputError(
-                f"cannot write in {out}: {error.strerror or error}; the last checkpoint, {out / 'last'}, is intact: "
-                f"make room and continue with --resume {out}"
-            ) from error
-    position = fit.position
-    epochs = position.epoch + position.index / fit.train.steps_per_epoch
-    best = perplexity(-fit.plateau.best, 1)
-    return TrainResult(out, finished, epochs, position.step, position.tokens, position.seconds, best)
+    def plan(self, request: StopRequest) -> Sequence[Phase]:
+        return [Phase("marginal", self.fit.total_tokens, self.fit.train)]
 
 
 def describe(learner: Learner[Any], data: Prepared) -> str:
@@ -331,46 +389,3 @@ def make_fabric(config: TrainingConfig) -> Fabric:
     # Processes share the CPU, and GPUs if there are fewer of these.
     devices = [ranks.local % torch.cuda.device_count()] if device.type == "cuda" else 1
     return Fabric(accelerator=device.type, devices=devices, precision=config.train.precision)
-
-
-def _plan_phases(
-    config: RunConfig, fit: Fit, model: Model, opened: list[Teacher], request: StopRequest
-) -> Sequence[Phase]:
-    """Return the phases of a run: P(O, S) with labels from a teacher, if there is one, then P(O)."""
-    start, position, total = config.initialization, fit.position, fit.total_tokens
-    marginal: Batches = fit.train
-    if config.next_words.teacher is not None:
-        tokens, settings = reopen(fit.out).tokens["train"], config.next_words
-        words = draw_next_words(
-            config, fit.out, tokens, fit.tokenizer, fit.learner.device, fit.progress, request.raise_if_alone
-        )
-        marginal = NextWordBatches(fit.train, words, settings.samples, config.train.seed, own_share())
-    if not isinstance(start, LabelConfig):
-        return [Phase("marginal", total, marginal)]
-    warm: WarmStart | None = None
-    labeled: LabeledBatches | None = None
-    if not position.initialized or position.tokens < position.joint_tokens:
-        teacher = opened.pop() if opened else None
-        warm = WarmStart(config, fit.out, fit.tokenizer, model, teacher, fit.progress, request.raise_if_alone)
-        source = warm.open_labels(fresh=fit.saved.step < 0)
-        labeled = LabeledBatches(fit.train, source)
-        if not position.initialized:
-            warm.initialize(source)
-            position.initialized, position.joint_tokens = True, joint_tokens(config, total)
-            fit.save()
-    frozen_tokens = start.frozen_tokens if isinstance(start, LvdConfig) else 0
-    edges = sorted({min(edge, total) for edge in (position.joint_tokens, frozen_tokens, total)} - {0})
-
-    def enter(frozen: bool, joint: bool) -> None:
-        freeze_embeddings(model, start, frozen)
-        fit.learner.reset_graph()
-        if warm is not None and not joint:
-            warm.release_teacher()
-
-    phases = []
-    for begin, end in zip([0, *edges], edges, strict=False):
-        joint = begin < position.joint_tokens and labeled is not None
-        name, batches = ("joint", labeled) if joint else ("marginal", marginal)
-        frozen = begin < frozen_tokens
-        phases.append(Phase(name, end, batches, lambda frozen=frozen, joint=joint: enter(frozen, joint)))  # type: ignore[misc, arg-type]
-    return phases
