@@ -18,7 +18,7 @@ import pytest
 
 from hmmlm.cli.main import main
 from hmmlm.errors import InputError
-from hmmlm.learning.fit import Fit
+from hmmlm.learning.losses import Losses
 from hmmlm.report.results import evaluate_run
 from papers import __main__ as command_line
 from papers import runner
@@ -152,15 +152,15 @@ def test_a_run_that_fails_to_train_has_a_record_with_the_reason(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_an_interrupted_run_has_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, sent = Fit.read_window, list[signal.Signals]()
+    read, sent = Losses.read, list[signal.Signals]()
 
-    def interrupted(self: Fit) -> list[float]:
+    def interrupted(self: Losses, step: int) -> list[float]:
         if not sent:  # a second signal would end the process
             sent.append(signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
-        return read(self)
+        return read(self, step)
 
-    monkeypatch.setattr(Fit, "read_window", interrupted)
+    monkeypatch.setattr(Losses, "read", interrupted)
     with pytest.raises(InputError, match="interrupted: the run has no record"):
         perform(tiny(train__log_every=1), tmp_path)
 

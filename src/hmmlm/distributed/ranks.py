@@ -67,6 +67,12 @@ class Ranks:
                 for work in pending:
                     work.wait()
 
+    def keep_in_first(self, tensors: Iterable[Tensor]) -> None:
+        """Set tensors to zero in all ranks but rank 0, which has the sums of all."""
+        if not self.first:
+            for tensor in tensors:
+                tensor.zero_()
+
     def own_rows(self, count: int) -> slice:
         """Return the rows of this process, of `count` that are divided among all of them in order."""
         return slice(count * self.rank // self.count, count * (self.rank + 1) // self.count)
@@ -112,6 +118,12 @@ class Ranks:
         if outcome == "failed":
             raise FirstRankError(value)
         return value
+
+    def share_generator(self, device: torch.device) -> None:
+        """Give all ranks the random generators of rank 0, on the CPU and on the device."""
+        torch.set_rng_state(self.on_first(torch.get_rng_state))
+        if device.type == "cuda" and self.count > 1:
+            torch.cuda.set_rng_state(self.on_first(lambda: torch.cuda.get_rng_state(device)), device)
 
     def first_before_others(self, function: Callable[[], Result]) -> Result:
         """Run a function in rank 0, then in the others, and return the result of each; an error of rank 0 ends all."""

@@ -198,12 +198,7 @@ class RunningCounts:
     def collect(self) -> None:
         """Move the counts of all processes to rank 0, whose sum is then that of all, as one process would have it."""
         world().sum_(self.sum.values())
-        self._keep_in_first()
-
-    def _keep_in_first(self) -> None:
-        if not world().first:
-            for total in self.sum.values():
-                total.zero_()
+        world().keep_in_first(self.sum.values())
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the counts and the number of updates, as a checkpoint stores them."""
@@ -214,7 +209,7 @@ class RunningCounts:
         """Restore what `state_dict` returned, from the checkpoint in `folder`."""
         load_tensors(folder, tensors, "optimizer.", self.state_dict()[0])
         self.updates = int(values["updates"])
-        self._keep_in_first()
+        world().keep_in_first(self.sum.values())
 
     def advice(self, rate: float) -> str:
         return "set optimizer.pseudocount above 0, or lower optimizer.step"

@@ -29,6 +29,7 @@ from hmmlm.distillation.labels import LabeledBatches
 from hmmlm.distillation.next_words import NEXT_WORDS, NextWordBatches
 from hmmlm.distributed.ranks import LostRankError, connected, world
 from hmmlm.errors import InputError
+from hmmlm.learning.checkpoints import Checkpoints
 from hmmlm.learning.fit import Fit, Phase, TrainingError
 from hmmlm.learning.fused_adamw import fuse
 from hmmlm.learning.learners import (
@@ -65,6 +66,7 @@ from hmmlm.runs.folders import (
     refuse_used,
     saved_config,
 )
+from hmmlm.runs.history import History, NoHistory
 from hmmlm.runs.interrupt import StopRequest, stop_on_signals
 from hmmlm.runs.loggers import Logger
 from hmmlm.runs.progress import Progress
@@ -110,11 +112,7 @@ def flush_denormals() -> Iterator[None]:
 
 @flush_denormals()
 def train(
-    config: RunConfig,
-    out: Path,
-    resume: bool = False,
-    progress: Progress | None = None,
-    loggers: Sequence[Logger] = (),
+    config: RunConfig, out: Path, resume: bool = False, progress: Progress | None = None, loggers: Sequence[Logger] = ()
 ) -> TrainResult:
     """Train a hidden Markov model in the folder `out`; with `resume`, continue from its last checkpoint.
 
@@ -170,6 +168,7 @@ def score_baseline(run: Path, split: str) -> float:
 class Trainer(ABC):
     """Prepares the folder of a run, or opens it to resume, and trains there; subclasses know what is trained."""
 
+    data: Prepared
     fit: Fit
 
     def __init__(
@@ -209,8 +208,8 @@ class Trainer(ABC):
                 self.load()
             fit = self.fit
             try:
-                with stop_on_signals() as request:
-                    finished = fit.run(lambda: self.plan(request), request)
+                with stop_on_signals() as request, self.open_history() as history:
+                    finished = fit.run(lambda: self.plan(request), request, history)
             except LostRankError as error:
                 raise LostRankError(
                     f"{error}; the last checkpoint, {out / 'last'}, is intact: continue with --resume {out}"
@@ -263,12 +262,19 @@ class Trainer(ABC):
         train, valid = (make_batches(config, data, split, own_share()) for split in ("train", "valid"))
         learner = self.make_learner(make_fabric(config), data)
         self.progress.note(describe(learner, data))
-        self.fit = Fit(config, self.out, learner, data.tokenizer, train, valid, self.progress, self.loggers)
+        checkpoints = Checkpoints(config, self.out, learner, data.tokenizer)
+        self.data, self.fit = data, Fit(train, valid, checkpoints, self.progress)
+
+    def open_history(self) -> History | NoHistory:
+        if not world().first:
+            return NoHistory()
+        step = self.fit.checkpoints.saved.step
+        return History(self.out, step, self.config.train.tensorboard, self.loggers, self.config.dump())
 
     def load(self) -> None:
         """Load the checkpoint of the run."""
         fit, out, batches = self.fit, self.out, self.config.batches
-        fit.load()
+        fit.checkpoints.load(fit)
         batch = batches.batch_size * batches.length
         refuse_shorter(out, fit.position.epoch, fit.position.tokens, fit.total_tokens, batch)
         if world().first:
@@ -309,13 +315,13 @@ class HmmTrainer(Trainer):
 
     def plan(self, request: StopRequest) -> Sequence[Phase]:
         """Return the phases: P(O, S) with labels from a teacher, if there is one, then P(O)."""
-        config, fit, model = self.config, self.fit, self.model
+        config, fit, model, tokenizer = self.config, self.fit, self.model, self.data.tokenizer
         start, position, total = config.initialization, fit.position, fit.total_tokens
         marginal: Batches = fit.train
         if config.next_words.teacher is not None:
-            tokens, settings = reopen(fit.out).tokens["train"], config.next_words
+            tokens, settings = self.data.tokens["train"], config.next_words
             words = draw_next_words(
-                config, fit.out, tokens, fit.tokenizer, fit.learner.device, fit.progress, request.raise_if_alone
+                config, self.out, tokens, tokenizer, fit.learner.device, self.progress, request.raise_if_alone
             )
             marginal = NextWordBatches(fit.train, words, settings.samples, config.train.seed, own_share())
         if not isinstance(start, LabelConfig):
@@ -324,8 +330,8 @@ class HmmTrainer(Trainer):
         labeled: LabeledBatches | None = None
         if not position.initialized or position.tokens < position.joint_tokens:
             teacher, self.teacher = self.teacher, None
-            warm = WarmStart(config, fit.out, fit.tokenizer, model, teacher, fit.progress, request.raise_if_alone)
-            source = warm.open_labels(fresh=fit.saved.step < 0)
+            warm = WarmStart(config, self.out, tokenizer, model, teacher, self.progress, request.raise_if_alone)
+            source = warm.open_labels(fresh=fit.checkpoints.saved.step < 0)
             labeled = LabeledBatches(fit.train, source)
             if not position.initialized:
                 warm.initialize(source)
