@@ -21,7 +21,6 @@ from hmmlm.learning.evaluate import carried
 from hmmlm.learning.fit import total_tokens
 from hmmlm.learning.fused_adamw import fuse
 from hmmlm.learning.learners import HmmLearner, Learner
-from hmmlm.learning.next_words import check_teacher
 from hmmlm.learning.prepare import (
     Prepared,
     check_data,
@@ -34,6 +33,7 @@ from hmmlm.learning.prepare import (
     with_actual_text,
 )
 from hmmlm.learning.train import describe, flush_denormals, make_fabric, make_learner
+from hmmlm.learning.warm_start import check_teacher
 from hmmlm.models.base import BlockedConfig
 from hmmlm.runs.progress import Progress
 

@@ -40,7 +40,6 @@ from hmmlm.learning.learners import (
     NetworkLearner,
     count_parameters,
 )
-from hmmlm.learning.next_words import check_teacher, draw_next_words
 from hmmlm.learning.prepare import (
     Prepared,
     check_batch_size,
@@ -53,7 +52,15 @@ from hmmlm.learning.prepare import (
     text_digests,
     with_actual_text,
 )
-from hmmlm.learning.warm_start import WarmStart, check_start, freeze_embeddings, joint_tokens, open_label_teacher
+from hmmlm.learning.warm_start import (
+    WarmStart,
+    check_start,
+    check_teacher,
+    draw_next_words,
+    freeze_embeddings,
+    joint_tokens,
+    open_label_teacher,
+)
 from hmmlm.lm.scoring import perplexity
 from hmmlm.models.base import Model
 from hmmlm.runs.folders import (

@@ -1,6 +1,6 @@
-"""The start of a run with a teacher: cluster its embeddings, then label the text with the clusters.
+"""The start of a run with a teacher: cluster its embeddings and label the text with the clusters, or draw next words.
 
-Of several processes, rank 0 clusters; each opens the teacher and labels its share of the text.
+Of several processes, rank 0 clusters and draws; each opens the teacher and labels its share of the text.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hmmlm.config.initialization import CountsConfig, LabelConfig, LvdConfig
 from hmmlm.config.run import RunConfig
-from hmmlm.data.batches import Batch, ChunkBatches
-from hmmlm.data.files import exclusive
+from hmmlm.data.batches import Batch, ChunkBatches, StreamBatches
+from hmmlm.data.files import exclusive, replacing
+from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.distillation.cache import (
     LabelStore,
@@ -33,6 +35,7 @@ from hmmlm.distillation.labels import (
     TeacherLabels,
     hmm_from_labels,
 )
+from hmmlm.distillation.next_words import NEXT_WORDS, open_next_words, word_dtype
 from hmmlm.distillation.transfer import check_width, set_state_embeddings, set_word_vectors
 from hmmlm.distributed.ranks import world
 from hmmlm.errors import InputError
@@ -48,6 +51,8 @@ CENTROIDS = "clusters.safetensors"
 DEFAULT_TOKENS, MAX_FRACTION = 5_000_000, 0.1
 """Of the P(O, S) phase, where the configuration does not set it."""
 GPU_TOKENS = 12_800  # a teacher on a GPU reads at least this many tokens at once
+STREAMS, WINDOW = 32, 128
+"""Rows and tokens that a teacher of next words reads at once. Each row starts without context, so there are few."""
 
 
 def open_label_teacher(config: RunConfig) -> Teacher | None:
@@ -309,3 +314,67 @@ def freeze_embeddings(model: Model, start: LabelConfig, frozen: bool) -> None:
         tables = [*model.embeddings] if start.centroids else []
         for parameter in [*tables, model.emission] if start.head else tables:
             parameter.requires_grad_(not frozen)
+
+
+def check_teacher(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raise an InputError if the teacher is missing or has other tokens."""
+    from hmmlm.baselines.neural import load_baseline
+
+    path = config.next_words.teacher
+    if path is None:
+        return
+    _, its_own = load_baseline(path)
+    if its_own.fingerprint() != tokenizer.fingerprint():
+        raise InputError(
+            f"next_words.teacher: {path} has another vocabulary than this run: train it on the same text with the same "
+            "[tokenizer] settings, or start this run with --data and the folder of that one"
+        )
+
+
+@torch.no_grad()
+def draw_next_words(
+    config: RunConfig,
+    out: Path,
+    tokens: TokenFile,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    progress: Progress,
+    on_work: Callable[[], None],
+) -> np.ndarray:
+    """Return the words [tokens, drawn] that the teacher draws; they are stored in the run's folder, and drawn once.
+
+    `on_work` is called often, and may raise to stop.
+    """
+    from hmmlm.baselines.neural import load_baseline
+
+    settings, path = config.next_words, out / NEXT_WORDS
+
+    def draw() -> None:
+        assert settings.teacher is not None
+        network, _ = load_baseline(settings.teacher)
+        network = network.to(device)
+        generator = torch.Generator(device).manual_seed(config.train.seed)
+        words = np.empty((len(tokens), settings.drawn), word_dtype(tokenizer.vocab_size))
+        batches = StreamBatches(
+            tokens,
+            min(STREAMS, len(tokens)),
+            WINDOW,
+            shuffle=False,
+            reset_at_eos=False,
+            eos_id=tokenizer.eos_id,
+            seed=0,
+        )
+        hidden = None
+        with progress.phase("next words", len(tokens)) as phase:
+            for batch in batches.epoch(0):
+                assert batch.places is not None
+                drawn, hidden = network.draw(batch.tokens.to(device), hidden, settings.drawn, generator)
+                known = batch.places >= 0
+                words[batch.places[known].numpy()] = drawn.cpu()[known].numpy()
+                phase.advance(batch.num_tokens())
+                on_work()
+        with replacing(path) as (temporary,), temporary.open("wb") as file:
+            np.save(file, words)
+
+    world().on_first(lambda: None if path.exists() else draw())  # one network reads all of the text in order
+    return open_next_words(path, len(tokens), settings.drawn, tokenizer.vocab_size)
