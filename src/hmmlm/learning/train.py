@@ -322,22 +322,19 @@ class HmmTrainer(Trainer):
 
     def plan(self, request: StopRequest) -> Sequence[Phase]:
         """Return the phases: P(O, S) with labels from a teacher, if there is one, then P(O)."""
-        config, fit, model, tokenizer = self.config, self.fit, self.model, self.data.tokenizer
+        config, fit, model, data, on_work = self.config, self.fit, self.model, self.data, request.raise_if_alone
         start, position, total = config.initialization, fit.position, fit.total_tokens
         marginal: Batches = fit.train
         if config.next_words.teacher is not None:
-            tokens, settings = self.data.tokens["train"], config.next_words
-            words = draw_next_words(
-                config, self.out, tokens, tokenizer, fit.learner.device, self.progress, request.raise_if_alone
-            )
-            marginal = NextWordBatches(fit.train, words, settings.samples, config.train.seed, own_share())
+            words = draw_next_words(config, self.out, data, fit.learner.device, self.progress, on_work)
+            marginal = NextWordBatches(fit.train, words, config.next_words.samples, config.train.seed, own_share())
         if not isinstance(start, LabelConfig):
             return [Phase("marginal", total, marginal)]
         warm: WarmStart | None = None
         labeled: LabeledBatches | None = None
         if not position.initialized or position.tokens < position.joint_tokens:
             teacher, self.teacher = self.teacher, None
-            warm = WarmStart(config, self.out, tokenizer, model, teacher, self.progress, request.raise_if_alone)
+            warm = WarmStart(config, self.out, data, model, teacher, self.progress, on_work)
             source = warm.open_labels(fresh=fit.checkpoints.saved.step < 0)
             labeled = LabeledBatches(fit.train, source)
             if not position.initialized:

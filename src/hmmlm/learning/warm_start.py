@@ -18,7 +18,6 @@ from hmmlm.config.initialization import CountsConfig, LabelConfig, LvdConfig
 from hmmlm.config.run import RunConfig
 from hmmlm.data.batches import Batch, ChunkBatches, StreamBatches
 from hmmlm.data.files import exclusive, replacing
-from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.distillation.cache import (
     LabelStore,
@@ -39,7 +38,7 @@ from hmmlm.distillation.next_words import NEXT_WORDS, open_next_words, word_dtyp
 from hmmlm.distillation.transfer import check_width, set_state_embeddings, set_word_vectors
 from hmmlm.distributed.ranks import world
 from hmmlm.errors import InputError
-from hmmlm.learning.prepare import reopen
+from hmmlm.learning.prepare import Prepared
 from hmmlm.models.base import Model
 from hmmlm.models.factored import Factored
 from hmmlm.runs.progress import Progress
@@ -98,7 +97,7 @@ class WarmStart:
         self,
         config: RunConfig,
         out: Path,
-        tokenizer: Tokenizer,
+        data: Prepared,
         model: Model,
         teacher: Teacher | None,
         progress: Progress,
@@ -107,8 +106,7 @@ class WarmStart:
         """`on_work` is called often during long work, and may raise to stop it."""
         assert isinstance(config.initialization, LabelConfig)
         self.config, self.start, self.out, self.ranks = config, config.initialization, out, world()
-        self.tokenizer, self.model, self.progress, self.on_work = tokenizer, model, progress, on_work
-        data = reopen(out)
+        self.tokenizer, self.model, self.progress, self.on_work = data.tokenizer, model, progress, on_work
         self.train, self.block_of_word = data.tokens["train"], data.block_of_word
         self.teacher = teacher or open_label_teacher(config)
         self.seed = config.train.seed if self.start.kmeans.seed is None else self.start.kmeans.seed
@@ -333,13 +331,7 @@ def check_teacher(config: RunConfig, tokenizer: Tokenizer) -> None:
 
 @torch.no_grad()
 def draw_next_words(
-    config: RunConfig,
-    out: Path,
-    tokens: TokenFile,
-    tokenizer: Tokenizer,
-    device: torch.device,
-    progress: Progress,
-    on_work: Callable[[], None],
+    config: RunConfig, out: Path, data: Prepared, device: torch.device, progress: Progress, on_work: Callable[[], None]
 ) -> np.ndarray:
     """Return the words [tokens, drawn] that the teacher draws; they are stored in the run's folder, and drawn once.
 
@@ -347,7 +339,7 @@ def draw_next_words(
     """
     from hmmlm.baselines.neural import load_baseline
 
-    settings, path = config.next_words, out / NEXT_WORDS
+    settings, path, tokens, tokenizer = config.next_words, out / NEXT_WORDS, data.tokens["train"], data.tokenizer
 
     def draw() -> None:
         assert settings.teacher is not None
