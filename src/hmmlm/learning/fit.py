@@ -197,10 +197,8 @@ class Fit:
 
     def failure(self, what: str) -> InputError:
         kind = TrainingError if world().first else FirstRankError  # every process notices it, one reports it
-        return kind(
-            f"{what} (epoch {self.position.epoch}): {self.learner.optimizer.advice(self.rate)}; "
-            f"{self.checkpoints.last_good}"
-        )
+        advice = self.learner.optimizer.advice(self.rate)
+        return kind(f"{what} (epoch {self.position.epoch}): {advice}; {self.checkpoints.last_good}")
 
     def save(self) -> None:
         """Write a checkpoint, unless there is one of this position already."""

@@ -112,11 +112,8 @@ class AdamW:
         for name, parameter in self.module.named_parameters():
             if name in values["unseen"]:
                 continue
-            moments = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(parameter, device="cpu"),
-            }
-            moments["exp_avg_sq"] = torch.zeros_like(moments["exp_avg"])
+            moments = {"step": torch.zeros((), dtype=torch.float32)}
+            moments |= {name: torch.zeros_like(parameter, device="cpu") for name in ("exp_avg", "exp_avg_sq")}
             load_tensors(folder, tensors, f"optimizer.{name}.", moments)
             state[index[id(parameter)]] = moments
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})

@@ -135,8 +135,7 @@ def make_learner(config: RunConfig, fabric: Fabric, data: Prepared) -> HmmLearne
     model = config.model.build(data.tokenizer, data.block_of_word, seed, fabric.device)
     if isinstance(config.optimizer, BaumWelchConfig):
         return BaumWelchLearner(fabric, model, data.tokenizer, config.dump(), config.optimizer)
-    weight = config.next_words.weight
-    return AdamWLearner(fabric, model, data.tokenizer, config.dump(), config.optimizer, weight)
+    return AdamWLearner(fabric, model, data.tokenizer, config.dump(), config.optimizer, config.next_words.weight)
 
 
 def train_teacher(
