@@ -13,7 +13,7 @@ from hmmlm.config.sections import BaumWelchConfig
 from hmmlm.data.batches import Batch
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.hmm import HMM
-from hmmlm.learning.learners import BaumWelchLearner, StepResult
+from hmmlm.learning.learners import BaumWelchLearner, StepOutput
 from hmmlm.learning.optimizers import RunningCounts, maximize
 from hmmlm.models.scalar import Scalar
 from hmmlm.scan.composition import matrices
@@ -157,9 +157,9 @@ def test_a_recorded_e_step_learns_like_the_eager_one(full_batch: bool) -> None:
 
     def learn(recorded: bool) -> list[Tensor]:
         learner = make_learner(full_batch=full_batch, step=0.5, momentum=0.5)
-        kept: list[StepResult] = []
+        kept: list[StepOutput] = []
 
-        def replay(batch: Batch, carry: object) -> StepResult | None:
+        def replay(batch: Batch, carry: object) -> StepOutput | None:
             if len(batch.tokens) != 4:
                 return None  # another shape: left to the eager step
             result = learner.learn(batch, None)

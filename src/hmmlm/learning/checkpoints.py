@@ -44,7 +44,7 @@ class Resumable(Protocol):
     plateau: Plateau
     losses: Losses
     carry: Any
-    rows: int
+    carry_rows: int
 
 
 class Checkpoints:
@@ -72,8 +72,8 @@ class Checkpoints:
         moments, values = learner.optimizer.state_dict()
         tensors = {f"parameters.{name}": t for name, t in learner.parameters().items()}
         tensors |= {f"optimizer.{name}": t for name, t in moments.items()}
-        tensors |= {f"carry.{name}": t for name, t in self.gather_carry(loop.carry, loop.rows).items()}
-        tensors |= {"window": loop.losses.window, "rng.cpu": torch.get_rng_state()}
+        tensors |= {f"carry.{name}": t for name, t in self.gather_carry(loop.carry, loop.carry_rows).items()}
+        tensors |= {"window": loop.losses.log_likelihoods, "rng.cpu": torch.get_rng_state()}
         if learner.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(learner.device)
         content = {
@@ -102,17 +102,17 @@ class Checkpoints:
         loop.plateau.load(content["plateau"])
         loop.losses.tokens = content["window_tokens"]
         load_tensors(folder, tensors, "parameters.", learner.parameters())
-        load_tensors(folder, tensors, "", {"window": loop.losses.window})
-        self.ranks.keep_in_first([loop.losses.window])
+        load_tensors(folder, tensors, "", {"window": loop.losses.log_likelihoods})
+        self.ranks.keep_in_first([loop.losses.log_likelihoods])
         learner.optimizer.load(folder, tensors, content["optimizer"])
-        carried = {name.removeprefix("carry."): t for name, t in tensors.items() if name.startswith("carry.")}
+        carry = {name.removeprefix("carry."): t for name, t in tensors.items() if name.startswith("carry.")}
         rng = {"rng.cpu": torch.get_rng_state()}
         load_tensors(folder, tensors, "", rng)
         try:
-            if self.ranks.count > 1 and carried:
-                loop.rows = len(next(iter(carried.values())))
-                carried = {name: tensor[own_share().rows(loop.rows)] for name, tensor in carried.items()}
-            loop.carry = learner.load_carry(carried)
+            if self.ranks.count > 1 and carry:
+                loop.carry_rows = len(next(iter(carry.values())))
+                carry = {name: tensor[own_share().rows(loop.carry_rows)] for name, tensor in carry.items()}
+            loop.carry = learner.load_carry(carry)
             torch.set_rng_state(rng["rng.cpu"])
         except (TypeError, KeyError, RuntimeError) as error:
             raise InputError(f"{folder / TENSORS}: carry or rng.cpu is damaged: {error}") from None

@@ -17,7 +17,7 @@ from hmmlm.data.batches import Batch, Batches
 from hmmlm.device import peak_memory, pick_device
 from hmmlm.distillation.next_words import NextWordBatches
 from hmmlm.hmm import Carry
-from hmmlm.learning.evaluate import carried
+from hmmlm.learning.evaluate import select_carry
 from hmmlm.learning.fit import total_tokens
 from hmmlm.learning.fused_adamw import fuse
 from hmmlm.learning.learners import HmmLearner, Learner
@@ -129,7 +129,7 @@ def _time_steps(learner: Learner[Carry], batches: Batches) -> tuple[float, float
         if done == _WARM_UP[kind]:
             _synchronize(learner.device)
             begun, steps, tokens = time.perf_counter(), 0, 0
-        carry = learner.step(batch, carried(batch, carry), learner.peak_rate).carry
+        carry = learner.step(batch, select_carry(batch, carry), learner.peak_rate).carry
         steps, tokens = steps + 1, tokens + batch.num_tokens()
         if done >= _WARM_UP[kind] and (steps >= _STEPS[kind] or time.perf_counter() - begun > _SECONDS):
             break

@@ -26,7 +26,7 @@ class Evaluation(NamedTuple):
         return -self.log_likelihood / self.tokens
 
 
-def carried(batch: Batch, carry: Carry | None) -> Carry | None:
+def select_carry(batch: Batch, carry: Carry | None) -> Carry | None:
     """Return the carry that a batch starts from: the previous batch's, its first rows if there are fewer now."""
     return carry.rows(len(batch.tokens)) if batch.carry and carry is not None else None
 
@@ -42,7 +42,7 @@ def evaluate(hmm: HMM, batches: Iterable[Batch], on_batch: Callable[[int], None]
     carry: Carry | None = None
     for given in batches:
         batch = given.to(hmm.device)
-        result = hmm.scan(batch.tokens, batch.lengths, carried(batch, carry), batch.restart)
+        result = hmm.scan(batch.tokens, batch.lengths, select_carry(batch, carry), batch.restart)
         carry = result.carry
         if not given.spare:
             total += result.log_likelihood.sum(dtype=torch.float64)

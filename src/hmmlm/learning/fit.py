@@ -68,7 +68,7 @@ class Fit:
         self.losses = Losses(learner, config.train.log_every, self.failure)
         self.rate = learner.peak_rate
         self.carry: Any = None
-        self.rows = 0  # sequences of the last batch
+        self.carry_rows = 0  # sequences of the last batch
 
     def run(self, plan: Callable[[], Sequence[Phase]], request: StopRequest, history: History | NoHistory) -> bool:
         """Train to the end of the phases (True), or until asked to stop (False); either way everything is saved.
@@ -99,8 +99,8 @@ class Fit:
 
         A run that was stopped during its last check still has to make it.
         """
-        unchecked = phase.end >= self.total_tokens and self.check_is_due()
-        if self.position.tokens >= phase.end and not unchecked:
+        unvalidated = phase.end >= self.total_tokens and self.validation_is_due()
+        if self.position.tokens >= phase.end and not unvalidated:
             return
         phase.enter()
         self.between_steps(phase, request)
@@ -118,8 +118,8 @@ class Fit:
         self.rate = self.learner.peak_rate * factor
         result = self.learner.step(batch, self.carry, self.rate)
         self.carry = result.carry
-        self.rows = batch.whole_rows()
-        self.losses.add(result.log_likelihood, tokens, self.rows)
+        self.carry_rows = batch.whole_rows()
+        self.losses.add(result.log_likelihood, tokens, self.carry_rows)
         position.step, position.index, position.tokens = position.step + 1, position.index + 1, position.tokens + tokens
         self.display.advance(tokens)
 
@@ -133,15 +133,15 @@ class Fit:
         ):  # losses of two phases are not averaged
             self.log(phase)
         with self.clock.paused():
-            if self.check_is_due():
-                self.check(request)
+            if self.validation_is_due():
+                self.validate(request)
             if position.index == self.train.steps_per_epoch:
-                position.epoch, position.index, self.carry, self.rows = position.epoch + 1, 0, None, 0
+                position.epoch, position.index, self.carry, self.carry_rows = position.epoch + 1, 0, None, 0
             if position.step % train.checkpoint_every == 0 or position.checked == position.step:
                 self.save()
         request.raise_if_asked()
 
-    def check_is_due(self) -> bool:
+    def validation_is_due(self) -> bool:
         """Checks are evenly spaced in an epoch, the last at its end; and there is one at the end of the run."""
         position, steps, checks = self.position, self.train.steps_per_epoch, self.config.train.checks_per_epoch
         done = position.tokens >= self.total_tokens
@@ -163,7 +163,7 @@ class Fit:
             self.history.write("train", position.step, **figures)
             self.display.advance(0, **{"train perplexity": perplexity_text(perplexity(-loss, 1))})
 
-    def check(self, request: StopRequest) -> None:
+    def validate(self, request: StopRequest) -> None:
         """Validate: history, plateau, and the best model."""
         self.losses.read(self.position.step)
         with self.progress.phase("valid", self.valid.tokens_per_epoch) as phase:
@@ -178,11 +178,11 @@ class Fit:
         best = result.loss < self.plateau.best or not self.position.checked
         self.plateau.check(result.loss)
         self.position.checked = self.position.step
-        self.report(result, best)
+        self.log_validation(result, best)
         if best:
             self.checkpoints.export("best", self.position.step)
 
-    def report(self, result: Evaluation, best: bool) -> None:
+    def log_validation(self, result: Evaluation, best: bool) -> None:
         """Record a validation check: history, progress, and a line that remains."""
         position = self.position
         figures = {"epoch": position.epoch, "tokens": position.tokens, "loss": result.loss}

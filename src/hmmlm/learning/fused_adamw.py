@@ -10,7 +10,7 @@ from torch import Tensor
 from hmmlm.data.batches import Batch
 from hmmlm.distributed.ranks import world
 from hmmlm.hmm import Carry
-from hmmlm.learning.learners import AdamWLearner, HmmLearner, StepResult, total
+from hmmlm.learning.learners import AdamWLearner, HmmLearner, StepOutput, sum_log_likelihood
 from hmmlm.learning.optimizers import loss_gradient
 from hmmlm.models.base import restart_lost
 from hmmlm.models.scalar import Scalar
@@ -44,14 +44,14 @@ class FusedAdamWLearner(HmmLearner):
         self.plain, self.optimizer = plain, plain.optimizer
         self.compiled = False  # the kernels, which a CUDA graph must not compile
 
-    def learn(self, batch: Batch, carry: Carry | None) -> StepResult:
+    def learn(self, batch: Batch, carry: Carry | None) -> StepOutput:
         found = self.scan(batch, carry)
         if found is None:
             return self.plain.learn(batch, carry)
         self.compiled = True
         log_likelihood = self.model.drop_underflowed(found.scan).log_likelihood
         self.update(found, loss_gradient(log_likelihood, batch))
-        return StepResult(total(log_likelihood, batch), found.scan.carry)
+        return StepOutput(sum_log_likelihood(log_likelihood, batch), found.scan.carry)
 
     def scan(self, batch: Batch, carry: Carry | None) -> SoftmaxScan | None:
         """Compute the log-likelihood of a batch; None if the plain learner has to."""

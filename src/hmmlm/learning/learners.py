@@ -16,7 +16,7 @@ from hmmlm.data.batches import Batch
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.distributed.ranks import world
 from hmmlm.hmm import HMM, Carry
-from hmmlm.learning.evaluate import Evaluation, carried, evaluate
+from hmmlm.learning.evaluate import Evaluation, evaluate, select_carry
 from hmmlm.learning.graph import GraphedStep
 from hmmlm.learning.optimizers import AdamW, Optimizer, RunningCounts, maximize
 from hmmlm.lm.lm import LanguageModel
@@ -32,8 +32,8 @@ Hidden = tuple[Tensor, ...]
 """What a recurrent network carries from one window to the next, a row per sequence."""
 
 
-class StepResult(NamedTuple):
-    """Result of a step, of the parameters before the update; on the device."""
+class StepOutput(NamedTuple):
+    """Output of a step, of the parameters before the update; on the device."""
 
     log_likelihood: Tensor  # [] float64, of P(O), or of P(O, S) for a batch with labels
     carry: Any
@@ -51,7 +51,7 @@ class Learner(Protocol[AnyCarry]):
     def optimizer(self) -> Optimizer:
         """Whatever a checkpoint has to store besides parameters and carry."""
 
-    def step(self, batch: Batch, carry: AnyCarry | None, rate: float) -> StepResult:
+    def step(self, batch: Batch, carry: AnyCarry | None, rate: float) -> StepOutput:
         """Learn from a batch, which is still on the CPU; one with labels is learned from P(O, S)."""
 
     def evaluate(self, batches: Iterable[Batch], on_batch: Callable[[int], None]) -> Evaluation:
@@ -81,14 +81,14 @@ def count_parameters(learner: Learner[Any]) -> int:
     return sum(parameter.numel() for parameter in learner.parameters().values())
 
 
-def counted(log_likelihood: Tensor, batch: Batch) -> Tensor:
-    """Return log-likelihoods as they count in a step: spare rows count nothing, possible or not."""
+def mask_spare_rows(log_likelihood: Tensor, batch: Batch) -> Tensor:
+    """Return log-likelihoods [B], where a spare row is 0 without a gradient, possible or not."""
     return log_likelihood.nan_to_num(neginf=0.0) * 0.0 if batch.spare else log_likelihood
 
 
-def total(log_likelihood: Tensor, batch: Batch) -> Tensor:
-    """Return the sum [] of log-likelihoods as they count in a step, in float64."""
-    return counted(log_likelihood.detach(), batch).sum(dtype=torch.float64)
+def sum_log_likelihood(log_likelihood: Tensor, batch: Batch) -> Tensor:
+    """Return the sum [] of log-likelihoods [B] without spare rows, in float64."""
+    return mask_spare_rows(log_likelihood.detach(), batch).sum(dtype=torch.float64)
 
 
 @contextmanager
@@ -122,11 +122,11 @@ class HmmLearner(ABC):
         self.model, self.tokenizer, self.config = model.to(fabric.device), tokenizer, config
         self.reset_graph()
 
-    def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult:
+    def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepOutput:
         """Learn from a batch: `learn`, replayed from a CUDA graph if the batch fits it."""
         self.optimizer.set_rate(rate)
-        carry = carried(batch, carry)
-        result: StepResult | None = None if self.graphed is None else self.graphed(batch, carry)
+        carry = select_carry(batch, carry)
+        result: StepOutput | None = None if self.graphed is None else self.graphed(batch, carry)
         if result is not None:
             return result
         # All processes drop the same states.
@@ -134,7 +134,7 @@ class HmmLearner(ABC):
             return self.learn(batch.to(self.device), carry)
 
     @abstractmethod
-    def learn(self, batch: Batch, carry: Carry | None) -> StepResult:
+    def learn(self, batch: Batch, carry: Carry | None) -> StepOutput:
         """Do everything a step does on the device; this is what a CUDA graph records."""
 
     @property
@@ -191,7 +191,7 @@ class AdamWLearner(HmmLearner):
         self.next_word_weight = next_word_weight
         self.optimizer: AdamW = AdamW(self.model, optimizer, self.device, decay_all=True)
 
-    def learn(self, batch: Batch, carry: Carry | None) -> StepResult:
+    def learn(self, batch: Batch, carry: Carry | None) -> StepOutput:
         with self.fabric.autocast():
             if batch.labels is not None:  # the whole model: states are not dropped
                 result = joint_scan(self.model(), batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
@@ -203,8 +203,8 @@ class AdamWLearner(HmmLearner):
         objective = result.log_likelihood
         if result.next_word_score is not None:
             objective = torch.lerp(objective, result.next_word_score, self.next_word_weight)
-        self.optimizer.update(counted(objective, batch), batch)
-        return StepResult(total(result.log_likelihood, batch), result.carry)
+        self.optimizer.update(mask_spare_rows(objective, batch), batch)
+        return StepOutput(sum_log_likelihood(result.log_likelihood, batch), result.carry)
 
 
 class BaumWelchLearner(HmmLearner):
@@ -219,7 +219,7 @@ class BaumWelchLearner(HmmLearner):
         self.settings = optimizer
         self.optimizer: RunningCounts = RunningCounts(self.model.logits, optimizer.momentum)
 
-    def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepResult:
+    def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepOutput:
         result = super().step(batch, carry, rate)
         if batch.last or not self.settings.full_batch:
             assert result.log_probs is not None
@@ -227,7 +227,7 @@ class BaumWelchLearner(HmmLearner):
                 maximize(counts, result.log_probs, self.settings.pseudocount, self.optimizer.rate, self.model.logits)
         return result
 
-    def learn(self, batch: Batch, carry: Carry | None) -> StepResult:
+    def learn(self, batch: Batch, carry: Carry | None) -> StepOutput:
         """Add the expected counts of a batch: the gradient with respect to its log-probabilities."""
         with torch.no_grad():
             leaves = self.model.log_probs()
@@ -241,10 +241,10 @@ class BaumWelchLearner(HmmLearner):
                 )
             else:
                 scan = joint_scan(hmm, batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
-        counts = torch.autograd.grad(counted(scan.log_likelihood, batch).sum(), list(leaves.values()))
+        counts = torch.autograd.grad(mask_spare_rows(scan.log_likelihood, batch).sum(), list(leaves.values()))
         with torch.no_grad():
             self.optimizer.add(*counts)
-        return StepResult(total(scan.log_likelihood, batch), scan.carry, leaves)
+        return StepOutput(sum_log_likelihood(scan.log_likelihood, batch), scan.carry, leaves)
 
 
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
@@ -262,13 +262,13 @@ class NetworkLearner(Generic[AnyNetwork]):
         with self.fabric.autocast():
             return self.network.score(batch.tokens, hidden if batch.carry else None)  # type: ignore[operator, no-any-return]
 
-    def step(self, batch: Batch, carry: Hidden | None, rate: float) -> StepResult:
+    def step(self, batch: Batch, carry: Hidden | None, rate: float) -> StepOutput:
         self.optimizer.set_rate(rate)
         batch = batch.to(self.device)
         with separate_randomness(self.device, apart=True):
             scores, hidden = self._score(batch, carry)
-        self.optimizer.update(counted(scores, batch), batch)
-        return StepResult(total(scores, batch), hidden)
+        self.optimizer.update(mask_spare_rows(scores, batch), batch)
+        return StepOutput(sum_log_likelihood(scores, batch), hidden)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], on_batch: Callable[[int], None]) -> Evaluation:
@@ -277,7 +277,7 @@ class NetworkLearner(Generic[AnyNetwork]):
         try:
             for given in batches:
                 scores, hidden = self._score(given.to(self.device), hidden)
-                log_likelihood += float(total(scores, given))
+                log_likelihood += float(sum_log_likelihood(scores, given))
                 tokens, shared = tokens + given.whole_tokens(), given.whole is not None
                 on_batch(given.whole_tokens())
         finally:

@@ -20,13 +20,13 @@ class Losses:
     def __init__(self, learner: Learner[Any], log_every: int, failure: Callable[[str], InputError]) -> None:
         """`failure` returns the error to raise where training cannot continue, from the reason."""
         self.learner, self.failure, self.ranks = learner, failure, world()
-        self.window = torch.zeros(log_every, dtype=torch.float64, device=learner.device)
+        self.log_likelihoods = torch.zeros(log_every, dtype=torch.float64, device=learner.device)
         self.tokens: list[int] = []
         self.sequences, self.skipped = 0, 0  # trained on since the loss was last read; dropped until then
 
     def add(self, log_likelihood: Tensor, tokens: int, sequences: int) -> None:
         """Add the result of a step, without waiting for the device."""
-        self.window[len(self.tokens)] = log_likelihood
+        self.log_likelihoods[len(self.tokens)] = log_likelihood
         self.tokens.append(tokens)
         self.sequences += sequences
 
@@ -36,7 +36,7 @@ class Losses:
         So does what a CUDA graph hides, where a dropped sequence counts as 0: NaN parameters, and most sequences
         dropped.
         """
-        values = self.ranks.sum_numbers(self.window[: len(self.tokens)].tolist())
+        values = self.ranks.sum_numbers(self.log_likelihoods[: len(self.tokens)].tolist())
         for at, value in enumerate(values, step - len(values) + 1):
             if not math.isfinite(value):
                 raise self.failure(f"the training loss is {-value} at step {at}")
@@ -53,5 +53,5 @@ class Losses:
     def collect(self) -> None:
         """Move the losses of all processes to rank 0, as a checkpoint stores them."""
         if self.ranks.count > 1:
-            self.window.copy_(torch.tensor(self.ranks.sum_numbers(self.window.tolist())))
-            self.ranks.keep_in_first([self.window])
+            self.log_likelihoods.copy_(torch.tensor(self.ranks.sum_numbers(self.log_likelihoods.tolist())))
+            self.ranks.keep_in_first([self.log_likelihoods])

@@ -145,13 +145,13 @@ def _encode(
     progress.note(" ".join(filter(None, [f"reading {config.data}", splits["train"].note])))
     with progress.phase("tokenizer", unit="lines") as phase:
         lines = (line for document in splits["train"] for line in document)
-        tokenizer = make_tokenizer(config.tokenizer, _counted(lines, phase.advance))
+        tokenizer = make_tokenizer(config.tokenizer, _track(lines, phase.advance))
     tokenizer.save(run / "tokenizer")
     tokens = {}
     for split, documents in splits.items():
         with progress.phase(f"encoding {split}", unit="documents") as phase:
-            counted = replace(documents, read=partial(_counted, documents, phase.advance))
-            tokens[split] = encode_documents(counted, tokenizer, run / "data" / split)
+            tracked = replace(documents, read=partial(_track, documents, phase.advance))
+            tokens[split] = encode_documents(tracked, tokenizer, run / "data" / split)
     return tokenizer, tokens
 
 
@@ -177,7 +177,7 @@ def _make_tokenizer_in_parts(
     if not isinstance(config, WordTokenizerConfig):
         with progress.phase("tokenizer", unit="lines") as phase:
             lines = (line for document in documents for line in document)
-            return make_tokenizer(config, _counted(lines, phase.advance))
+            return make_tokenizer(config, _track(lines, phase.advance))
     with progress.phase("tokenizer", len(documents.divide()), unit="parts") as phase:
         counts = count_parts(documents, config.split, config.lowercase, counts_folder, workers, phase.advance)
     return WordTokenizer.from_counts(
@@ -366,7 +366,7 @@ def make_tokenizer(config: TokenizerConfig, lines: Iterable[str]) -> Tokenizer:
     )
 
 
-def _counted(items: Iterable[Item], advance: Callable[[int], None]) -> Iterator[Item]:
+def _track(items: Iterable[Item], advance: Callable[[int], None]) -> Iterator[Item]:
     for item in items:
         yield item
         advance(1)
