@@ -10,8 +10,10 @@ from torch import Tensor
 from hmmlm.data.batches import Batch
 from hmmlm.distributed.ranks import world
 from hmmlm.hmm import Carry
+from hmmlm.learning.evaluate import select_carry
+from hmmlm.learning.graph import GraphedStep
 from hmmlm.learning.learners import AdamWLearner, HmmLearner, StepOutput, sum_log_likelihood
-from hmmlm.learning.optimizers import loss_gradient
+from hmmlm.learning.optimizers import Optimizer, loss_gradient
 from hmmlm.models.base import restart_lost
 from hmmlm.models.scalar import Scalar
 from hmmlm.ops.common import capturing, installed
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from hmmlm.ops.scan.softmax import SoftmaxScan
 
 
-def fuse(learner: HmmLearner) -> HmmLearner:
+def fuse(learner: HmmLearner) -> HmmLearner | FusedAdamWLearner:
     """Return a learner that takes the same steps in fused kernels where they serve, otherwise `learner` itself."""
     on_gpu = learner.device.type == "cuda" and installed("triton") and world().count == 1
     if on_gpu and isinstance(learner, AdamWLearner) and isinstance(learner.model, Scalar):
@@ -31,20 +33,32 @@ def fuse(learner: HmmLearner) -> HmmLearner:
     return learner
 
 
-class FusedAdamWLearner(HmmLearner):
+class FusedAdamWLearner:
     """Takes the steps of an `AdamWLearner` in fused kernels, and leaves to it the batches that they do not support.
 
     Parameters and moments are those of the plain learner, so checkpoints are the same.
     """
 
-    model: Scalar
-
     def __init__(self, plain: AdamWLearner) -> None:
-        super().__init__(plain.fabric, plain.model, plain.tokenizer, plain.config, plain.peak_rate)
-        self.plain, self.optimizer = plain, plain.optimizer
+        assert isinstance(plain.model, Scalar)
+        self.plain, self.model, self.device, self.peak_rate = plain, plain.model, plain.device, plain.peak_rate
+        self.optimizer: Optimizer = plain.optimizer
+        self.evaluate, self.export, self.skipped = plain.evaluate, plain.export, plain.skipped
+        self.parameters, self.carry_tensors, self.load_carry = plain.parameters, plain.carry_tensors, plain.load_carry
         self.compiled = False  # the kernels, which a CUDA graph must not compile
+        self.reset_graph()
+
+    def reset_graph(self) -> None:
+        self.graphed = GraphedStep(self.learn, self.device) if self.plain.graphable else None
+
+    def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepOutput:
+        self.optimizer.set_rate(rate)
+        carry = select_carry(batch, carry)
+        output: StepOutput | None = None if self.graphed is None else self.graphed(batch, carry)
+        return self.learn(batch.to(self.device), carry) if output is None else output
 
     def learn(self, batch: Batch, carry: Carry | None) -> StepOutput:
+        """Do everything a step does on the device; this is what a CUDA graph records."""
         found = self.scan(batch, carry)
         if found is None:
             return self.plain.learn(batch, carry)
@@ -63,7 +77,7 @@ class FusedAdamWLearner(HmmLearner):
         if compiles or not words_alone or not all(table.requires_grad for table in logits):
             return None
         initial, restart = None if carry is None else carry.log_probs, restart_lost(batch.restart, carry, batch.tokens)
-        with self.fabric.autocast():
+        with self.plain.fabric.autocast():
             return softmax_scan(logits, Evidence(batch.tokens, batch.lengths, initial, restart))
 
     def update(self, found: SoftmaxScan, weight: Tensor) -> None:

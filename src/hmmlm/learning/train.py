@@ -29,6 +29,7 @@ from hmmlm.distillation.labels import LabeledBatches
 from hmmlm.distillation.next_words import NEXT_WORDS, NextWordBatches
 from hmmlm.distributed.ranks import LostRankError, connected, world
 from hmmlm.errors import InputError
+from hmmlm.hmm import Carry
 from hmmlm.learning.checkpoints import Checkpoints
 from hmmlm.learning.fit import Fit, Phase, TrainingError
 from hmmlm.learning.fused_adamw import fuse
@@ -309,7 +310,7 @@ class HmmTrainer(Trainer):
             raise InputError(f"next_words.teacher: no folder {network}; `hmmlm baseline` trains one")
         self.teacher = open_label_teacher(config)
 
-    def make_learner(self, fabric: Fabric, data: Prepared) -> HmmLearner:
+    def make_learner(self, fabric: Fabric, data: Prepared) -> Learner[Carry]:
         config = self.config
         if not (self.out / NEXT_WORDS).exists():  # drawn words are stored, and the teacher may be gone
             check_teacher(config, data.tokenizer)
