@@ -33,7 +33,7 @@ from hmmlm.models.scalar import Scalar
 from hmmlm.ops.common import Impl
 from hmmlm.ops.scan import Evidence, Parameters, scan
 
-ADAMW = AdamWConfig(rate=1e-3)
+ADAMW = AdamWConfig(lr=1e-3)
 EM = BaumWelchConfig(full_batch=False, step=0.1, pseudocount=1e-5)
 MODELS: dict[str, tuple[Callable[[int, int], Model], AdamWConfig | BaumWelchConfig]] = {
     "scalar": (Scalar, ADAMW),
@@ -77,7 +77,7 @@ class Steps:
     def run(self, steps: int) -> None:
         """Run training steps."""
         for _ in range(steps):
-            self.learner.step(self.batches[self.done % len(self.batches)], None, self.learner.peak_rate)
+            self.learner.step(self.batches[self.done % len(self.batches)], None, self.learner.peak_lr)
             self.done += 1
 
     def seconds(self, steps: int) -> float:

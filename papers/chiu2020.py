@@ -30,7 +30,7 @@ AXIS = "validation perplexity, PTB (lower is better)"
 NO_DROPOUT = "no dropout"
 RELEASED: dict[str, Any] = {
     "model.form": "released",
-    "optimizer.rate": 0.01,
+    "optimizer.lr": 0.01,
     "optimizer.weight_decay": 0.0,
     "schedule.kind": "plateau",
     "train.checks_per_epoch": 4,
@@ -86,14 +86,14 @@ PRINTED_SCHEDULE: dict[str, Any] = {"schedule.kind": "plateau", "schedule.warmup
 OUR_SCHEDULE: dict[str, Any] = {"schedule.kind": "cosine", "schedule.warmup": 0.05, "train.checks_per_epoch": 1}
 TRIED_LSTMS: dict[str, tuple[Mapping[str, Any], ...]] = {
     "PTB, LSTM 2x256": (
-        {"optimizer.rate": 0.0003},
-        {"optimizer.rate": 0.003},
+        {"optimizer.lr": 0.0003},
+        {"optimizer.lr": 0.003},
         {"batches.shuffle": False},
         {"batches.shuffle": False, "train.epochs": 50},
-        {"batches.shuffle": False, "train.epochs": 50, "optimizer.rate": 0.003},
+        {"batches.shuffle": False, "train.epochs": 50, "optimizer.lr": 0.003},
         OUR_SCHEDULE,
     ),
-    "WikiText-2, LSTM 2x256": ({"optimizer.rate": 0.003},),
+    "WikiText-2, LSTM 2x256": ({"optimizer.lr": 0.003},),
 }
 """Settings that the plain LSTM was run with too: rates, text in order, length, the schedule of the other baselines."""
 
@@ -182,7 +182,7 @@ WIKITEXT_900 = replace(
 def _relaxed(data: str, paper: Mapping[str, float]) -> StudyRow:
     """Return the HMM that is relaxed to a recurrent network, with 900 states."""
     row = _baseline(data, "relaxed-hmm", 0, 0)
-    settings = {**row.settings, "batches.batch_size": 64, "optimizer.rate": 0.003}
+    settings = {**row.settings, "batches.batch_size": 64, "optimizer.lr": 0.003}
     return replace(row, name=f"{row.group}, HMM+RNN, 900 states", settings=settings, paper=paper)
 
 
@@ -284,7 +284,7 @@ TABLE1_RELEASED = Study(
             settings={
                 "data": "wikitext-2",
                 "tokenizer.vocab_size": 33_278,
-                "optimizer.rate": 0.001,
+                "optimizer.lr": 0.001,
                 "train.epochs": 50,
             },
             seeds=(0,),
@@ -326,7 +326,7 @@ def _released(row: StudyRow, epochs: int, *shorter: int) -> StudyRow:
 
 def _without_decay(row: StudyRow) -> StudyRow:
     """Return the row without weight decay, as in the paper; networks then prefer a larger rate."""
-    rate = {} if row.recipe == SCALAR_RECIPE else {"optimizer.rate": 0.005}
+    rate = {} if row.recipe == SCALAR_RECIPE else {"optimizer.lr": 0.005}
     return replace(row, settings={"optimizer.weight_decay": 0.0, **rate})
 
 

@@ -23,7 +23,7 @@ def _row(name: str, recipe: str, **settings: Any) -> StudyRow:
 def _beyond(form: str, rate: float, decay: float, what: str = "", **settings: Any) -> StudyRow:
     """Return the 2^14-state model under other settings, for eight epochs."""
     name = f"2^14, {form} networks, rate {rate}, decay {decay}" + (f", {what}" if what else "")
-    common = {"model__form": form, "optimizer__rate": rate, "optimizer__weight_decay": decay, "train__epochs": 8}
+    common = {"model__form": form, "optimizer__lr": rate, "optimizer__weight_decay": decay, "train__epochs": 8}
     return _row(name, "ptb-vl-hmm-14", **common, **settings)
 
 
@@ -95,7 +95,7 @@ BEYOND = Study(
 
 def _scalar(rate: float, eps: float, decay: float) -> StudyRow:
     """Return the scalar ablation at 2^12 states, for five epochs."""
-    options = {"optimizer__rate": rate, "optimizer__eps": eps, "optimizer__weight_decay": decay}
+    options = {"optimizer__lr": rate, "optimizer__eps": eps, "optimizer__weight_decay": decay}
     name = f"scalar 2^12, rate {rate}, eps {eps}, decay {decay}"
     return _row(name, SCALAR_RECIPE, model__states=4096, train__epochs=5, **options)
 

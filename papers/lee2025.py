@@ -105,7 +105,7 @@ TUNED = Study(
         _tuned(4096, "scalar, tuned", "lee-scalar-tuned", is_baseline=True),
         _tuned(4096, "ablation A", "lee-table1-ablation-a"),
         _tuned(4096, "ablation B", "lee-table1-ablation-b"),
-        _tuned(4096, "Chiu and Rush", "lee-table1-mlp", also=({"optimizer.rate": 0.001},)),
+        _tuned(4096, "Chiu and Rush", "lee-table1-mlp", also=({"optimizer.lr": 0.001},)),
         _tuned(
             4096,
             "scalar, Baum-Welch",
@@ -139,7 +139,7 @@ TUNED = Study(
         ),
     ),
 )
-LOWER_RATE: tuple[Mapping[str, Any], ...] = ({"optimizer.rate": 0.01},)
+LOWER_RATE: tuple[Mapping[str, Any], ...] = ({"optimizer.lr": 0.01},)
 """The best rate of transitions alone before the grid of lee2025-rates was widened."""
 TABLE2 = Study(
     name="lee2025-table2",
@@ -260,7 +260,7 @@ def capacity(states: int, power: int, architecture: str) -> StudyRow:
     """Return a point of Figures 2, 11 and 12."""
     halved = LARGEST_RATES[architecture] * 0.5 ** max(0, (power - 22) // 2)
     rate = LOWER_RATES.get((architecture, power), halved)
-    settings: dict[str, Any] = {"model.capacity": 2**power, "optimizer.rate": rate, **ARCHITECTURES[architecture]}
+    settings: dict[str, Any] = {"model.capacity": 2**power, "optimizer.lr": rate, **ARCHITECTURES[architecture]}
     if states != 512:
         settings["model.states"] = states
     labels = {"series": architecture, "x": 2.0**power, "bar": f"{architecture}, 2^{power} parameters"}
@@ -279,7 +279,7 @@ TRIED_RATES = {
 def _point(states: int, power: int, architecture: str) -> StudyRow:
     """Return a point of Figures 2, 11 and 12 at the length of these figures."""
     point, tried = capacity(states, power, architecture), TRIED_RATES.get((states, power, architecture))
-    also = () if tried is None else ({"optimizer.rate": tried},)
+    also = () if tried is None else ({"optimizer.lr": tried},)
     return replace(point, settings={**point.settings, **M50}, also=also)
 
 
@@ -361,7 +361,7 @@ def _family(family: str, recipe: str, grid: Grid, **settings: Any) -> list[Study
     named = {name.replace("__", "."): value for name, value in settings.items()}
     rows = []
     for rate, decay in grid:
-        options = {**FEW, **named, "optimizer.rate": rate, "optimizer.weight_decay": decay}
+        options = {**FEW, **named, "optimizer.lr": rate, "optimizer.weight_decay": decay}
         rows.append(row(f"{family}, rate {rate:g}, decay {decay:g}", recipe, options))
     return rows
 

@@ -168,7 +168,7 @@ def _embeddings(frozen: int) -> dict[str, dict[str, Any]]:
     return rows
 
 
-AS_WIDE_AS_TINYLLAMA = {"model.hidden": 2048, "optimizer.rate": 0.0025, **SHORT_LVD, **M50}
+AS_WIDE_AS_TINYLLAMA = {"model.hidden": 2048, "optimizer.lr": 0.0025, **SHORT_LVD, **M50}
 FIGURE5 = Study(
     name="lee2025-figure5",
     title=f"{LEE.name}, Figure 5: centroids and head as embeddings",
@@ -222,7 +222,7 @@ FIGURE5_CPU = Study(
         row(
             f"{name}, rate {rate:g}",
             "lee-lvd-mlp",
-            {**TWO_CORES, **TWO_CORES_LVD, "model.hidden": 288, "optimizer.rate": rate, **settings},
+            {**TWO_CORES, **TWO_CORES_LVD, "model.hidden": 288, "optimizer.lr": rate, **settings},
             seeds=SEEDS,
             series=name,
             x=rate,

@@ -49,7 +49,7 @@ def _network(name: str, kind: str, start: NetworkStart | None, settings: dict[st
 
 def _like_words(name: str, network: str, kind: str, rate: float, *, compared: bool = True, **labels: Any) -> StudyRow:
     """Return a row whose states start as far apart as words, the plainest reading of the paper."""
-    settings = {"model.max_initial_similarity": 1.0, "model.teacher": FOLDERS[network], "optimizer.rate": rate}
+    settings = {"model.max_initial_similarity": 1.0, "model.teacher": FOLDERS[network], "optimizer.lr": rate}
     start = NetworkStart(network, kind, (LIKE_WORDS,), rate) if compared and kind in KINDS else None
     return _network(name, kind, start, {**settings, **labels.pop("settings", {})}, **labels)
 
@@ -228,7 +228,7 @@ def _apart(network: str, kind: str, rate: float) -> StudyRow:
     """Return a row whose states are spread out; random networks need no scaling, so they count for both choices."""
     spreads = (SPREAD_OUT, UNSCALED) if ALL_KINDS[kind].weights == "random" else (SPREAD_OUT,)
     start = NetworkStart(network, kind, spreads, rate)
-    settings = {"model.teacher": FOLDERS[network], "optimizer.rate": rate}
+    settings = {"model.teacher": FOLDERS[network], "optimizer.lr": rate}
     labels = {"seeds": SEEDS, "series": network, "style": kind, "x": rate, "drawn": not ALL_KINDS[kind].lvd}
     return _network(f"{network}, {kind}, rate {rate:g}", kind, start, settings, **labels)
 
@@ -295,7 +295,7 @@ APART = Study(
 
 
 def _on_two_cores(kind: str, rate: float) -> StudyRow:
-    settings = {"model.teacher": TEACHERS["stories15M"], "optimizer.rate": rate, **TWO_CORES}
+    settings = {"model.teacher": TEACHERS["stories15M"], "optimizer.lr": rate, **TWO_CORES}
     settings |= TWO_CORES_LVD if KINDS[kind].lvd else {}
     start = NetworkStart(ON_TWO_CORES, kind, (SPREAD_OUT,), rate)
     labels = {"seeds": SEEDS[:2], "series": kind, "x": rate}

@@ -41,7 +41,8 @@ WIKITEXT_TEACHER = StudyRow(
 def _named(settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return settings given as section__name by their dotted names, and their text in the name of a row."""
     named = {name.replace("__", "."): value for name, value in settings.items()}
-    return named, "".join(f", {name.partition('.')[2].replace('_', ' ')} {value}" for name, value in named.items())
+    labels = {name: "rate" if name == "optimizer.lr" else name.partition(".")[2] for name in named}  # names of rows stay
+    return named, "".join(f", {labels[name].replace('_', ' ')} {value}" for name, value in named.items())
 
 
 def _pure(
@@ -91,7 +92,7 @@ OTHERS = (
     _pure(2**17, 0.75, 28, model__exchange_passes=0),
 )
 """Models with other clusters, which a union gains most from."""
-LARGER: dict[str, Any] = {"batches__batch_size": 64, "optimizer__rate": 0.006}
+LARGER: dict[str, Any] = {"batches__batch_size": 64, "optimizer__lr": 0.006}
 """Batches of four times the rows at twice the rate, which take half the time."""
 TAUGHT_16 = _pure(2**17, 0.75, 20, teacher=PTB_TEACHER)
 TAUGHT = (
@@ -101,9 +102,9 @@ TAUGHT = (
 """Models that also learn an LSTM's next words."""
 WIKITEXT = (
     _pure(2**17, 0.75, 12, text="WikiText-2", **LARGER),
-    _pure(2**17, 0.75, 14, text="WikiText-2", batches__batch_size=32, optimizer__rate=0.004),
+    _pure(2**17, 0.75, 14, text="WikiText-2", batches__batch_size=32, optimizer__lr=0.004),
 )
-SMALLER: dict[str, Any] = {"model__blocks": 256, "batches__batch_size": 32, "optimizer__rate": 0.004}
+SMALLER: dict[str, Any] = {"model__blocks": 256, "batches__batch_size": 32, "optimizer__lr": 0.004}
 """Blocks of half the states, and batches of twice the rows of the recipe."""
 TAUGHT_SMALLER = (
     _pure(2**17, 0.75, 24, teacher=AWD_PTB, **SMALLER),

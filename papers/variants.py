@@ -30,7 +30,7 @@ LVD: dict[str, Any] = {
 }
 """Latent variable distillation: 10M tokens of log P(O, S), then log P(O). The paper prints neither how many embeddings
 are clustered nor how many k-means passes are made."""
-SCALAR_TUNED = {"optimizer.rate": 0.3, "optimizer.weight_decay": 0.0}
+SCALAR_TUNED = {"optimizer.lr": 0.3, "optimizer.weight_decay": 0.0}
 """The best of the settings tried for the scalar model in lee2025-rates."""
 
 
@@ -43,7 +43,7 @@ def _factored(transition: bool, emission: bool, start: bool, rate: float = 0.03)
     """Return a row of Table 2 of Lee & Berg-Kirkpatrick 2025."""
     factors = {"transition": transition, "emission": emission, "start": start}
     settings = {f"model.factor_{name}": value for name, value in factors.items()}
-    return Variant("lee-table1-ablation-b", {**settings, "optimizer.rate": rate})
+    return Variant("lee-table1-ablation-b", {**settings, "optimizer.lr": rate})
 
 
 def _network(split: bool, mono: bool, layers: int, skip: bool, relu: bool, norm: bool) -> Variant:

@@ -261,7 +261,7 @@ def test_a_model_that_learned_little_causes_a_warning(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rate, warned in (("0.001", True), ("0.3", False)):
-        options = ["--data", str(corpus), "--out", str(tmp_path / rate), *SMALL, "--optimizer.rate", rate]
+        options = ["--data", str(corpus), "--out", str(tmp_path / rate), *SMALL, "--optimizer.lr", rate]
         assert main(["train", *options, "--train.epochs", "2"]) == 0
         assert ("little more than word frequencies" in capsys.readouterr().err) == warned
 
@@ -271,7 +271,7 @@ def test_the_warning_is_about_the_optimizer_in_use(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = ["--model.states", "4", "--train.epochs", "1", "--no-train.tensorboard"]
-    for kind, setting, other in (("adamw", "rate", "step"), ("baum-welch", "step", "rate")):
+    for kind, setting, other in (("adamw", "lr", "step"), ("baum-welch", "step", "lr")):
         options = ["--out", str(tmp_path / kind), *model, "--optimizer.kind", kind, f"--optimizer.{setting}", "0.0001"]
         assert main(["train", "--data", str(corpus), *options]) == 0
         warning = capsys.readouterr().err
@@ -285,7 +285,7 @@ def test_every_family_trains_with_its_own_defaults(corpus: Path, tmp_path: Path)
         options = [*SMALL, "--model.hidden", "8", "--train.epochs", "1", "--model.kind", kind, *more]
         assert main(["train", "--data", str(corpus), "--out", str(tmp_path / kind), *options]) == 0
         config = json.loads((tmp_path / kind / "config.json").read_text())
-        assert config["model"]["kind"] == kind and config["optimizer"]["rate"] <= 0.03
+        assert config["model"]["kind"] == kind and config["optimizer"]["lr"] <= 0.03
         assert load(tmp_path / kind).perplexity(["the cat sees the bird ."]) < 40
 
 

@@ -165,8 +165,8 @@ def test_every_example_of_the_help_can_be_parsed(
 
 def test_help_of_one_section_and_of_all(capsys: pytest.CaptureFixture[str]) -> None:
     model, everything = (help_text(capsys, "train", "--help", section) for section in ("model", "all"))
-    assert "--model.states int" in model and "--optimizer.rate" not in model
-    assert "--model.states int" in everything and "--optimizer.rate" in everything
+    assert "--model.states int" in model and "--optimizer.lr" not in model
+    assert "--model.states int" in everything and "--optimizer.lr" in everything
     assert model in everything
     error = failure(capsys, "train", "--help", "modell")
     assert "no section 'modell' of options; sections: text, tokenizer, batches" in error
@@ -181,12 +181,12 @@ def test_help_shows_the_defaults_and_the_kinds_of_settings(capsys: pytest.Captur
             "--tokenizer.file": "(file; required)",
             "--optimizer.kind": "(default: adamw)",
             "--optimizer.betas": "(adamw; default: [0.9,0.95])",
-            "--optimizer.rate": "(adamw; default: 1.0)",
+            "--optimizer.lr": "(adamw; default: 1.0)",
             "--initialization.kind": "(default: none)",
             "--initialization.kmeans.passes": "(default: 10)",
             "--schedule.kind": "(default: cosine)",
         },
-        "teacher": {"--batches.kind": "(default: chunks)", "--optimizer.rate": "(default: 0.001)"},
+        "teacher": {"--batches.kind": "(default: chunks)", "--optimizer.lr": "(default: 0.001)"},
         "baseline": {
             "--model.order": "(feedforward; default: 5)",
             "--batches.reset-at-eos": "(stream; default: False)",
@@ -219,8 +219,8 @@ def test_unknown_names_are_answered_with_the_nearest(capsys: pytest.CaptureFixtu
         (["--model.states", "-3"], "--model.states: Input should be greater than 0 (given '-3')"),
         (["--model.states="], "--model.states: Input should be a valid integer, "),
         (["--model"], "argument --model: expected one argument"),
-        (["--optimizer.rate", "fast"], "--optimizer.rate: Input should be a valid number, "),
-        (["--optimizer.rate", "nan"], "--optimizer.rate: Input should be a finite number (given 'nan')"),
+        (["--optimizer.lr", "fast"], "--optimizer.lr: Input should be a valid number, "),
+        (["--optimizer.lr", "nan"], "--optimizer.lr: Input should be a finite number (given 'nan')"),
         (["--optimizer.betas", "[0.9,1.0]"], "--optimizer.betas.1: Input should be less than 1 (given 1.0)"),
         (["--optimizer.betas", "0.9,0.99"], "--optimizer.betas: write a list as [1,2] (given '0.9,0.99')"),
         (["--optimizer.betas=0.9,0.99"], "--optimizer.betas: write a list as [1,2] (given '0.9,0.99')"),
@@ -231,7 +231,10 @@ def test_unknown_names_are_answered_with_the_nearest(capsys: pytest.CaptureFixtu
         (["--init", "lvd"], "--initialization.teacher: required for --initialization.kind = 'lvd'"),
         (["--teacher", "x"], "--initialization.teacher for --initialization.kind = 'none'; it is a setting of 'lvd'"),
         (["--model.hidden", "8"], "--model.hidden for --model.kind = 'scalar'; it is a setting of 'linear', "),
-        (["--optimizer.kind", "baum-welch", "--optimizer.clip", "1"], "unknown setting --optimizer.clip for"),
+        (
+            ["--optimizer.kind", "baum-welch", "--optimizer.max-grad-norm", "1"],
+            "unknown setting --optimizer.max-grad-norm for",
+        ),
         (["--model.dropout", "0.5"], "--model: dropout = 0.5 needs blocks"),
         (
             ["--optimizer.kind", "baum-welch", "--model.kind", "linear"],
@@ -293,10 +296,10 @@ def test_defaults_are_those_of_the_configuration_and_follow_the_family() -> None
     assert parsed() == load_recipe("default")
     assert parsed("--model.kind", "scalar") == RunConfig()
     neural, scalar = parsed("--model.kind", "neural"), parsed("--model.kind", "scalar")
-    assert (neural.optimizer.rate, scalar.optimizer.rate) == (0.003, 1.0)  # type: ignore[union-attr]
+    assert (neural.optimizer.lr, scalar.optimizer.lr) == (0.003, 1.0)  # type: ignore[union-attr]
     assert (neural.model.states, scalar.model.states) == (2048, 512)
-    changed = parsed("--model.kind", "neural", "--optimizer.rate", "0.5")
-    assert changed.optimizer == neural.optimizer.model_copy(update={"rate": 0.5})
+    changed = parsed("--model.kind", "neural", "--optimizer.lr", "0.5")
+    assert changed.optimizer == neural.optimizer.model_copy(update={"lr": 0.5})
 
 
 def test_shortcuts_of_distillation() -> None:
@@ -381,7 +384,7 @@ def test_resume_starts_from_the_settings_of_the_run(run: Path) -> None:
     ("argv", "message"),
     [
         (["--model.states", "9"], "model.states is 9, but the run in"),
-        (["--optimizer.rate", "0.5"], "optimizer.rate is 0.5, but the run in"),
+        (["--optimizer.lr", "0.5"], "optimizer.lr is 0.5, but the run in"),
         (["--model.kind", "linear"], "model.kind is 'linear', but the run in"),
         (["--optimizer.kind", "baum-welch"], "optimizer.kind is 'baum-welch', but the run in"),
         (["--data", "other.txt"], "data is 'other.txt', but the run in"),

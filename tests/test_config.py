@@ -46,7 +46,7 @@ def test_values_are_converted_to_their_types() -> None:
     [
         ({"model": {"statse": 3}}, r"unknown setting model\.statse for model\.kind = 'scalar'; .*mean model\.states\?"),
         ({"modle": {}}, r"unknown setting modle; did you mean model\?"),
-        ({"rate": 1}, r"unknown setting rate; did you mean optimizer\.rate\?"),
+        ({"lr": 1}, r"unknown setting lr; did you mean optimizer\.lr\?"),
         ({"model": {"momentum": 1}}, r"model\.momentum for .*; did you mean optimizer\.momentum\?"),
         ({"optimizer": {"kind": "baum-welch", "stp": 1}}, r"optimizer\.stp .*; did you mean optimizer\.step\?"),
         (
@@ -58,7 +58,7 @@ def test_values_are_converted_to_their_types() -> None:
         ({"model": {"states": 0}}, r"model\.states: .*greater than 0 \(given 0\)"),
         ({"model": {"states": "many"}}, r"model\.states: .*\(given 'many'\)"),
         ({"model": 3}, r"model: .*\(given 3\)"),
-        ({"optimizer": {"rate": float("nan")}}, r"optimizer\.rate: .*finite number \(given nan\)"),
+        ({"optimizer": {"lr": float("nan")}}, r"optimizer\.lr: .*finite number \(given nan\)"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, r"optimizer\.betas\.1: Input should be less than 1 \(given 1\.0\)"),
         ({"optimizer": {"kind": "sgd"}}, r"optimizer\.kind: unknown kind 'sgd': use 'adamw', 'baum-welch'"),
         ({"model": {"kind": ["scalar"]}}, r"model\.kind: unknown kind .*: use 'scalar', 'linear'"),
@@ -117,22 +117,22 @@ def test_adamw_defaults_follow_the_model_family(kind: str) -> None:
     assert config.optimizer.kind == "adamw"
     defaults = type(config.model).optimizer_defaults
     assert defaults and {name: getattr(config.optimizer, name) for name in defaults} == defaults
-    changed = read_config(RunConfig, {"model": model, "optimizer": {"rate": 0.5}})
-    assert changed.optimizer == config.optimizer.model_copy(update={"rate": 0.5})
+    changed = read_config(RunConfig, {"model": model, "optimizer": {"lr": 0.5}})
+    assert changed.optimizer == config.optimizer.model_copy(update={"lr": 0.5})
     assert RunConfig(model=config.model).optimizer == config.optimizer  # of a model that is already an object
 
 
 def test_rates_of_families_differ() -> None:
-    rates = {model.kind: RunConfig(model=model).optimizer.rate for model in (ScalarConfig(), NeuralConfig())}  # type: ignore[union-attr]
+    rates = {model.kind: RunConfig(model=model).optimizer.lr for model in (ScalarConfig(), NeuralConfig())}  # type: ignore[union-attr]
     assert rates == {"scalar": 1.0, "neural": 0.003}
 
 
 @pytest.mark.parametrize("kind", [TeacherConfig, BaselineConfig])
 def test_networks_keep_the_defaults_of_their_sections(kind: type[TrainingConfig]) -> None:
     default = kind()
-    changed = read_config(kind, {"batches": {"length": 7}, "optimizer": {"rate": 0.5}})
+    changed = read_config(kind, {"batches": {"length": 7}, "optimizer": {"lr": 0.5}})
     assert changed.batches == default.batches.model_copy(update={"length": 7})
-    assert changed.optimizer == default.optimizer.model_copy(update={"rate": 0.5})
+    assert changed.optimizer == default.optimizer.model_copy(update={"lr": 0.5})
 
 
 # --- recipes ---

@@ -238,7 +238,7 @@ def run_config(tmp_path: Path, start: dict[str, Any], **model: Any) -> Any:
         text,
         initialization={**named, **start} if start else {},
         model={**named, **model} if model["kind"] == "pretrained" else model,
-        optimizer={"rate": 0.01},
+        optimizer={"lr": 0.01},
         tokenizer={"kind": "file", "file": str(teacher / "tokenizer.json")},
     )
 

@@ -48,7 +48,7 @@ class ReplayedStep(GraphedStep):
 def make_learner() -> AdamWLearner:
     model = Scalar(4, WORDS, generator=torch.Generator().manual_seed(0))
     tokenizer = WordTokenizer(["<unk>", "<eos>", "a", "b", "c", "d"])
-    return AdamWLearner(cpu_fabric(), model, tokenizer, {}, AdamWConfig(rate=0.1))
+    return AdamWLearner(cpu_fabric(), model, tokenizer, {}, AdamWConfig(lr=0.1))
 
 
 def learn(learner: AdamWLearner, count: int, reset_at_eos: bool) -> Tensor:
@@ -60,7 +60,7 @@ def learn(learner: AdamWLearner, count: int, reset_at_eos: bool) -> Tensor:
     for epoch in range(3):
         carry = None
         for batch in batches.epoch(epoch):
-            result = learner.step(batch, carry, learner.peak_rate)
+            result = learner.step(batch, carry, learner.peak_lr)
             carry = result.carry
             found.append(result.log_likelihood.detach().sum().clone())
     return torch.stack(found)

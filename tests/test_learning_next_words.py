@@ -37,7 +37,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data": str(write_pairs(folder)),
         "model": {"kind": "feedforward", "order": 2, "hidden": 32, "layers": 1, "dropout": 0.0},
         "batches": {"batch_size": 8, "length": 16},
-        "optimizer": {"rate": 0.03},
+        "optimizer": {"lr": 0.03},
         "train": {"epochs": 6, "tensorboard": False, "device": "cpu"},
     }
     assert train_baseline(read_config(BaselineConfig, config), folder / "run").best_perplexity < 2.3
@@ -49,7 +49,7 @@ def pairs_config(teacher: Path, epochs: int = 6, **next_words: Any) -> RunConfig
         teacher if teacher.exists() else "embedded",
         model=NEURAL,
         batches={"batch_size": 8, "length": 9, "reset_at_eos": True, "eval_reset_at_eos": True},
-        optimizer={"rate": 0.01},
+        optimizer={"lr": 0.01},
         train={"epochs": epochs},
         next_words={"teacher": teacher, **next_words},
     )

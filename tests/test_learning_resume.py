@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "full batch": {"optimizer": {"kind": "baum-welch", "full_batch": True, "pseudocount": 0.1, "momentum": 0.5}},
     "neural": {"model": {"kind": "neural", "blocks": 2, "hidden": 8, "dropout": 0.5, "network_dropout": 0.1}},
     "blocked scalar": {"model": {"blocks": 2, "dropout": 0.5}},
-    "plateau": {"schedule": {"kind": "plateau", "warmup": 20, "patience": 1}, "optimizer": {"rate": 3.0}},
+    "plateau": {"schedule": {"kind": "plateau", "warmup": 20, "patience": 1}, "optimizer": {"lr": 3.0}},
     "chunks": {"batches": {"kind": "chunks"}, "train": {"precision": "bf16-mixed"}},
 }
 
@@ -252,8 +252,8 @@ def stopped(tmp_path: Path) -> tuple[RunConfig, Path]:
 def test_a_changed_configuration_is_refused_by_its_field(stopped: tuple[RunConfig, Path]) -> None:
     config, run = stopped
     changed = config.dump()
-    changed["optimizer"]["clip"] = 0.25
-    with pytest.raises(InputError, match=r"optimizer\.clip is 0\.25, but the run in .* has 1\.0"):
+    changed["optimizer"]["max_grad_norm"] = 0.25
+    with pytest.raises(InputError, match=r"optimizer\.max_grad_norm is 0\.25, but the run in .* has 1\.0"):
         train(read_config(RunConfig, changed), run, resume=True)
     assert saved_config(RunConfig, run) == config
 

@@ -9,38 +9,38 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hmmlm.config.sections import ConstantConfig, CosineConfig, PlateauConfig
-from hmmlm.learning.schedules import Plateau, rate_factor
+from hmmlm.learning.schedules import Plateau, lr_factor
 
 
 def test_constant_with_and_without_warmup() -> None:
-    assert rate_factor(ConstantConfig(warmup=0), 1, 100) == 1.0
+    assert lr_factor(ConstantConfig(warmup=0), 1, 100) == 1.0
     config = ConstantConfig(warmup=40)
-    assert [rate_factor(config, tokens, 100) for tokens in (10, 20, 40, 41, 100)] == [0.25, 0.5, 1.0, 1.0, 1.0]
+    assert [lr_factor(config, tokens, 100) for tokens in (10, 20, 40, 41, 100)] == [0.25, 0.5, 1.0, 1.0, 1.0]
 
 
 def test_warmup_below_one_is_a_fraction_of_the_run_and_otherwise_tokens() -> None:
     fraction, tokens = ConstantConfig(warmup=0.4), ConstantConfig(warmup=1)
-    assert [rate_factor(fraction, done, 100) for done in (10, 20, 40)] == [0.25, 0.5, 1.0]
-    assert rate_factor(tokens, 1, 100) == 1.0
+    assert [lr_factor(fraction, done, 100) for done in (10, 20, 40)] == [0.25, 0.5, 1.0]
+    assert lr_factor(tokens, 1, 100) == 1.0
 
 
 def test_cosine_values() -> None:
     config = CosineConfig(warmup=0.2, final_fraction=0.1)
     expected = {100: 0.5, 200: 1.0, 400: 0.1 + 0.9 * (1 + math.sqrt(0.5)) / 2, 600: 0.55, 1000: 0.1, 1200: 0.1}
     for tokens, factor in expected.items():
-        assert rate_factor(config, tokens, 1000) == pytest.approx(factor, abs=1e-12)
+        assert lr_factor(config, tokens, 1000) == pytest.approx(factor, abs=1e-12)
 
 
 def test_warmup_longer_than_the_run_never_divides_by_zero() -> None:
     config = CosineConfig(warmup=100)
-    assert rate_factor(config, 100, 100) == 1.0
-    assert rate_factor(config, 50, 80) == 0.5
+    assert lr_factor(config, 100, 100) == 1.0
+    assert lr_factor(config, 50, 80) == 0.5
 
 
 @given(st.integers(1, 10_000), st.integers(1, 10_000), st.floats(0, 1, exclude_max=True), st.floats(0, 1))
 def test_cosine_stays_within_its_bounds_and_falls(tokens: int, total: int, warmup: float, final: float) -> None:
     config = CosineConfig(warmup=warmup, final_fraction=final)
-    here, later = rate_factor(config, tokens, total), rate_factor(config, tokens + 1, total)
+    here, later = lr_factor(config, tokens, total), lr_factor(config, tokens + 1, total)
     assert 0 < here <= 1 + 1e-12 or final == 0
     if tokens >= warmup * total:
         assert final - 1e-12 <= later <= here + 1e-12

@@ -22,7 +22,7 @@ from hmmlm.learning.fit import Fit, TrainingError
 from hmmlm.learning.learners import AdamWLearner, HmmLearner
 from hmmlm.learning.optimizers import maximize
 from hmmlm.learning.prepare import evaluation_batches, make_batches
-from hmmlm.learning.schedules import rate_factor
+from hmmlm.learning.schedules import lr_factor
 from hmmlm.learning.train import make_fabric, train
 from hmmlm.models import base, scalar
 from hmmlm.models.base import Model
@@ -44,7 +44,7 @@ def model_of(fit: Fit) -> Model:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        {"rate": 0.1},
+        {"lr": 0.1},
         {"kind": "baum-welch", "full_batch": True},
         {"kind": "baum-welch", "full_batch": False, "step": 0.5, "pseudocount": 0.01, "momentum": 0.5},
     ],
@@ -71,7 +71,7 @@ def test_learns_a_planted_hmm_to_near_its_entropy(tmp_path: Path, optimizer: dic
 def test_adamw_equals_a_plain_loop(tmp_path: Path) -> None:
     """Compare streams with a carry and restarts at eos, clipping, decay and schedule with a loop written out here."""
     data = planted(random_hmm(3, 6, seed=0, dtype=torch.float32), 24, 10)
-    optimizer = {"rate": 0.3, "weight_decay": 0.1, "clip": 0.05, "eps": 1e-8}
+    optimizer = {"lr": 0.3, "weight_decay": 0.1, "max_grad_norm": 0.05, "eps": 1e-8}
     batches = {"batch_size": 4, "length": 7, "reset_at_eos": True}
     fit = fit_planted(tmp_path / "run", data, optimizer=optimizer, batches=batches)
 
@@ -90,7 +90,7 @@ def test_adamw_equals_a_plain_loop(tmp_path: Path) -> None:
             (-result.log_likelihood.sum() / count).backward()
             assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05) > 0.05, "clipping is not tested"
             tokens += count
-            adamw.param_groups[0]["lr"] = 0.3 * rate_factor(config.schedule, tokens, 480)
+            adamw.param_groups[0]["lr"] = 0.3 * lr_factor(config.schedule, tokens, 480)
             adamw.step()
     assert tokens == 480 == fit.position.tokens
     for ours, theirs in zip(model_of(fit).parameters(), plain.parameters(), strict=True):
@@ -178,7 +178,7 @@ def test_nan_parameters_stop_training_at_their_step_and_keep_the_last_good_check
 
     monkeypatch.setattr(AdamWLearner, "step", poison)
     data = planted(random_hmm(3, 6, seed=0, dtype=torch.float32), 40, 10)
-    message = r"the training loss is nan at step 7 .*lower optimizer\.rate.* is of step 5"
+    message = r"the training loss is nan at step 7 .*lower optimizer\.lr.* is of step 5"
     with pytest.raises(TrainingError, match=message):
         fit_planted(tmp_path / "run", data, train={"log_every": 9, "checkpoint_every": 5, "checks_per_epoch": 1})
     tensors, state = read_checkpoint(tmp_path / "run" / "last")
@@ -253,7 +253,7 @@ def test_a_missing_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_plateau_lowers_the_rate_in_the_loop(tmp_path: Path) -> None:
     data = planted(random_hmm(3, 6, seed=0, dtype=torch.float32), 40, 10)
     out, schedule = tmp_path / "run", {"kind": "plateau", "warmup": 0, "patience": 1, "factor": 10}
-    optimizer = {"rate": 3.0, "eps": 1e-8}
+    optimizer = {"lr": 3.0, "eps": 1e-8}
     fit_planted(out, data, schedule=schedule, optimizer=optimizer, train={"epochs": 4, "log_every": 1})
     rates = {record["step"]: record["rate"] for record in records(out, "train")}
     failed = [record["step"] for record in records(out, "valid") if not record["best"]]

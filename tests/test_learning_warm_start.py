@@ -39,7 +39,7 @@ def trained(out: Path, by: FakeTeacher, model: dict[str, Any] | None = None, **s
         initialization=start,
         batches=CHUNKS,
         model=model or {"states": 6},
-        optimizer={"rate": 0.3, "eps": 1e-8},
+        optimizer={"lr": 0.3, "eps": 1e-8},
         train={"epochs": 1, "checks_per_epoch": 1},
     )
 

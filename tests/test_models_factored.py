@@ -356,7 +356,7 @@ def test_a_tiny_run_lowers_the_loss(tmp_path: Path, model: dict[str, Any]) -> No
     config = tiny_config(
         write_text(tmp_path / "text"),
         model={**model, "states": 8, "hidden": 16},
-        optimizer={"rate": 0.02, "weight_decay": 0.1},
+        optimizer={"lr": 0.02, "weight_decay": 0.1},
         batches={"kind": "chunks", "batch_size": 8, "length": 8},
         train={"epochs": 6, "precision": "bf16-mixed"},
     )

@@ -217,7 +217,7 @@ def test_trains_saves_and_resumes(tmp_path: Path) -> None:
         return tiny_config(
             text,
             model=model,
-            optimizer={"rate": 0.02},
+            optimizer={"lr": 0.02},
             schedule={"kind": "constant", "warmup": 0},
             train={"epochs": epochs, "checks_per_epoch": 1, "log_every": 10, "checkpoint_every": 1000},
         )

@@ -76,7 +76,7 @@ def test_training_lowers_the_perplexity_of_a_mixed_text(tmp_path: Path) -> None:
     sections = {
         "model": {"kind": "union", "joined": str(tmp_path / "start")},
         "batches": {"kind": "chunks", "batch_size": 16, "length": 8},
-        "optimizer": {"rate": 0.05},
+        "optimizer": {"lr": 0.05},
         "train": {"epochs": 6},
     }
     fit_planted(tmp_path / "run", data, **sections)

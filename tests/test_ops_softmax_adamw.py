@@ -129,9 +129,7 @@ def test_triton_multiplies_in_the_type_of_autocast(monkeypatch: pytest.MonkeyPat
 def make_learner(seed: int = 0, **settings: float) -> AdamWLearner:
     fabric, tokenizer = cpu_fabric(), WordTokenizer(["<unk>", "<eos>", *map(str, range(28))])
     model = Scalar(12, 30, generator=torch.Generator().manual_seed(seed))
-    return AdamWLearner(
-        fabric, model, tokenizer, {}, AdamWConfig.model_validate({"rate": 0.05, "eps": 1e-4} | settings)
-    )
+    return AdamWLearner(fabric, model, tokenizer, {}, AdamWConfig.model_validate({"lr": 0.05, "eps": 1e-4} | settings))
 
 
 def make_batches(count: int) -> list[Batch]:
@@ -140,7 +138,7 @@ def make_batches(count: int) -> list[Batch]:
 
 
 @in_interpreter
-@pytest.mark.parametrize("settings", [{"clip": 0.05}, {"clip": 0.0, "weight_decay": 0.1}])
+@pytest.mark.parametrize("settings", [{"max_grad_norm": 0.05}, {"max_grad_norm": 0.0, "weight_decay": 0.1}])
 def test_a_learner_with_triton_learns_like_one_without(
     settings: dict[str, float],
 ) -> None:

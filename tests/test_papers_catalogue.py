@@ -137,7 +137,7 @@ def test_the_command_of_a_combination_makes_its_parts_first() -> None:
 def test_runs_are_the_same_if_their_settings_resolve_to_the_same() -> None:
     row = StudyRow(name="a", recipe="lee-base", settings={"train.max_tokens": 50_000_000}, seeds=(1,))
     record = {"row": "a", "recipe": "lee-base", "seed": 1, "settings": {"train.max_tokens": "50000000"}}
-    spelled_out = {"model.states": 512, "optimizer.rate": 0.1, "data": "/a/folder", "tokenizer.file": "b/my.model"}
+    spelled_out = {"model.states": 512, "optimizer.lr": 0.1, "data": "/a/folder", "tokenizer.file": "b/my.model"}
     for more in ({}, spelled_out, {"data_folder": "/c", "train.device": "cpu"}):
         made = {**record, "settings": {**record["settings"], **more}}  # type: ignore[dict-item]
         assert recorded_identity(made) == identity(StudyRun(row, 1)) and differences(made, row) == {}
@@ -190,7 +190,7 @@ def test_methods_that_were_removed_are_told_from_those_that_were_not() -> None:
             {NETWORK: "random", KIND: "none", TEACHER: "a", "initialization.alike": 1.0},
             {"model.weights": "random", KIND: "none", "model.teacher": "a", "model.max_initial_similarity": 1.0},
         ),
-        (BASELINE, {"length": 64, "rate": 0.1}, {"model.negatives": 0, "batches.length": 64, "optimizer.rate": 0.1}),
+        (BASELINE, {"length": 64, "rate": 0.1}, {"model.negatives": 0, "batches.length": 64, "optimizer.lr": 0.1}),
     ],
 )
 def test_settings_of_old_records_are_translated(recipe: str, old: dict[str, Any], new: dict[str, Any]) -> None:
@@ -210,9 +210,9 @@ def test_settings_that_another_kind_lacks_are_dropped() -> None:
 def test_a_variant_is_its_recipe_with_its_settings() -> None:
     row = StudyRow(name="a", recipe="lee-scalar-tuned", settings={"model.states": 16}, seeds=(7,))
     values = configuration(StudyRun(row, 7)).dump()
-    assert (values["optimizer"]["rate"], values["optimizer"]["weight_decay"]) == (0.3, 0.0)
+    assert (values["optimizer"]["lr"], values["optimizer"]["weight_decay"]) == (0.3, 0.0)
     assert (values["model"]["states"], values["train"]["seed"]) == (16, 7)
-    start = "hmmlm train --config papers/recipes/lee-table1-scalar.toml --optimizer.rate 0.3"
+    start = "hmmlm train --config papers/recipes/lee-table1-scalar.toml --optimizer.lr 0.3"
     assert command(StudyRun(row, 7)).startswith(start)
     in_package = replace(row, recipe="ptb-vl-hmm", settings={"model.states": 256})
     assert command(StudyRun(in_package, 7)) == "hmmlm train --recipe ptb-vl-hmm --model.states 256 --train.seed 7"

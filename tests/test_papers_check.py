@@ -117,7 +117,7 @@ def test_a_recipe_that_changed_is_another_model(found: Any) -> None:
     study = Study(name="new", title="New", rows=(replace(PLAIN, seeds=(0,)),))
     assert "; 0 other models;" in found(study, made())[-1]
     *listed, counts = found(study, made(), rate=0.2)
-    changed = "recipe lee-base: optimizer.rate is 0.1, and was 0.2 when its first records were made"
+    changed = "recipe lee-base: optimizer.lr is 0.1, and was 0.2 when its first records were made"
     assert f"other models: {changed}" in listed and "; 1 other models;" in counts
 
 

@@ -39,7 +39,7 @@ def tiny(**settings: object) -> StudyRun:
         "model.hidden": 32,
         "train.precision": "32-true",
         "train.device": "cpu",
-        "optimizer.rate": 0.02,
+        "optimizer.lr": 0.02,
         "train.max_tokens": 40_000,
         "train.log_every": 5,
         **{name.replace("__", "."): value for name, value in settings.items()},
@@ -97,7 +97,7 @@ def test_a_baseline_is_performed_like_any_run(tmp_path: Path) -> None:
         "tokenizer.vocab_size": 500,
         "model.kind": "feedforward",
         "model.hidden": 16,
-        "optimizer.rate": 0.01,
+        "optimizer.lr": 0.01,
         "train.device": "cpu",
         "train.max_tokens": 40_000,
         "optimizer.betas": [0.8, 0.99],
@@ -145,7 +145,7 @@ def test_a_combination_trains_its_parts_once(mixed: Any, tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 def test_a_run_that_fails_to_train_has_a_record_with_the_reason(tmp_path: Path) -> None:
-    record = perform(tiny(optimizer__rate=1000, optimizer__clip=0, schedule__kind="constant"), tmp_path / "work")
+    record = perform(tiny(optimizer__lr=1000, optimizer__max_grad_norm=0, schedule__kind="constant"), tmp_path / "work")
     assert record["metrics"] == {} and record["commit"]
     assert "the training loss is nan" in record["stopped"] and str(tmp_path) not in record["stopped"]
 

@@ -25,7 +25,7 @@ from hmmlm.runs.checkpoint import read_checkpoint
 pytestmark = pytest.mark.slow
 MINI_BATCH = {"kind": "baum-welch", "pseudocount": 0.1, "momentum": 0.5, "step": 0.5}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "adamw": {"optimizer": {"clip": 0.5}},
+    "adamw": {"optimizer": {"max_grad_norm": 0.5}},
     "baum-welch": {"optimizer": MINI_BATCH},
     "full batch": {"optimizer": {**MINI_BATCH, "full_batch": True}},
     "neural": {"model": {"kind": "neural", "blocks": 2, "hidden": 8, "dropout": 0.5}},
@@ -99,7 +99,7 @@ def test_a_baseline_learns_in_two_processes(tmp_path: Path) -> None:
         "data": str(write_pairs(tmp_path)),
         "model": {"hidden": 16, "layers": 1, "dropout": 0.1},
         "batches": {"batch_size": 8, "length": 16},
-        "optimizer": {"rate": 0.02},
+        "optimizer": {"lr": 0.02},
         "train": {"epochs": 6, "tensorboard": False, "device": "cpu", "checks_per_epoch": 1},
     }
     run_ranks(2, train_lstm, config, tmp_path / "run")

@@ -48,7 +48,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunResults, str]
             "tokenizer": {"split": "whitespace"},
             "model": {"states": 6},
             "batches": {"batch_size": 8, "length": 8, "reset_at_eos": True, "eval_reset_at_eos": True},
-            "optimizer": {"rate": 0.1, "eps": 1e-8},
+            "optimizer": {"lr": 0.1, "eps": 1e-8},
             "train": {"epochs": 6, "tensorboard": False, "log_every": 5},
         },
     )

@@ -119,7 +119,7 @@ def tiny_teacher(corpus: Path, **train: Any) -> TeacherConfig:
             "data": str(corpus),
             "model": {"hidden": 32, "layers": 1, "heads": 2},
             "batches": {"length": 16, "batch_size": 8},
-            "optimizer": {"rate": 0.01},
+            "optimizer": {"lr": 0.01},
             "schedule": {"kind": "constant", "warmup": 0.0},
             "train": {"epochs": 4, "device": "cpu", "tensorboard": False, **train},
         },
@@ -136,7 +136,7 @@ def test_a_teacher_learns_from_the_command_line(
 ) -> None:
     out = tmp_path / "teacher"
     network = "--model.hidden 32 --model.layers 1 --model.heads 2 --batches.length 15 --batches.batch-size 8"
-    training = "--optimizer.rate 0.01 --train.epochs 6 --train.device cpu --no-train.tensorboard"
+    training = "--optimizer.lr 0.01 --train.epochs 6 --train.device cpu --no-train.tensorboard"
     settings = f"{network} {training}".split()
     assert main(["teacher", "--data", str(corpus), "--out", str(out), *settings]) == 0
     found = re.search(r"of valid perplexity ([\d.]+) \(", capsys.readouterr().out)
@@ -183,7 +183,7 @@ def test_bad_runs_of_the_command(corpus: Path, tmp_path: Path, capsys: pytest.Ca
     run = tmp_path / "run"
     train_teacher(tiny_teacher(corpus, epochs=1), run)
     assert "already contains a run" in failure("--data", str(corpus), "--out", str(run))
-    assert "optimizer.rate is 1.0, but the run in" in failure("--resume", str(run), "--optimizer.rate", "1")
+    assert "optimizer.lr is 1.0, but the run in" in failure("--resume", str(run), "--optimizer.lr", "1")
     assert "leave out --out" in failure("--resume", str(run), "--out", str(run))
 
 

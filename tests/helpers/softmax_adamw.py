@@ -22,11 +22,11 @@ SCANS: list[tuple[tuple[int, int, int, int], dict[str, Any]]] = [
 """Sizes (states, words, batch, steps) and options: words that fill several chunks of tokens, words that never occur."""
 
 UPDATES = {
-    "clipped": Settings((0.9, 0.95), 1e-4, 0.0, clip=0.1),
-    "not clipped": Settings((0.9, 0.95), 1e-4, 0.0, clip=1e3),
-    "any norm": Settings((0.9, 0.999), 1e-4, 0.0, clip=0.0),
-    "weight decay": Settings((0.8, 0.99), 1e-4, 0.3, clip=0.2),
-    "no memory": Settings((0.0, 0.0), 1e-2, 0.0, clip=1.0),
+    "clipped": Settings((0.9, 0.95), 1e-4, 0.0, max_grad_norm=0.1),
+    "not clipped": Settings((0.9, 0.95), 1e-4, 0.0, max_grad_norm=1e3),
+    "any norm": Settings((0.9, 0.999), 1e-4, 0.0, max_grad_norm=0.0),
+    "weight decay": Settings((0.8, 0.99), 1e-4, 0.3, max_grad_norm=0.2),
+    "no memory": Settings((0.0, 0.0), 1e-2, 0.0, max_grad_norm=1.0),
 }
 
 
@@ -73,7 +73,7 @@ def check_scan(size: tuple[int, int, int, int], device: torch.device | str, **op
     for found, expected in zip((start, transition, pending.dense(logits.log_emission)), gradients, strict=True):
         torch.testing.assert_close(found.cpu().double(), expected, rtol=2e-4, atol=2e-5 * weight.abs().sum().item())
     moments = Moments(*(torch.zeros((), device=device) for _ in range(3)))
-    settings = Settings((0.9, 0.9), 1e-8, 0.0, clip=1.0)
+    settings = Settings((0.9, 0.9), 1e-8, 0.0, max_grad_norm=1.0)
     norm, _ = kernels.plan_step(pending, parts, moments, settings, torch.ones((), device=device))
     exact = sum(gradient.square().sum() for gradient in gradients).sqrt()
     torch.testing.assert_close(norm.cpu().double(), exact, rtol=1e-4, atol=1e-5)

@@ -173,7 +173,9 @@ def _dispatch(argv: list[str]) -> int:
         print(wrap_help(command.OVERVIEW), end="")
         return 0
     from hmmlm.cli.parse import check_options
+    from hmmlm.config.renames import present_options
 
+    rest = present_options(rest)
     check_options(name, rest)
     return int(command.run(rest) or 0)
 

@@ -31,7 +31,7 @@ most used options:
   --model.blocks N          word clusters; each state emits the words of one cluster
   --tokenizer.kind KIND     word (default), bpe, file
   --optimizer.kind KIND     adamw (default), baum-welch
-  --optimizer.rate RATE     peak learning rate (default: depends on the model family)
+  --optimizer.lr LR         peak learning rate (default: depends on the model family)
   --init lvd --teacher PATH distill a teacher (a Hugging Face network or one of `hmmlm teacher`)
   --train.epochs N          passes over the text
   --train.seed N            seed of parameters and shuffling
@@ -127,7 +127,7 @@ def run(argv: list[str]) -> int:
         f"unknown, perplexity without them {perplexity_text(score.known_perplexity)}"
     )
     warn_unknown({"the test text": score.unknown_share}, results.config.data)
-    step = "step" if results.config.optimizer.kind == "baum-welch" else "rate"
+    step = "step" if results.config.optimizer.kind == "baum-welch" else "lr"
     if results.scores["valid"].perplexity > 0.98 * baselines["unigram"]["valid"].perplexity:
         print(
             "hmmlm: warning: the model has learned little more than word frequencies (unigram): train longer "

@@ -17,7 +17,7 @@ class TeacherConfig(TrainingConfig):
     model: GPTConfig = GPTConfig()
     batches: ChunkConfig = ChunkConfig(batch_size=32, length=64)
     """Chunks, each read after an <eos>; their length is the longest context of the teacher."""
-    optimizer: AdamWConfig = AdamWConfig(rate=1e-3, weight_decay=0.1)
+    optimizer: AdamWConfig = AdamWConfig(lr=1e-3, weight_decay=0.1)
 
 
 class BaselineConfig(TrainingConfig):
@@ -28,4 +28,4 @@ class BaselineConfig(TrainingConfig):
     batches: BatchesConfig = StreamConfig(batch_size=16, length=32, reset_at_eos=False, eval_reset_at_eos=False)
     # In small batches most words do not occur: with a short memory of squared gradients, they are pushed down too far
     # between their occurrences.
-    optimizer: AdamWConfig = AdamWConfig(rate=1e-3, betas=(0.9, 0.999), weight_decay=0.01)
+    optimizer: AdamWConfig = AdamWConfig(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.01)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from hmmlm.errors import warn
+
 
 class Renames(NamedTuple):
     """Names that changed between two versions."""
@@ -13,7 +15,7 @@ class Renames(NamedTuple):
     """The version that had the old names last."""
     settings: Mapping[str, str]
     """Old dotted name to new."""
-    values: Mapping[str, Mapping[str, str]]
+    values: Mapping[str, Mapping[str, str]] = {}
     """Old value to new, by the new name of the setting."""
 
 
@@ -40,6 +42,7 @@ RENAMES = (
             "model.weights": {"pretrained": "all"},
         },
     ),
+    Renames(until="0.2", settings={"optimizer.rate": "optimizer.lr", "optimizer.clip": "optimizer.max_grad_norm"}),
 )
 """Oldest first: add every rename here, under the version that is released when it is made."""
 
@@ -59,9 +62,22 @@ REMOVED = {
 """By dotted name."""
 
 
-def drop_removed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a nested configuration without removed settings; raise a ValueError that names one that is in use."""
-    result = dict(values)
+def present_sections(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested configuration of the last version under present names, without removed settings.
+
+    Raise a ValueError that names a removed setting that is in use.
+    """
+    result, changed = dict(values), dict[str, str]()
+    for old, new in RENAMES[-1].settings.items():
+        section, _, field = old.partition(".")
+        given = result.get(section)
+        if field and isinstance(given, Mapping) and field in given:
+            present = new.partition(".")[2]
+            if present in given:
+                raise ValueError(f"{old} is now {new}: give one of them")
+            result[section] = {present if name == field else name: value for name, value in given.items()}
+            changed[old] = new
+    _notice(changed)
     for name, (unused, advice) in REMOVED.items():
         section, _, field = name.partition(".")
         given = result.get(section)
@@ -70,6 +86,23 @@ def drop_removed(values: Mapping[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"{name} was removed: {advice}")
             result[section] = {other: value for other, value in given.items() if other != field}
     return result
+
+
+def present_options(argv: Sequence[str]) -> list[str]:
+    """Return a command line of the last version with the present names of its options."""
+    names = {_option(old): _option(new) for old, new in RENAMES[-1].settings.items()}
+    parts = [argument.partition("=") for argument in argv]
+    _notice({option: names[option] for option, _, _ in parts if option in names})
+    return [names.get(option, option) + equals + value for option, equals, value in parts]
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _notice(changed: Mapping[str, str]) -> None:
+    if changed:
+        warn(f"renamed since {RENAMES[-1].until}: " + ", ".join(f"{old} is now {new}" for old, new in changed.items()))
 
 
 def present_names(settings: Mapping[str, Any], renames: Sequence[Renames] = RENAMES) -> dict[str, Any]:

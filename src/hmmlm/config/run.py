@@ -10,6 +10,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from hmmlm.config.explain import member_types
 from hmmlm.config.initialization import InitializationConfig, LabelConfig, LvdConfig, NoInitialization
 from hmmlm.config.next_words import NextWordsConfig
+from hmmlm.config.renames import present_sections
 from hmmlm.config.training import TrainingConfig
 from hmmlm.distillation.pretrained import PretrainedConfig
 from hmmlm.models.base import ModelConfig
@@ -58,6 +59,7 @@ class RunConfig(TrainingConfig):
         """Fill in the settings that suit the model family or the optimizer, where they are left out."""
         if not isinstance(values, Mapping):
             return values
+        values = present_sections(values)
         model, optimizer = values.get("model", {}), values.get("optimizer", {})
         if not isinstance(model, Mapping | ModelConfig) or not isinstance(optimizer, Mapping):
             return values

@@ -118,7 +118,7 @@ class AdamWConfig(Section):
     """Gradients of the mean negative log-likelihood per token."""
 
     kind: Literal["adamw"] = "adamw"
-    rate: Annotated[float, Field(gt=0, le=1_000)] = 0.01
+    lr: Annotated[float, Field(gt=0, le=1_000)] = 0.01
     """Peak learning rate. The default depends on the model family."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.95)
     """Decay of the running means of gradient and squared gradient."""
@@ -126,7 +126,7 @@ class AdamWConfig(Section):
     """Added to the denominator. The default depends on the model family."""
     weight_decay: Annotated[float, Field(ge=0, le=1_000)] = 0.0
     """Decoupled weight decay. The default depends on the model family."""
-    clip: Annotated[float, Field(ge=0, le=1e6)] = 1.0
+    max_grad_norm: Annotated[float, Field(ge=0, le=1e6)] = 1.0
     """Maximum norm of the whole gradient; 0: no clipping."""
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ValidationError, model_validator
 
 from hmmlm.config.explain import explain, member_types
-from hmmlm.config.renames import drop_removed
+from hmmlm.config.renames import present_sections
 from hmmlm.config.sections import (
     CORPUS_WORDS,
     AdamWConfig,
@@ -50,7 +50,7 @@ class TrainingConfig(Section):
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
         if isinstance(values, Mapping):
-            values = drop_removed(values)
+            values = present_sections(values)
         return fill_in_kinds(cls, with_corpus_words(values, "data"))
 
     def dump(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class PretrainedConfig(ModelConfig):
     """Maximum initial similarity of the network's outputs across states; 1 disables the rescaling."""
 
     # Suits networks of 1B parameters; smaller ones train with higher rates (docs/reproduction/results.md).
-    optimizer_defaults: ClassVar[dict[str, Any]] = {"rate": 0.0001, "weight_decay": 0.1}
+    optimizer_defaults: ClassVar[dict[str, Any]] = {"lr": 0.0001, "weight_decay": 0.1}
 
     @property
     def has_embeddings(self) -> bool:

@@ -129,7 +129,7 @@ def _time_steps(learner: Learner[Carry], batches: Batches) -> tuple[float, float
         if done == _WARM_UP[kind]:
             _synchronize(learner.device)
             begun, steps, tokens = time.perf_counter(), 0, 0
-        carry = learner.step(batch, select_carry(batch, carry), learner.peak_rate).carry
+        carry = learner.step(batch, select_carry(batch, carry), learner.peak_lr).carry
         steps, tokens = steps + 1, tokens + batch.num_tokens()
         if done >= _WARM_UP[kind] and (steps >= _STEPS[kind] or time.perf_counter() - begun > _SECONDS):
             break

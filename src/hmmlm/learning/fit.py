@@ -24,7 +24,7 @@ from hmmlm.learning.checkpoints import Checkpoints
 from hmmlm.learning.evaluate import Evaluation
 from hmmlm.learning.learners import count_parameters
 from hmmlm.learning.losses import Losses
-from hmmlm.learning.schedules import Plateau, rate_factor
+from hmmlm.learning.schedules import Plateau, lr_factor
 from hmmlm.lm.scoring import perplexity
 from hmmlm.runs.checkpoint import TrainingPosition
 from hmmlm.runs.clock import Clock
@@ -66,7 +66,7 @@ class Fit:
         self.total_tokens = total_tokens(config, train.tokens_per_epoch)
         self.position, self.plateau = TrainingPosition(), Plateau(config.schedule)
         self.losses = Losses(learner, config.train.log_every, self.failure)
-        self.rate = learner.peak_rate
+        self.lr = learner.peak_lr
         self.carry: Any = None
         self.carry_rows = 0  # sequences of the last batch
 
@@ -114,9 +114,9 @@ class Fit:
     def step(self, batch: Batch) -> None:
         """Train on one batch."""
         position, tokens = self.position, batch.whole_tokens()
-        factor = rate_factor(self.config.schedule, position.tokens + tokens, self.total_tokens) * self.plateau.factor
-        self.rate = self.learner.peak_rate * factor
-        result = self.learner.step(batch, self.carry, self.rate)
+        factor = lr_factor(self.config.schedule, position.tokens + tokens, self.total_tokens) * self.plateau.factor
+        self.lr = self.learner.peak_lr * factor
+        result = self.learner.step(batch, self.carry, self.lr)
         self.carry = result.carry
         self.carry_rows = batch.whole_rows()
         self.losses.add(result.log_likelihood, tokens, self.carry_rows)
@@ -154,7 +154,7 @@ class Fit:
         position, tokens = self.position, sum(self.losses.tokens)
         loss = -sum(self.losses.read(position.step)) / tokens
         self.losses.tokens.clear()
-        figures = {"epoch": position.epoch, "tokens": position.tokens, "loss": loss, "rate": self.rate}
+        figures = {"epoch": position.epoch, "tokens": position.tokens, "loss": loss, "rate": self.lr}
         figures |= {"seconds": round(position.seconds, 3), "tokens_per_second": round(self.clock.speed(tokens))}
         if phase.name == "joint":  # of P(O, S), which is not a perplexity of the text
             self.history.write("train", position.step, **figures, objective="joint")
@@ -197,7 +197,7 @@ class Fit:
 
     def failure(self, what: str) -> InputError:
         kind = TrainingError if world().first else FirstRankError  # every process notices it, one reports it
-        advice = self.learner.optimizer.advice(self.rate)
+        advice = self.learner.optimizer.advice(self.lr)
         return kind(f"{what} (epoch {self.position.epoch}): {advice}; {self.checkpoints.last_good}")
 
     def save(self) -> None:

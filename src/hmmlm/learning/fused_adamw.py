@@ -41,7 +41,7 @@ class FusedAdamWLearner:
 
     def __init__(self, plain: AdamWLearner) -> None:
         assert isinstance(plain.model, Scalar)
-        self.plain, self.model, self.device, self.peak_rate = plain, plain.model, plain.device, plain.peak_rate
+        self.plain, self.model, self.device, self.peak_lr = plain, plain.model, plain.device, plain.peak_lr
         self.optimizer: Optimizer = plain.optimizer
         self.evaluate, self.export, self.skipped = plain.evaluate, plain.export, plain.skipped
         self.parameters, self.carry_tensors, self.load_carry = plain.parameters, plain.carry_tensors, plain.load_carry
@@ -51,8 +51,8 @@ class FusedAdamWLearner:
     def reset_graph(self) -> None:
         self.graphed = GraphedStep(self.learn, self.device) if self.plain.graphable else None
 
-    def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepOutput:
-        self.optimizer.set_rate(rate)
+    def step(self, batch: Batch, carry: Carry | None, lr: float) -> StepOutput:
+        self.optimizer.set_lr(lr)
         carry = select_carry(batch, carry)
         output: StepOutput | None = None if self.graphed is None else self.graphed(batch, carry)
         return self.learn(batch.to(self.device), carry) if output is None else output
@@ -94,11 +94,11 @@ class FusedAdamWLearner:
             state["step"] = torch.zeros((), dtype=torch.float32, device=logits.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(logits), torch.zeros_like(logits)
         moments = Moments(state["step"], state["exp_avg"], state["exp_avg_sq"])
-        settings = Settings(group["betas"], group["eps"], group["weight_decay"], adamw.clip)
-        _, plan = kernels.plan_step(gradient, norm, moments, settings, adamw.rate)
+        settings = Settings(group["betas"], group["eps"], group["weight_decay"], adamw.max_grad_norm)
+        _, plan = kernels.plan_step(gradient, norm, moments, settings, adamw.lr)
         side_by_side(
             logits.device,
             lambda: kernels.update(logits.detach(), gradient, moments, settings, plan),
-            lambda: adamw.step(plan[0].reciprocal() if adamw.clip else None),
+            lambda: adamw.step(plan[0].reciprocal() if adamw.max_grad_norm else None),
         )
         adamw.optimizer.zero_grad()

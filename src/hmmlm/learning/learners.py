@@ -44,14 +44,14 @@ class Learner(Protocol[AnyCarry]):
     """Trains on one batch at a time, without reading a value back from the device."""
 
     device: torch.device
-    peak_rate: float
+    peak_lr: float
     """The rate (or α of Baum-Welch) that the schedule multiplies."""
 
     @property
     def optimizer(self) -> Optimizer:
         """Whatever a checkpoint has to store besides parameters and carry."""
 
-    def step(self, batch: Batch, carry: AnyCarry | None, rate: float) -> StepOutput:
+    def step(self, batch: Batch, carry: AnyCarry | None, lr: float) -> StepOutput:
         """Learn from a batch, which is still on the CPU; one with labels is learned from P(O, S)."""
 
     def evaluate(self, batches: Iterable[Batch], on_batch: Callable[[int], None]) -> Evaluation:
@@ -116,15 +116,15 @@ class HmmLearner(ABC):
     optimizer: Optimizer
 
     def __init__(
-        self, fabric: Fabric, model: Model, tokenizer: Tokenizer, config: dict[str, Any], peak_rate: float
+        self, fabric: Fabric, model: Model, tokenizer: Tokenizer, config: dict[str, Any], peak_lr: float
     ) -> None:
-        self.fabric, self.device, self.peak_rate = fabric, fabric.device, peak_rate
+        self.fabric, self.device, self.peak_lr = fabric, fabric.device, peak_lr
         self.model, self.tokenizer, self.config = model.to(fabric.device), tokenizer, config
         self.reset_graph()
 
-    def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepOutput:
+    def step(self, batch: Batch, carry: Carry | None, lr: float) -> StepOutput:
         """Learn from a batch: `learn`, replayed from a CUDA graph if the batch fits it."""
-        self.optimizer.set_rate(rate)
+        self.optimizer.set_lr(lr)
         carry = select_carry(batch, carry)
         result: StepOutput | None = None if self.graphed is None else self.graphed(batch, carry)
         if result is not None:
@@ -187,7 +187,7 @@ class AdamWLearner(HmmLearner):
         next_word_weight: float = 0.0,
     ) -> None:
         """`next_word_weight`: weight of the words that a teacher drew, for batches that have them."""
-        super().__init__(fabric, model, tokenizer, config, optimizer.rate)
+        super().__init__(fabric, model, tokenizer, config, optimizer.lr)
         self.next_word_weight = next_word_weight
         self.optimizer: AdamW = AdamW(self.model, optimizer, self.device, decay_all=True)
 
@@ -219,12 +219,12 @@ class BaumWelchLearner(HmmLearner):
         self.settings = optimizer
         self.optimizer: RunningCounts = RunningCounts(self.model.logits, optimizer.momentum)
 
-    def step(self, batch: Batch, carry: Carry | None, rate: float) -> StepOutput:
-        result = super().step(batch, carry, rate)
+    def step(self, batch: Batch, carry: Carry | None, lr: float) -> StepOutput:
+        result = super().step(batch, carry, lr)
         if batch.last or not self.settings.full_batch:
             assert result.log_probs is not None
             with self.optimizer.take() as counts:
-                maximize(counts, result.log_probs, self.settings.pseudocount, self.optimizer.rate, self.model.logits)
+                maximize(counts, result.log_probs, self.settings.pseudocount, self.optimizer.lr, self.model.logits)
         return result
 
     def learn(self, batch: Batch, carry: Carry | None) -> StepOutput:
@@ -254,7 +254,7 @@ class NetworkLearner(Generic[AnyNetwork]):
     """A neural language model trained by gradients: a teacher or a baseline."""
 
     def __init__(self, fabric: Fabric, network: AnyNetwork, tokenizer: Tokenizer, optimizer: AdamWConfig) -> None:
-        self.fabric, self.device, self.peak_rate = fabric, fabric.device, optimizer.rate
+        self.fabric, self.device, self.peak_lr = fabric, fabric.device, optimizer.lr
         self.network, self.tokenizer = network.to(fabric.device), tokenizer
         self.optimizer = AdamW(self.network, optimizer, self.device, decay_all=False)
 
@@ -262,8 +262,8 @@ class NetworkLearner(Generic[AnyNetwork]):
         with self.fabric.autocast():
             return self.network.score(batch.tokens, hidden if batch.carry else None)  # type: ignore[operator, no-any-return]
 
-    def step(self, batch: Batch, carry: Hidden | None, rate: float) -> StepOutput:
-        self.optimizer.set_rate(rate)
+    def step(self, batch: Batch, carry: Hidden | None, lr: float) -> StepOutput:
+        self.optimizer.set_lr(lr)
         batch = batch.to(self.device)
         with separate_randomness(self.device, apart=True):
             scores, hidden = self._score(batch, carry)

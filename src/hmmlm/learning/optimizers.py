@@ -26,7 +26,7 @@ from hmmlm.runs.checkpoint import load_tensors
 class Optimizer(Protocol):
     """What takes the update of a step, and what a checkpoint stores of it."""
 
-    def set_rate(self, rate: float) -> None:
+    def set_lr(self, lr: float) -> None:
         """Set the rate (α of Baum-Welch) of the next update."""
 
     def collect(self) -> None:
@@ -38,7 +38,7 @@ class Optimizer(Protocol):
     def load(self, folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, from the checkpoint in `folder`; tensors are named "optimizer.…"."""
 
-    def advice(self, rate: float) -> str:
+    def advice(self, lr: float) -> str:
         """Return what to change if training diverges at this rate."""
 
 
@@ -50,9 +50,9 @@ class AdamW:
 
     def __init__(self, module: nn.Module, config: AdamWConfig, device: torch.device, decay_all: bool) -> None:
         """`decay_all`: weight decay on every parameter; otherwise on matrices only."""
-        self.module, self.clip, self.on_gpu = module, config.clip, device.type == "cuda"
+        self.module, self.max_grad_norm, self.on_gpu = module, config.max_grad_norm, device.type == "cuda"
         # A tensor, because a CUDA graph would freeze a number.
-        self.rate = torch.tensor(config.rate, device=device)
+        self.lr = torch.tensor(config.lr, device=device)
         parameters = list(module.parameters())
         groups: list[dict[str, Any]] = [{"params": parameters, "weight_decay": config.weight_decay}]
         if not decay_all:
@@ -62,19 +62,19 @@ class AdamW:
             ]
         self.optimizer = torch.optim.AdamW(
             groups,
-            lr=self.rate if self.on_gpu else config.rate,
+            lr=self.lr if self.on_gpu else config.lr,
             betas=config.betas,
             eps=config.eps,
             fused=True,  # one pass over parameters of size Z×V instead of eight
             capturable=self.on_gpu,
         )
 
-    def set_rate(self, rate: float) -> None:
+    def set_lr(self, lr: float) -> None:
         if self.on_gpu:
-            self.rate.fill_(rate)
+            self.lr.fill_(lr)
         else:
             for group in self.optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = lr
 
     def update(self, log_likelihood: Tensor, batch: Batch) -> None:
         """Take one step from the log-likelihoods [B] of a batch."""
@@ -83,7 +83,7 @@ class AdamW:
         world().sum_(gradients)
         # Not checking for finite norms, which would wait for the device: the training loop checks the loss.
         norm = torch.nn.utils.get_total_norm(gradients)
-        self.step(((norm + 1e-6) / self.clip).clamp_(min=1.0) if self.clip else None)
+        self.step(((norm + 1e-6) / self.max_grad_norm).clamp_(min=1.0) if self.max_grad_norm else None)
         self.optimizer.zero_grad()
 
     def step(self, divisor: Tensor | None) -> None:
@@ -95,8 +95,8 @@ class AdamW:
     def collect(self) -> None:
         """Moments are the same in all processes."""
 
-    def advice(self, rate: float) -> str:
-        return f"lower optimizer.rate (now {rate:.3g}) or optimizer.clip, or lengthen the warm-up"
+    def advice(self, lr: float) -> str:
+        return f"lower optimizer.lr (now {lr:.3g}) or optimizer.max_grad_norm, or lengthen the warm-up"
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the moments of each parameter, and the parameters that no step has changed yet (frozen ones)."""
@@ -119,7 +119,7 @@ class AdamW:
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
         if self.on_gpu:  # loading made a copy of it
             for group in self.optimizer.param_groups:
-                group["lr"] = self.rate
+                group["lr"] = self.lr
 
 
 def loss_gradient(log_likelihood: Tensor, batch: Batch) -> Tensor:
@@ -161,13 +161,13 @@ class RunningCounts:
 
     def __init__(self, tables: Mapping[str, Tensor], momentum: float) -> None:
         """Create counts of the shapes of `tables`, on their device."""
-        self.momentum, self.rate = momentum, 1.0
+        self.momentum, self.lr = momentum, 1.0
         self.sum = {name: torch.zeros_like(table.data) for name, table in tables.items()}
         self.mean = {name: torch.zeros_like(table.data) for name, table in tables.items()} if momentum else {}
         self.updates = 0
 
-    def set_rate(self, rate: float) -> None:
-        self.rate = rate
+    def set_lr(self, lr: float) -> None:
+        self.lr = lr
 
     def add(self, *counts: Tensor) -> None:
         """Add a batch's counts, in the order of the tables."""
@@ -208,5 +208,5 @@ class RunningCounts:
         self.updates = int(values["updates"])
         world().keep_in_first(self.sum.values())
 
-    def advice(self, rate: float) -> str:
+    def advice(self, lr: float) -> str:
         return "set optimizer.pseudocount above 0, or lower optimizer.step"

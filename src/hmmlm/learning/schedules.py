@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hmmlm.config.sections import CosineConfig, PlateauConfig, WarmupConfig
 
 
-def rate_factor(config: WarmupConfig, tokens: int, total_tokens: int) -> float:
+def lr_factor(config: WarmupConfig, tokens: int, total_tokens: int) -> float:
     """Return the factor for the step that ends at `tokens` of `total_tokens`: warm-up, then constant or cosine.
 
     The first step of a warm-up has a rate above 0, and the step that ends it, the peak.

@@ -129,7 +129,7 @@ class LinearConfig(FactoredConfig, BlockedConfig):
 
     kind: Literal["linear"] = "linear"
 
-    optimizer_defaults: ClassVar[dict[str, Any]] = {"rate": 0.03, "weight_decay": 0.1}
+    optimizer_defaults: ClassVar[dict[str, Any]] = {"lr": 0.03, "weight_decay": 0.1}
 
 
 class MlpConfig(FactoredConfig, BlockedConfig):
@@ -147,7 +147,7 @@ class MlpConfig(FactoredConfig, BlockedConfig):
     norm: bool = True
     """A LayerNorm after every layer but the first, or after the only one."""
 
-    optimizer_defaults: ClassVar[dict[str, Any]] = {"rate": 0.01, "weight_decay": 0.1}
+    optimizer_defaults: ClassVar[dict[str, Any]] = {"lr": 0.01, "weight_decay": 0.1}
 
     @model_validator(mode="after")
     def _form_is_consistent(self) -> MlpConfig:
@@ -178,7 +178,7 @@ class TransformerConfig(FactoredConfig):
     """Attention heads; None: heads of at least 64 dimensions."""
 
     # A third of the best rate of the studies at 2^22 parameters; networks of 15M parameters and more need less.
-    optimizer_defaults: ClassVar[dict[str, Any]] = {"rate": 0.003, "weight_decay": 0.1}
+    optimizer_defaults: ClassVar[dict[str, Any]] = {"lr": 0.003, "weight_decay": 0.1}
 
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> TransformerConfig:

@@ -25,7 +25,7 @@ class LowRankConfig(ModelConfig):
     scale: Scale = 1.0
     """Standard deviation of the initial logits."""
 
-    optimizer_defaults: ClassVar[dict[str, Any]] = {"rate": 1.0, "eps": 3e-5, "weight_decay": 0.0}
+    optimizer_defaults: ClassVar[dict[str, Any]] = {"lr": 1.0, "eps": 3e-5, "weight_decay": 0.0}
 
     @model_validator(mode="after")
     def _rank_is_low(self) -> LowRankConfig:

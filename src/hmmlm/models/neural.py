@@ -31,7 +31,7 @@ class NetworkConfig(ModelConfig):
     network_dropout: Fraction = 0.0
     """Dropout inside the networks."""
 
-    optimizer_defaults: ClassVar[dict[str, Any]] = {"rate": 0.003, "weight_decay": 0.1}
+    optimizer_defaults: ClassVar[dict[str, Any]] = {"lr": 0.003, "weight_decay": 0.1}
 
     def network_size(self, words: int) -> int:
         """Return a lower bound of the number of parameters."""

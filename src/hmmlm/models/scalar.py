@@ -30,7 +30,7 @@ class ScalarConfig(BlockedConfig):
 
     # A high rate with a high eps: where gradients are smaller than eps, AdamW is gradient descent with momentum. With
     # eps 1e-8 it moves the logit of a word that a state never meets as fast as any other, and overfits.
-    optimizer_defaults: ClassVar[dict[str, Any]] = {"rate": 1.0, "eps": 3e-5, "weight_decay": 0.0}
+    optimizer_defaults: ClassVar[dict[str, Any]] = {"lr": 1.0, "eps": 3e-5, "weight_decay": 0.0}
 
     @property
     def assignable(self) -> bool:

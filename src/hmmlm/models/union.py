@@ -37,7 +37,7 @@ class UnionConfig(ModelConfig):
     dropout: Fraction = 0.0
     """State dropout of components with blocks: the fraction of each block's states left out of a batch."""
 
-    optimizer_defaults: ClassVar[dict[str, Any]] = {"rate": 0.0003, "weight_decay": 0.0}
+    optimizer_defaults: ClassVar[dict[str, Any]] = {"lr": 0.0003, "weight_decay": 0.0}
 
     @property
     def distillable(self) -> bool:

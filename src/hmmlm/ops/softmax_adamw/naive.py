@@ -51,4 +51,4 @@ class Settings(NamedTuple):
     betas: tuple[float, float]
     eps: float
     weight_decay: float
-    clip: float  # largest norm of the gradient of all parameters; 0: any
+    max_grad_norm: float  # largest norm of the gradient of all parameters; 0: any

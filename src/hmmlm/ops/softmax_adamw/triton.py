@@ -181,7 +181,7 @@ def plan_step(
         plan,
         states,
         len(parts.others),
-        CLIP=settings.clip,
+        CLIP=settings.max_grad_norm,
         DECAY=settings.weight_decay,
         LOG_BETA1=log_betas[0],
         LOG_BETA2=log_betas[1],
