@@ -115,7 +115,7 @@ class CtrlG:
         self._ctrlg = ctrlg
 
     def model(self, hmm: HMM) -> Any:
-        model = self._ctrlg.HMM(hmm.states, hmm.vocab_size, END)
+        model = self._ctrlg.HMM(hmm.num_states, hmm.vocab_size, END)
         model.update_params(hmm.transition.dense().exp(), hmm.emission.dense(), hmm.log_start)
         return model.to(hmm.device)
 
@@ -466,7 +466,7 @@ def measure_texts(options: argparse.Namespace) -> None:
     pool_tokens = padded(pool, -1)
     sample = pool[:512]
     log_prob = writer.log_prob(prompt, sample) / sum(map(len, sample))
-    settings = {"rows": rows, "new_tokens": length, "states": lm.hmm.states}
+    settings = {"rows": rows, "new_tokens": length, "states": lm.hmm.num_states}
     recorder.add("unconstrained", {"log_prob_per_token": log_prob, "ms_per_token": plain_ms}, **settings)
     totals: dict[tuple[str, str], Total] = {}
 
@@ -600,7 +600,7 @@ def measure_positions(options: argparse.Namespace) -> None:
             metrics,
             words=" ".join(options.words),
             new_tokens=options.length,
-            states=writer.lm.hmm.states,
+            states=writer.lm.hmm.num_states,
         )
 
 
@@ -617,9 +617,9 @@ def measure_overhead(options: argparse.Namespace) -> None:
             if number:  # the first one warms up
                 spent.append(1e3 * duration / max(map(len, texts)))
     plain, steered = (sorted(spent)[len(spent) // 2] for spent in times.values())
-    recorder.add("unconstrained, one word", {"ms_per_token": plain}, rows=options.rows, states=guide.hmm.states)
+    recorder.add("unconstrained, one word", {"ms_per_token": plain}, rows=options.rows, states=guide.hmm.num_states)
     metrics = {"ms_per_token": steered, "times_unconstrained": steered / plain}
-    recorder.add("steered, one word", metrics, rows=options.rows, states=guide.hmm.states)
+    recorder.add("steered, one word", metrics, rows=options.rows, states=guide.hmm.num_states)
 
 
 def measure_regexes(options: argparse.Namespace) -> None:
@@ -662,7 +662,8 @@ def distil(options: argparse.Namespace) -> None:
     speed = sampling_speed(options)
     tokens = min(options.tokens, int(0.4 * speed * (options.deadline - start)))  # the rest is for training
     print(f"the model is sampled at {speed:,.0f} tokens/s: {tokens:,} tokens", flush=True)
-    given = {"tokens": tokens, "states": options.hmm_states, "epochs": options.epochs, "length": options.text_length}
+    given = {"tokens": tokens, "num_states": options.hmm_states, "epochs": options.epochs}
+    given["length"] = options.text_length
     config = DistillConfig(model=options.model, device=options.device, seed=options.seed, **given)
     stop = threading.Timer(max(1.0, options.deadline - time.perf_counter()), os.kill, (os.getpid(), signal.SIGINT))
     stop.daemon = True

@@ -37,7 +37,7 @@ def main() -> None:
     options = parser.parse_args()
     given = {"tokens": options.tokens, "length": options.length, "epochs": options.epochs}
     base, progress = options.folder / "base", terminal_progress()
-    config = DistillConfig(model=options.model, states=options.states[0], **given)
+    config = DistillConfig(model=options.model, num_states=options.states[0], **given)
     began = time.perf_counter()
     result = resume_distillation(base, progress) if base.exists() else distill(config, base, progress)
     print(f"sampled and trained {base} in {time.perf_counter() - began:.0f} s, {result.seconds:.0f} s of them training")
@@ -49,7 +49,7 @@ def main() -> None:
         for number, text in enumerate(["{}", *options.set]):
             if (states, text) == (options.states[0], "{}"):
                 continue  # the base
-            changed = DistillConfig(**{**saved, "states": states}).resolve(pick_device("auto").type)
+            changed = DistillConfig(**{**saved, "num_states": states}).resolve(pick_device("auto").type)
             values = run_config(changed, base / SAMPLES, vocab_size).dump()
             values = merge(drop_other_kinds(RunConfig, values, json.loads(text)), json.loads(text))
             out = options.folder / f"states-{states}-{number}"

@@ -153,7 +153,7 @@ def main() -> None:
         make_tokens(text, tokens)
     limit = str(TRAINED_STEPS * 64 * LENGTH)
     batches = ("--batches.batch-size", "64", "--batches.length", str(LENGTH), "--train.max-tokens", limit)
-    command = ("train", "--data", str(tokens), "--out", str(arguments.folder / "run"), "--model.states", "64")
+    command = ("train", "--data", str(tokens), "--out", str(arguments.folder / "run"), "--model.num-states", "64")
     run(f"train {TRAINED_STEPS} steps", *command, *batches)
     read_tokens(tokens)
 

@@ -24,19 +24,33 @@ LENGTH = 32
 BATCH = {"cpu": 256, "cuda": 64}
 STEPS = {"cpu": 30, "cuda": 10}
 """Few on GPUs: processes that share one sum their gradients on the CPU."""
-SCALAR = ("--model.kind", "scalar", "--model.states", "512")
+SCALAR = ("--model.kind", "scalar", "--model.num-states", "512")
 BAUM_WELCH = ("--optimizer.kind", "baum-welch")
 MODELS = {
     "scalar, 512 states, AdamW": SCALAR,
     "scalar, 512 states, Baum-Welch": (*SCALAR, *BAUM_WELCH),
-    "neural, 1,024 states in 16 blocks": ("--model.kind", "neural", "--model.states", "1024", "--model.blocks", "16"),
+    "neural, 1,024 states in 16 blocks": (
+        "--model.kind",
+        "neural",
+        "--model.num-states",
+        "1024",
+        "--model.blocks",
+        "16",
+    ),
 }
 
 
-GPU_SCALAR = ("--model.kind", "scalar", "--model.states", "4096")
+GPU_SCALAR = ("--model.kind", "scalar", "--model.num-states", "4096")
 GPU_MODELS = {
     "scalar, 4,096 states, AdamW": GPU_SCALAR,
-    "neural, 2^15 states in 128 blocks": ("--model.kind", "neural", "--model.states", "32768", "--model.blocks", "128"),
+    "neural, 2^15 states in 128 blocks": (
+        "--model.kind",
+        "neural",
+        "--model.num-states",
+        "32768",
+        "--model.blocks",
+        "128",
+    ),
 }
 
 

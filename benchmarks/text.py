@@ -75,7 +75,7 @@ def measurements() -> Iterator[Measurement]:
         lm = with_words(hmm)
         for num in (1, 64):
             yield name, f"tokens, {num} samples", lambda lm=lm, num=num: count(lm.generate(seed=1, num=num))
-        few = 16 if hmm.states > 10_000 else 64
+        few = 16 if hmm.num_states > 10_000 else 64
         yield (
             name,
             f"tokens, {few} samples, temperature 0.8",

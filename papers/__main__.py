@@ -130,7 +130,7 @@ def _has_gpu() -> bool:
 def _settings(given: Sequence[str]) -> dict[str, str]:
     for setting in given:
         if "=" not in setting:
-            raise InputError(f"--set {setting}: write it as name=value, such as model.states=1024")
+            raise InputError(f"--set {setting}: write it as name=value, such as model.num_states=1024")
     return dict(setting.split("=", 1) for setting in given)
 
 

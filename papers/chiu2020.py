@@ -164,7 +164,7 @@ SCALAR_900 = StudyRow(
     name="PTB, HMM 900",
     recipe=SCALAR_RECIPE,
     # Every state may emit every word; Buys et al. 2018 report validation only.
-    settings={"model.states": 900, "model.blocks": 0, "model.dropout": 0.0},
+    settings={"model.num_states": 900, "model.blocks": 0, "model.dropout": 0.0},
     seeds=(0,),
     paper={VALID: 284.6},
     group="PTB",
@@ -380,17 +380,17 @@ TABLE4_NO_DECAY = Study(
 
 
 def _constraint(states: int, blocks: int, valid: float) -> StudyRow:
-    settings = {"model.states": states, "model.blocks": blocks, **EIGHT}
+    settings = {"model.num_states": states, "model.blocks": blocks, **EIGHT}
     return _ptb(f"Brown, {states} states, {blocks} blocks", "ptb-vl-hmm", settings, valid)
 
 
 def _uniform(states: int, valid: float) -> StudyRow:
-    settings = {"model.states": states, "model.kind": "uniform", **EIGHT}
+    settings = {"model.num_states": states, "model.kind": "uniform", **EIGHT}
     return _ptb(f"uniform, {states} states", "ptb-vl-hmm", settings, valid)
 
 
 SMALL = (
-    _ptb("no constraint, 1024 states", "ptb-vl-hmm", {"model.states": 1024, "model.blocks": 0, **EIGHT}, 180),
+    _ptb("no constraint, 1024 states", "ptb-vl-hmm", {"model.num_states": 1024, "model.blocks": 0, **EIGHT}, 180),
     _constraint(1024, 4, 182),
     _constraint(1024, 8, 194),
     _constraint(8192, 64, 142),
@@ -448,7 +448,7 @@ TABLE3 = Study(
 def _states(power: int, valid: float | None = None) -> StudyRow:
     label = f"2^{power} states"
     labels = {"x": 2.0**power, "series": "half of the states dropped"}
-    return _ptb(label, "ptb-vl-hmm", {"model.states": 2**power, **EIGHT}, valid, **labels)
+    return _ptb(label, "ptb-vl-hmm", {"model.num_states": 2**power, **EIGHT}, valid, **labels)
 
 
 STATES = (*map(_states, range(10, 14)), _states(14, 134), _states(15, 125), _states(16))
@@ -473,7 +473,7 @@ def _blocks(blocks: int, factored: bool) -> StudyRow:
     """Return a point of Figure 4, with the value that Tables 3 and 4 print for it."""
     kind = "factored" if factored else "independent"
     printed = {(32, False): 137, (64, False): 138, (128, False): 134, (256, False): 136, (128, True): 136}
-    settings = {"model.states": 16384, "model.blocks": blocks, "model.block_embeddings": factored, **EIGHT}
+    settings = {"model.num_states": 16384, "model.blocks": blocks, "model.block_embeddings": factored, **EIGHT}
     label, valid = f"{blocks} blocks, {kind} embeddings", printed.get((blocks, factored))
     return _ptb(label, "ptb-vl-hmm", settings, valid, x=float(blocks), series=f"{kind} embeddings")
 

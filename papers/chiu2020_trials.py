@@ -29,7 +29,7 @@ def _beyond(form: str, rate: float, decay: float, what: str = "", **settings: An
 
 def _small(what: str, **settings: Any) -> StudyRow:
     """Return the 2^10-state model in single precision, for eight epochs."""
-    common = {"model__states": 1024, "train__precision": "32-true", "train__epochs": 8}
+    common = {"model__num_states": 1024, "train__precision": "32-true", "train__epochs": 8}
     return _row(f"2^10, {what}", "ptb-vl-hmm", **common, **settings)
 
 
@@ -97,7 +97,7 @@ def _scalar(rate: float, eps: float, decay: float) -> StudyRow:
     """Return the scalar ablation at 2^12 states, for five epochs."""
     options = {"optimizer__lr": rate, "optimizer__eps": eps, "optimizer__weight_decay": decay}
     name = f"scalar 2^12, rate {rate}, eps {eps}, decay {decay}"
-    return _row(name, SCALAR_RECIPE, model__states=4096, train__epochs=5, **options)
+    return _row(name, SCALAR_RECIPE, model__num_states=4096, train__epochs=5, **options)
 
 
 SCALAR = Study(
@@ -154,7 +154,7 @@ LSTM: dict[str, Any] = {
     "train__epochs": 4,
 }
 SMALL: dict[str, Any] = {
-    "model__states": 4096,
+    "model__num_states": 4096,
     "model__hidden": 128,
     "train__epochs": 4,
     "train__precision": "32-true",

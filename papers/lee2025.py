@@ -80,7 +80,7 @@ TABLE1 = Study(
 
 
 def _tuned(states: int, name: str, recipe: str, **labels: Any) -> StudyRow:
-    group, settings = f"{states} states", {"model.states": states, **(M100 if states == 512 else M50)}
+    group, settings = f"{states} states", {"model.num_states": states, **(M100 if states == 512 else M50)}
     return row(f"{group}, {name}", recipe, settings, group=group, series=group, bar=name, **labels)
 
 
@@ -206,7 +206,7 @@ TABLE3 = Study(
 
 def _of_states(states: int, name: str, recipe: str, **labels: Any) -> StudyRow:
     """Return a point of Figure 1."""
-    group, settings = f"{states} states", {"model.states": states, **M50}
+    group, settings = f"{states} states", {"model.num_states": states, **M50}
     return row(f"{group}, {name}", recipe, settings, group=group, series=name, x=float(states), **labels)
 
 
@@ -262,7 +262,7 @@ def capacity(states: int, power: int, architecture: str) -> StudyRow:
     rate = LOWER_RATES.get((architecture, power), halved)
     settings: dict[str, Any] = {"model.capacity": 2**power, "optimizer.lr": rate, **ARCHITECTURES[architecture]}
     if states != 512:
-        settings["model.states"] = states
+        settings["model.num_states"] = states
     labels = {"series": architecture, "x": 2.0**power, "bar": f"{architecture}, 2^{power} parameters"}
     return row(f"{states} states, {architecture}, 2^{power} parameters", "lee-figure2", settings, **labels)
 

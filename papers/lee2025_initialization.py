@@ -195,7 +195,7 @@ FIGURE5 = Study(
     ),
 )
 TWO_CORES: dict[str, Any] = {
-    "model.states": 128,
+    "model.num_states": 128,
     "train.max_tokens": 2_000_000,
     "schedule.warmup": 100_000,
     "batches.batch_size": 32,

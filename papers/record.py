@@ -41,7 +41,7 @@ WIKITEXT_TEACHER = StudyRow(
 def _named(settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return settings given as section__name by their dotted names, and their text in the name of a row."""
     named = {name.replace("__", "."): value for name, value in settings.items()}
-    labels = {name: "rate" if name == "optimizer.lr" else name.partition(".")[2] for name in named}  # names of rows stay
+    labels = {name: "rate" if name == "optimizer.lr" else name.partition(".")[2] for name in named}  # as rows say
     return named, "".join(f", {labels[name].replace('_', ' ')} {value}" for name, value in named.items())
 
 
@@ -66,7 +66,7 @@ def _pure(
         name=f"{text}, pure HMM, 2^{states.bit_length() - 1} states, dropout {dropout}, {epochs} epochs{learned}{more}",
         recipe={"PTB": "ptb-vl-hmm", "WikiText-2": "wikitext2-vl-hmm"}[text],
         settings={
-            "model.states": states,
+            "model.num_states": states,
             "model.dropout": dropout,
             "model.exchange_passes": 10,
             "train.epochs": epochs,
@@ -233,7 +233,7 @@ RECORD = Study(
             recipe="ptb-vl-hmm-18",
             # An eighth of the states is kept in each batch; 256 blocks, so that a block has 4,096 states.
             settings={
-                "model.states": 2**20,
+                "model.num_states": 2**20,
                 "model.blocks": 256,
                 "model.dropout": 0.875,
                 "train.checks_per_epoch": 1,

@@ -55,7 +55,7 @@ def translate(record: Record) -> tuple[str, dict[str, Any]]:
     if (recipe is None or not settings) and " && " not in command:  # runs by hand: the command has everything
         recipe, settings = next(commanded(command), (recipe, settings))
         if recipe == "ptb-vl-hmm-12-cpu" and record.get("commit") == "7e29b5d":
-            settings = {"model.states": 4096, **settings}  # its number of states then
+            settings = {"model.num_states": 4096, **settings}  # its number of states then
     return ("no recipe", settings) if recipe is None else (recipe, present_settings(recipe, settings))
 
 

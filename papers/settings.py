@@ -1,4 +1,4 @@
-"""Settings of recipes, runs and records, by dotted name such as `model.states`.
+"""Settings of recipes, runs and records, by dotted name such as `model.num_states`.
 
 A run is what its settings resolve to: its recipe with the row's settings, and the defaults of everything else. Runs
 are compared by that, so that it does not matter how a record or a plan spells them.

@@ -19,7 +19,7 @@ from papers.variants import VARIANTS
 RECIPES = (*recipe_names(), *recipe_names(BASELINE), *sorted(file.stem for file in FOLDER.glob("*.toml")), *VARIANTS)
 STEPS, BATCH, LENGTH = 3, 4, 8
 SMALL: dict[str, Any] = {
-    "model.states": 16,
+    "model.num_states": 16,
     "model.blocks": 4,
     "model.hidden": 8,
     "model.embedding": 8,

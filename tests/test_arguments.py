@@ -87,7 +87,7 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             {"log_start": start.log(), "transition": transition.log(), "emission": emission.log(), "impl": "auto"},
         ),
         "HMM.from_probs": (HMM.from_probs, {"start": start, "transition": transition, "emission": emission}),
-        "HMM.random": (HMM.random, {"states": 3, "vocab_size": 4, "seed": 0}),
+        "HMM.random": (HMM.random, {"num_states": 3, "vocab_size": 4, "seed": 0}),
         "HMM.from_hmmlearn": (HMM.from_hmmlearn, {"model": None}),
         "HMM.from_dynamax": (HMM.from_dynamax, {"params": None}),
         "HMM.fit": (dense.fit, {"tokens": tokens, "iterations": 2, "tolerance": 1e-4, "pseudocount": 0.1}),
@@ -165,7 +165,7 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "ngram.next_token": (ngram.next_token, {"context": [1, 2]}),
         "train": (
             hmmlm.train,
-            {"data": folder / "none.txt", "out": folder / "run", "recipe": None, "model": {"states": 4}},
+            {"data": folder / "none.txt", "out": folder / "run", "recipe": None, "model": {"num_states": 4}},
         ),
         "distill": (hmmlm.distill, {"model": str(folder / "none"), "out": folder / "run", "tokens": 10}),
     }
@@ -177,7 +177,7 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         batch = {"tokens": tokens, "lengths": lengths}
         for query in ("log_likelihood", "posterior", "viterbi", "next_token", "entropy", "infill", "expected_counts"):
             found[f"{name}.{query}"] = getattr(hmm, query), batch
-        carry = hmmlm.Carry(torch.full((2, hmm.states), 1 / hmm.states).log())
+        carry = hmmlm.Carry(torch.full((2, hmm.num_states), 1 / hmm.num_states).log())
         found |= {
             f"{name}.filter": (hmm.filter, {**batch, "carry": carry}),
             f"{name}.token_log_probs": (hmm.token_log_probs, {**batch, "carry": carry}),

@@ -26,7 +26,7 @@ from hmmlm.lm.mixture import MixtureModel
 from hmmlm.lm.predictors import CachePredictor, HmmPredictor
 
 SMALL = shlex.split(
-    "--model.states 4 --batches.batch-size 4 --batches.length 8 --train.epochs 1 --no-train.tensorboard"
+    "--model.num-states 4 --batches.batch-size 4 --batches.length 8 --train.epochs 1 --no-train.tensorboard"
 )
 BILLION, OVER_64_BITS = str(10**9), str(2**64)
 WORDS = ["<unk>", "<eos>", "the", "cat", "[red]", "\x1b[31mred", "$x^$", "é"]
@@ -70,13 +70,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 OPTIONS = [
     # numbers: every size has a bound, whatever its family
-    ("train --model.states {over}", "--model.states: Input should be less than or equal to 4194304"),
-    ("train --model.states {billion}", "--model.states: Input should be less than or equal to"),
-    ("train --model.states 1e9", "--model.states: Input should be a valid integer"),
-    ("train --model.states 0x10", "--model.states: Input should be a valid integer"),
-    ("train --model.states ''", "--model.states: Input should be a valid integer"),
-    ("train --model.states 1.5", "--model.states: Input should be a valid integer"),
-    ("train --model.states []", "--model.states: Input should be a valid integer"),
+    ("train --model.num-states {over}", "--model.num-states: Input should be less than or equal to 4194304"),
+    ("train --model.num-states {billion}", "--model.num-states: Input should be less than or equal to"),
+    ("train --model.num-states 1e9", "--model.num-states: Input should be a valid integer"),
+    ("train --model.num-states 0x10", "--model.num-states: Input should be a valid integer"),
+    ("train --model.num-states ''", "--model.num-states: Input should be a valid integer"),
+    ("train --model.num-states 1.5", "--model.num-states: Input should be a valid integer"),
+    ("train --model.num-states []", "--model.num-states: Input should be a valid integer"),
     ("train --model.blocks {billion}", "--model.blocks: Input should be less than or equal to 65536"),
     ("train --model.blocks -1", "--model.blocks: Input should be greater than or equal to 0"),
     ("train --model.scale 1e300", "--model.scale: Input should be less than or equal to 100"),
@@ -86,8 +86,11 @@ OPTIONS = [
     ("train --model.kind mlp --model.layers {billion}", "--model.layers: Input should be less than or equal to 1000"),
     ("train --model.kind transformer --model.layers {billion}", "--model.layers: Input should be less than"),
     ("train --model.kind transformer --model.heads {billion}", "--model.heads: Input should be less than"),
-    ("train --model.kind neural --model.states {over}", "--model.states: Input should be less than"),
-    ("train --model.kind uniform --model.states-per-word {over}", "--model.states-per-word: Input should be less than"),
+    ("train --model.kind neural --model.num-states {over}", "--model.num-states: Input should be less than"),
+    (
+        "train --model.kind uniform --model.states-per-word {over}",
+        "--model.states-per-word: Input should be less than",
+    ),
     ("train --train.seed {over}", "--train.seed: Input should be less than 9223372036854775808"),
     ("train --train.log-every {billion}", "--train.log-every: Input should be less than or equal to 100000"),
     (
@@ -122,7 +125,7 @@ OPTIONS = [
     ("data {place}/text.txt --out new --clusters {billion}", "--clusters: Input should be less than or equal to 4096"),
     # values that are not what they should be
     ("train --optimizer.betas " + "[" * 100_000, "nested too deeply"),
-    ("train --model '" + '{{"states":' * 5_000 + "'", "nested too deeply"),
+    ("train --model '" + '{{"num_states":' * 5_000 + "'", "nested too deeply"),
     ("train --data a --model.kind \udcff", r"the argument '\udcff' is not UTF-8"),
     ("train --\udcff", "is not UTF-8"),
     ("\udcff", "is not UTF-8"),
@@ -258,13 +261,13 @@ for line in ("data", "eval", "sample m --num 0", "infill", "inspect", "demo x"):
 @pytest.mark.parametrize(
     "options",
     [
-        "--model.states 40000",
-        "--model.kind linear --model.states 100000",
+        "--model.num-states 40000",
+        "--model.kind linear --model.num-states 100000",
         "--model.kind mlp --model.hidden 65536",
         "--model.kind mlp --model.layers 1000 --model.hidden 2048",
         "--model.kind transformer --model.capacity 1000000000000",
-        "--model.kind neural --model.states 100000 --model.blocks 1",
-        "--model.kind uniform --model.states 65536",
+        "--model.kind neural --model.num-states 100000 --model.blocks 1",
+        "--model.kind uniform --model.num-states 65536",
     ],
 )
 def test_models_that_cannot_fit_are_refused_before_the_text_is_read(
@@ -282,12 +285,12 @@ def test_a_vocabulary_that_cannot_fit_is_refused_before_the_model_is_made(
     states, words = 100, 15
     monkeypatch.setattr("hmmlm.learning.prepare.total_memory", lambda device: 24 * states * (states + words) - 1)
     argv = ["train", "--data", str(place / "text.txt"), "--out", str(place / "new"), "--tokenizer.split", "whitespace"]
-    assert "takes at least" in failure(capsys, *argv, "--model.states", str(states))
+    assert "takes at least" in failure(capsys, *argv, "--model.num-states", str(states))
     assert not (place / "new").exists()
 
 
 def test_more_blocks_than_words_are_refused_before_clustering(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["train", "--data", str(place / "text.txt"), "--out", str(place / "new"), "--model.states", "60000"]
+    argv = ["train", "--data", str(place / "text.txt"), "--out", str(place / "new"), "--model.num-states", "60000"]
     argv += ["--model.kind", "neural", "--model.hidden", "2"]
     message = "model.blocks is 60,000, but the training text has 19 different words: set it to 9 or less"
     assert message in failure(capsys, *argv, "--model.blocks", "60000")

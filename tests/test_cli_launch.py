@@ -14,7 +14,7 @@ from hmmlm.runs.history import HISTORY
 
 pytestmark = pytest.mark.slow
 START = "import sys; from hmmlm.cli.main import main; sys.exit(main(sys.argv[1:]))"
-SMALL = ("--model.kind", "scalar", "--model.states", "4", "--train.epochs", "1", "--train.device", "cpu")
+SMALL = ("--model.kind", "scalar", "--model.num-states", "4", "--train.epochs", "1", "--train.device", "cpu")
 
 
 def test_two_processes_train_and_one_reports(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from hmmlm.runs.folders import saved_config
 from hmmlm.scan.composition import matrices
 
 SMALL = shlex.split(
-    "--model.states 4 --batches.batch-size 4 --batches.length 8 --schedule.kind constant --schedule.warmup 0 "
+    "--model.num-states 4 --batches.batch-size 4 --batches.length 8 --schedule.kind constant --schedule.warmup 0 "
     "--no-train.tensorboard"
 )
 
@@ -50,7 +50,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_train_writes_a_model_a_history_and_a_report(trained: Path) -> None:
     report = (trained / "report.html").read_text()
-    assert load(trained).hmm.states == 4
+    assert load(trained).hmm.num_states == 4
     assert (trained / "history.jsonl").read_text().count('"event": "valid"') == 2
     assert "Kneser-Ney bigram" in report
     assert "<script" not in report
@@ -120,7 +120,7 @@ def test_sample(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_inspect(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    assert main(["inspect", str(trained), "--text", "the cat likes [/b] .", "--states", "3"]) == 0
+    assert main(["inspect", str(trained), "--text", "the cat likes [/b] .", "--num-states", "3"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("4 states")
     for word in ("the", "cat", "likes", "<unk>", "<eos>"):
@@ -141,11 +141,12 @@ def test_data_writes_token_files(corpus: Path, tmp_path: Path, capsys: pytest.Ca
 def test_a_recipe_file_is_where_settings_start_from(corpus: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text(
-        f'data = "{corpus}"\n[model]\nstates = 3\n[batches]\nbatch_size = 4\n[train]\nepochs = 1\ntensorboard = false\n'
+        f'data = "{corpus}"\n[model]\nnum_states = 3\n[batches]\nbatch_size = 4\n'
+        "[train]\nepochs = 1\ntensorboard = false\n"
     )
     assert main(["train", "--config", str(recipe), "--batches.batch-size=8", f"--out={tmp_path / 'out'}"]) == 0
     config = load(tmp_path / "out").config
-    assert (config["model"]["states"], config["batches"]["batch_size"], config["train"]["epochs"]) == (3, 8, 1)
+    assert (config["model"]["num_states"], config["batches"]["batch_size"], config["train"]["epochs"]) == (3, 8, 1)
 
 
 def test_without_out_a_folder_is_created_and_printed(
@@ -270,7 +271,7 @@ def test_a_model_that_learned_little_causes_a_warning(
 def test_the_warning_is_about_the_optimizer_in_use(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = ["--model.states", "4", "--train.epochs", "1", "--no-train.tensorboard"]
+    model = ["--model.num-states", "4", "--train.epochs", "1", "--no-train.tensorboard"]
     for kind, setting, other in (("adamw", "lr", "step"), ("baum-welch", "step", "lr")):
         options = ["--out", str(tmp_path / kind), *model, "--optimizer.kind", kind, f"--optimizer.{setting}", "0.0001"]
         assert main(["train", "--data", str(corpus), *options]) == 0
@@ -348,7 +349,7 @@ def test_bad_models(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         (["sample", "--seed", "-1"], "--seed: Input should be greater than or equal to 0 (given '-1')"),
         (["sample", "--temperature", "-1"], "--temperature: Input should be greater than or equal to 0"),
         (["sample", "--top-k", "0"], "--top-k: Input should be greater than 0 (given '0')"),
-        (["inspect", "--states", "0"], "--states: Input should be greater than 0 (given '0')"),
+        (["inspect", "--num-states", "0"], "--num-states: Input should be greater than 0 (given '0')"),
         (["inspect", "--text", " "], "at least one word"),
         (["eval", "--splits", "valid,dev"], "--splits.1: Input should be 'train', 'valid' or 'test' (given 'dev')"),
         (["eval", "--data", "nowhere.txt"], "no corpus 'nowhere.txt'"),
@@ -362,7 +363,7 @@ def test_a_run_is_not_overwritten_nor_resumed_with_another_model(
     trained: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "already contains a run" in failure(capsys, "train", "--data", str(corpus), "--out", str(trained), *SMALL)
-    assert "model.states is 9" in failure(capsys, "train", "--resume", str(trained), "--model.states", "9")
+    assert "model.num_states is 9" in failure(capsys, "train", "--resume", str(trained), "--model.num-states", "9")
 
 
 def test_places_that_cannot_be_written(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,7 +98,7 @@ def test_an_unknown_option_is_answered_without_importing_torch() -> None:
     program = """
 import sys
 from hmmlm.cli.main import COMMANDS, main
-mistakes = ["--no-such-option"], ["x", "--bogus=3"], ["--data", "x", "--model.staes", "3"]
+mistakes = ["--no-such-option"], ["x", "--bogus=3"], ["--data", "x", "--model.num-staes", "3"]
 for argv in ([command, *mistake] for command in COMMANDS for mistake in mistakes):
     assert main(argv) == 2
     assert "torch" not in sys.modules, argv
@@ -107,7 +107,10 @@ for argv in ([command, *mistake] for command in COMMANDS for mistake in mistakes
     assert done.returncode == 0, done.stderr
     errors = done.stderr.splitlines()
     assert len(errors) == 3 * len(COMMANDS) and all(error.startswith("hmmlm: error: ") for error in errors)
-    assert "hmmlm: error: unknown option --model.staes; did you mean --model.states?; see hmmlm train --help" in errors
+    assert (
+        "hmmlm: error: unknown option --model.num-staes; did you mean --model.num-states?; see hmmlm train --help"
+        in errors
+    )
 
 
 def test_the_recorded_options_are_those_of_the_parsers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +121,7 @@ def test_the_recorded_options_are_those_of_the_parsers(monkeypatch: pytest.Monke
 def test_values_are_no_unknown_options(capsys: pytest.CaptureFixture[str]) -> None:
     parsing.check_options("train", ["--data=--x", "--out", "--a file", "--threads", "-1", "--", "--x"])
     parsing.check_options("sample", ["--x"])  # its parser finds the mistake
-    assert "unknown option --modle.states; did you mean --model.states?" in failure(
+    assert "unknown option --modle.states; did you mean --model.num-states?" in failure(
         capsys, "train", "--modle.states=3", "--out"
     )
 
@@ -165,8 +168,8 @@ def test_every_example_of_the_help_can_be_parsed(
 
 def test_help_of_one_section_and_of_all(capsys: pytest.CaptureFixture[str]) -> None:
     model, everything = (help_text(capsys, "train", "--help", section) for section in ("model", "all"))
-    assert "--model.states int" in model and "--optimizer.lr" not in model
-    assert "--model.states int" in everything and "--optimizer.lr" in everything
+    assert "--model.num-states int" in model and "--optimizer.lr" not in model
+    assert "--model.num-states int" in everything and "--optimizer.lr" in everything
     assert model in everything
     error = failure(capsys, "train", "--help", "modell")
     assert "no section 'modell' of options; sections: text, tokenizer, batches" in error
@@ -205,8 +208,8 @@ def test_unknown_names_are_answered_with_the_nearest(capsys: pytest.CaptureFixtu
     assert "unknown command 'trian'; did you mean 'train'?" in failure(capsys, "trian")
     assert "unknown option '--hlep'; commands: demo" in failure(capsys, "--hlep")
     error = failure(capsys, "train", "--model.stats", "3")
-    assert "unknown option --model.stats; did you mean --model.states?" in error
-    assert "did you mean --model.states?" in failure(capsys, "train", "--states", "3")
+    assert "unknown option --model.stats; did you mean --model.num-states?" in error
+    assert "did you mean --model.num-states?" in failure(capsys, "train", "--states", "3")
     assert "did you mean --temperature?" in failure(capsys, "sample", "x", "--temprature", "3")
     assert "no recipe named 'dmeo'; nearest: demo" in failure(capsys, "train", "--recipe", "dmeo")
 
@@ -214,10 +217,10 @@ def test_unknown_names_are_answered_with_the_nearest(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--model.states", "many"], "--model.states: Input should be a valid integer, "),
-        (["--model.states", "many"], "(given 'many')"),
-        (["--model.states", "-3"], "--model.states: Input should be greater than 0 (given '-3')"),
-        (["--model.states="], "--model.states: Input should be a valid integer, "),
+        (["--model.num-states", "many"], "--model.num-states: Input should be a valid integer, "),
+        (["--model.num-states", "many"], "(given 'many')"),
+        (["--model.num-states", "-3"], "--model.num-states: Input should be greater than 0 (given '-3')"),
+        (["--model.num-states="], "--model.num-states: Input should be a valid integer, "),
         (["--model"], "argument --model: expected one argument"),
         (["--optimizer.lr", "fast"], "--optimizer.lr: Input should be a valid number, "),
         (["--optimizer.lr", "nan"], "--optimizer.lr: Input should be a finite number (given 'nan')"),
@@ -240,7 +243,7 @@ def test_unknown_names_are_answered_with_the_nearest(capsys: pytest.CaptureFixtu
             ["--optimizer.kind", "baum-welch", "--model.kind", "linear"],
             "optimizer.kind = 'baum-welch' needs a model of tables, such as 'scalar'",
         ),
-        (["--model.states"], "argument --model.states: expected one argument"),
+        (["--model.num-states"], "argument --model.num-states: expected one argument"),
         (["--out"], "argument --out: expected one argument"),
         (["extra"], "unexpected argument 'extra'"),
         (["--recipe", "demo", "--config", "x.toml"], "give --recipe or --config, not both"),
@@ -271,8 +274,8 @@ def test_missing_arguments(capsys: pytest.CaptureFixture[str]) -> None:
 def test_mistakes_in_a_recipe_name_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "bad.toml"
     for content, message in {
-        "[model]\nstats = 3\n": "unknown setting model.stats for model.kind = 'scalar'; did you mean model.states?",
-        "[model]\nstates = 'x'\n": "model.states: Input should be a valid integer",
+        "[model]\nstats = 3\n": "unknown setting model.stats for model.kind = 'scalar'; did you mean model.num_states?",
+        "[model]\nstates = 'x'\n": "model.num_states: Input should be a valid integer",
         "[model]\nkind = 'lineer'\n": "model.kind: unknown kind 'lineer'",
         "[model\n": "not valid TOML",
     }.items():
@@ -286,9 +289,11 @@ def test_mistakes_in_a_recipe_name_the_file(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_options_in_all_their_forms() -> None:
-    config = parsed("--no-train.tensorboard", "--optimizer.betas", "[0.8,0.9]", "--model.states=8", "--data", "x.txt")
+    config = parsed(
+        "--no-train.tensorboard", "--optimizer.betas", "[0.8,0.9]", "--model.num-states=8", "--data", "x.txt"
+    )
     assert not config.train.tensorboard and config.optimizer.kind == "adamw" and config.optimizer.betas == (0.8, 0.9)
-    assert (config.model.states, config.data) == (8, "x.txt")
+    assert (config.model.num_states, config.data) == (8, "x.txt")
     assert parsed("--train.epochs", "None", "--train.max-tokens", "9").train.epochs is None
 
 
@@ -297,7 +302,7 @@ def test_defaults_are_those_of_the_configuration_and_follow_the_family() -> None
     assert parsed("--model.kind", "scalar") == RunConfig()
     neural, scalar = parsed("--model.kind", "neural"), parsed("--model.kind", "scalar")
     assert (neural.optimizer.lr, scalar.optimizer.lr) == (0.003, 1.0)  # type: ignore[union-attr]
-    assert (neural.model.states, scalar.model.states) == (2048, 512)
+    assert (neural.model.num_states, scalar.model.num_states) == (2048, 512)
     changed = parsed("--model.kind", "neural", "--optimizer.lr", "0.5")
     assert changed.optimizer == neural.optimizer.model_copy(update={"lr": 0.5})
 
@@ -314,10 +319,10 @@ def test_shortcuts_of_distillation() -> None:
 def test_a_recipe_is_where_settings_start_from() -> None:
     base = load_recipe("ptb-vl-hmm")
     assert parsed("--recipe", "ptb-vl-hmm") == base
-    config = parsed("--recipe", "ptb-vl-hmm", "--model.states", "256", "--train.seed", "3")
+    config = parsed("--recipe", "ptb-vl-hmm", "--model.num-states", "256", "--train.seed", "3")
     assert config == base.model_copy(
         update={
-            "model": base.model.model_copy(update={"states": 256}),
+            "model": base.model.model_copy(update={"num_states": 256}),
             "train": base.train.model_copy(update={"seed": 3}),
         }
     )
@@ -326,10 +331,10 @@ def test_a_recipe_is_where_settings_start_from() -> None:
 def test_a_kind_on_the_command_line_keeps_the_fields_of_the_recipe_that_it_has() -> None:
     base = load_recipe("ptb-vl-hmm")
     linear = parsed("--recipe", "ptb-vl-hmm", "--model.kind", "linear")
-    assert linear.model == LinearConfig(states=32768, blocks=128, hidden=256, dropout=0.5)  # no form
+    assert linear.model == LinearConfig(num_states=32768, blocks=128, hidden=256, dropout=0.5)  # no form
     assert linear.optimizer == base.optimizer
-    scalar = parsed("--recipe", "ptb-vl-hmm", "--model.kind", "scalar", "--model.states", "128")
-    assert scalar.model == ScalarConfig(states=128, blocks=128, dropout=0.5)
+    scalar = parsed("--recipe", "ptb-vl-hmm", "--model.kind", "scalar", "--model.num-states", "128")
+    assert scalar.model == ScalarConfig(num_states=128, blocks=128, dropout=0.5)
     plateau = parsed("--recipe", "ptb-vl-hmm", "--schedule.kind", "plateau").schedule
     assert plateau.kind == "plateau" and plateau.warmup == 0.0
     chunks = parsed("--recipe", "ptb-vl-hmm", "--batches.kind", "chunks").batches
@@ -341,13 +346,13 @@ def test_a_kind_on_the_command_line_keeps_the_fields_of_the_recipe_that_it_has()
 
 
 def test_recipe_files_that_extend_others(tmp_path: Path) -> None:
-    (tmp_path / "base.toml").write_text('extends = "ptb-vl-hmm"\n[model]\nstates = 256\nblocks = 4\n')
+    (tmp_path / "base.toml").write_text('extends = "ptb-vl-hmm"\n[model]\nnum_states = 256\nblocks = 4\n')
     (tmp_path / "mine.toml").write_text('extends = "base.toml"\ndata = "x.txt"\n[train]\nseed = 3\n')
     config, base = parsed("--config", str(tmp_path / "mine.toml"), "--model.blocks=8"), load_recipe("ptb-vl-hmm")
     assert config == base.model_copy(
         update={
             "data": "x.txt",
-            "model": base.model.model_copy(update={"states": 256, "blocks": 8}),
+            "model": base.model.model_copy(update={"num_states": 256, "blocks": 8}),
             "train": base.train.model_copy(update={"seed": 3}),
         }
     )
@@ -356,10 +361,10 @@ def test_recipe_files_that_extend_others(tmp_path: Path) -> None:
 def test_what_a_recipe_leaves_open_may_be_given_as_an_option(tmp_path: Path) -> None:
     recipe = tmp_path / "distilled.toml"
     recipe.write_text('[initialization]\nkind = "lvd"\n[model]\nkind = "linear"\nblocks = 3\n')
-    argv = ["--config", str(recipe), "--teacher", "some/folder", "--model.states", "9"]  # 512 is no multiple of 3
+    argv = ["--config", str(recipe), "--teacher", "some/folder", "--model.num-states", "9"]  # 512 is no multiple of 3
     config = parsed(*argv)
     assert config.initialization.kind == "lvd" and config.initialization.teacher == "some/folder"
-    assert config.model.states == 9
+    assert config.model.num_states == 9
 
 
 # --- resume ---
@@ -383,7 +388,7 @@ def test_resume_starts_from_the_settings_of_the_run(run: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--model.states", "9"], "model.states is 9, but the run in"),
+        (["--model.num-states", "9"], "model.num_states is 9, but the run in"),
         (["--optimizer.lr", "0.5"], "optimizer.lr is 0.5, but the run in"),
         (["--model.kind", "linear"], "model.kind is 'linear', but the run in"),
         (["--optimizer.kind", "baum-welch"], "optimizer.kind is 'baum-welch', but the run in"),

@@ -183,7 +183,7 @@ def test_a_text_longer_than_a_batch_is_read_in_windows() -> None:
     lm = load("runs/running")
     texts = [lm.encode("the cat sees the dog .\n" * n) for n in (1, 9, 3)]
     whole = lm.token_log_probs(texts)
-    with pieces.limit(10 * lm.hmm.states):
+    with pieces.limit(10 * lm.hmm.num_states):
         parts = lm.token_log_probs(texts)
     for part, expected in zip(parts, whole, strict=True):
         assert torch.allclose(part, expected, atol=1e-4)

@@ -93,7 +93,7 @@ def save_old_model(folder: Path, hmm: HMM, tokenizer: Tokenizer, config: dict[st
         "format": "hmmlm language model",
         "version": 1,
         "model": kind,
-        "states": hmm.states,
+        "states": hmm.num_states,
         "vocab_size": hmm.vocab_size,
         "eos_id": tokenizer.eos_id,
         "tokenizer": tokenizer.fingerprint(),
@@ -119,7 +119,7 @@ def make_hmm(kind: str) -> HMM:
 
 def write_old_run(run: Path, hmm: HMM, data: Prepared, reset: bool) -> None:
     """Write the folder of a run of version 0.1: token files, the best model, a checkpoint and a history."""
-    config = training(hmm.states, "none" if matrices(hmm) is not None else "brown", reset)
+    config = training(hmm.num_states, "none" if matrices(hmm) is not None else "brown", reset)
     write_prepared(run, data)
     (run / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     save_old_model(run / "checkpoints" / "best-00000009", hmm, data.tokenizer, config)
@@ -142,7 +142,7 @@ def test_a_model_of_version_0_1_is_loaded_and_evaluated(
     write_old_run(tmp_path / "run", hmm, data, reset)
     lm = hmmlm.load(tmp_path / "run")
     kinds = {"dense": "dense × categorical", "blocked": "factored × blocked"}
-    assert (lm.hmm.kind, lm.hmm.states, lm.restarts) == (kinds[kind], 4, reset)
+    assert (lm.hmm.kind, lm.hmm.num_states, lm.restarts) == (kinds[kind], 4, reset)
     assert lm.config["model"]["parameterization"] == ("scalar" if kind == "dense" else "neural")
     tokens = torch.tensor([[2, 3, 4, lm.tokenizer.eos_id]])
     torch.testing.assert_close(lm.score(["a b c"]), hmm.log_likelihood(tokens))

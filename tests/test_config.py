@@ -44,7 +44,10 @@ def test_values_are_converted_to_their_types() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model": {"statse": 3}}, r"unknown setting model\.statse for model\.kind = 'scalar'; .*mean model\.states\?"),
+        (
+            {"model": {"statse": 3}},
+            r"unknown setting model\.statse for model\.kind = 'scalar'; .*mean model\.num_states\?",
+        ),
         ({"modle": {}}, r"unknown setting modle; did you mean model\?"),
         ({"lr": 1}, r"unknown setting lr; did you mean optimizer\.lr\?"),
         ({"model": {"momentum": 1}}, r"model\.momentum for .*; did you mean optimizer\.momentum\?"),
@@ -54,9 +57,9 @@ def test_values_are_converted_to_their_types() -> None:
             r"unknown setting initialization\.kmeans\.tokns .*; did you mean initialization\.kmeans\.tokens\?",
         ),
         ({"qqqqzzzz": 1}, "unknown setting qqqqzzzz$"),
-        ({"model": {"states": 0}, "extra": 1}, "unknown setting extra"),
-        ({"model": {"states": 0}}, r"model\.states: .*greater than 0 \(given 0\)"),
-        ({"model": {"states": "many"}}, r"model\.states: .*\(given 'many'\)"),
+        ({"model": {"num_states": 0}, "extra": 1}, "unknown setting extra"),
+        ({"model": {"num_states": 0}}, r"model\.num_states: .*greater than 0 \(given 0\)"),
+        ({"model": {"num_states": "many"}}, r"model\.num_states: .*\(given 'many'\)"),
         ({"model": 3}, r"model: .*\(given 3\)"),
         ({"optimizer": {"lr": float("nan")}}, r"optimizer\.lr: .*finite number \(given nan\)"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, r"optimizer\.betas\.1: Input should be less than 1 \(given 1\.0\)"),
@@ -66,7 +69,7 @@ def test_values_are_converted_to_their_types() -> None:
         ({"schedule": {"warmup": -1}}, r"schedule\.warmup: .*\(given -1\)"),
         ({"train": {"epochs": None}}, "train: give `epochs` or `max_tokens`"),
         ({"tokenizer": {"kind": "file"}}, r"tokenizer\.file: required for tokenizer\.kind = 'file'"),
-        ({"model": {"kind": "neural", "states": 10, "blocks": 3}}, r"model: states \(10\) must be a multiple"),
+        ({"model": {"kind": "neural", "num_states": 10, "blocks": 3}}, r"model: states \(10\) must be a multiple"),
         ({"model": {"dropout": 0.5}}, r"model: dropout = 0\.5 needs blocks: set blocks"),
         (
             {"optimizer": {"kind": "baum-welch"}, "model": {"kind": "linear"}},
@@ -104,7 +107,7 @@ def test_a_field_of_another_kind_is_refused(section: str, kind: str, field: dict
 
 
 def test_fields_left_out_keep_their_defaults_and_configurations_are_frozen() -> None:
-    config = read_config(RunConfig, {"model": {"states": 7}})
+    config = read_config(RunConfig, {"model": {"num_states": 7}})
     assert config.model_copy(update={"model": RunConfig().model}) == RunConfig()
     with pytest.raises(ValueError, match="frozen"):
         config.data = "other"
@@ -140,32 +143,34 @@ def test_networks_keep_the_defaults_of_their_sections(kind: type[TrainingConfig]
 
 def test_recipe_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text('data = "x.txt"\n[model]\nstates = 12\n')
-    assert load_recipe(path).model.states == 12
+    path.write_text('data = "x.txt"\n[model]\nnum_states = 12\n')
+    assert load_recipe(path).model.num_states == 12
     path.write_text("[model]\nstate = 12\n")
-    with pytest.raises(InputError, match=r"mine\.toml: unknown setting model\.state .*; did you mean model\.states\?"):
+    with pytest.raises(
+        InputError, match=r"mine\.toml: unknown setting model\.state .*; did you mean model\.num_states\?"
+    ):
         load_recipe(path)
 
 
 def test_recipe_extends_a_file_in_the_same_folder(tmp_path: Path) -> None:
-    (tmp_path / "base.toml").write_text('data = "x.txt"\n[model]\nstates = 12\n')
+    (tmp_path / "base.toml").write_text('data = "x.txt"\n[model]\nnum_states = 12\n')
     (tmp_path / "mine.toml").write_text('extends = "base.toml"\n[train]\nseed = 3\n')
     config = load_recipe(tmp_path / "mine.toml")
-    assert (config.data, config.model.states, config.train.seed) == ("x.txt", 12, 3)
+    assert (config.data, config.model.num_states, config.train.seed) == ("x.txt", 12, 3)
     (tmp_path / "base.toml").write_text('extends = "mine.toml"\n')
     with pytest.raises(InputError, match="which extends it in turn"):
         load_recipe(tmp_path / "mine.toml")
 
 
 def test_recipe_extends_a_recipe_of_the_package(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('extends = "ptb-vl-hmm"\n[model]\nstates = 256\n')
+    (tmp_path / "mine.toml").write_text('extends = "ptb-vl-hmm"\n[model]\nnum_states = 256\n')
     base, config = load_recipe("ptb-vl-hmm"), load_recipe(tmp_path / "mine.toml")
-    assert config == base.model_copy(update={"model": base.model.model_copy(update={"states": 256})})
+    assert config == base.model_copy(update={"model": base.model.model_copy(update={"num_states": 256})})
 
 
 def test_a_section_of_another_kind_keeps_the_fields_that_both_have(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('extends = "ptb-vl-hmm"\n[model]\nkind = "scalar"\nstates = 256\n')
-    assert load_recipe(tmp_path / "mine.toml").model == ScalarConfig(states=256, blocks=128, dropout=0.5)
+    (tmp_path / "mine.toml").write_text('extends = "ptb-vl-hmm"\n[model]\nkind = "scalar"\nnum_states = 256\n')
+    assert load_recipe(tmp_path / "mine.toml").model == ScalarConfig(num_states=256, blocks=128, dropout=0.5)
     # A base that leaves out the default kind loses nothing when the kind is written.
     (tmp_path / "mine.toml").write_text('extends = "ptb-vl-hmm"\n[optimizer]\nkind = "adamw"\n')
     assert load_recipe(tmp_path / "mine.toml") == load_recipe("ptb-vl-hmm")

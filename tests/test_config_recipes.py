@@ -17,7 +17,7 @@ from hmmlm.config.training import read_config
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_is_valid_and_has_an_explanation(name: str) -> None:
     config = load_recipe(name)
-    assert config.model.states > 0
+    assert config.model.num_states > 0
     text = (resources.files("hmmlm.config") / "recipes" / f"{name}.toml").read_text(encoding="utf-8")
     assert text.startswith("# ")
 
@@ -59,7 +59,7 @@ def test_a_run_without_choices_starts_from_the_default_recipe(tmp_path: Path) ->
     arguments = ["train", "--data", str(text), "--out", str(tmp_path / "run"), "--train.epochs", "1", "--quiet"]
     assert main(arguments) == 0
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert (saved["model"]["kind"], saved["model"]["states"], saved["train"]["epochs"]) == ("neural", 4096, 1)
+    assert (saved["model"]["kind"], saved["model"]["num_states"], saved["train"]["epochs"]) == ("neural", 4096, 1)
     assert max(json.loads((tmp_path / "run" / "blocks.json").read_text())) == 3  # nine words: at most four blocks
-    lm = hmmlm.train(text, tmp_path / "other", model={"states": 4}, train={"epochs": 1})
-    assert (lm.hmm.kind, lm.hmm.states) == ("dense × categorical", 4)
+    lm = hmmlm.train(text, tmp_path / "other", model={"num_states": 4}, train={"epochs": 1})
+    assert (lm.hmm.kind, lm.hmm.num_states) == ("dense × categorical", 4)

@@ -16,8 +16,8 @@ def test_names_and_values_of_earlier_versions_are_translated() -> None:
 
 def test_a_setting_that_was_renamed_twice_has_its_last_name() -> None:
     later = Renames(until="9", settings={"optimizer.lr": "optimizer.rate"}, values={"model.kind": {"mlp": "network"}})
-    old = {"rate": 0.1, "model.parameterization": "mlp", "model.states": 3}
-    expected = {"optimizer.rate": 0.1, "model.kind": "network", "model.states": 3}
+    old = {"rate": 0.1, "model.parameterization": "mlp", "model.num_states": 3}
+    expected = {"optimizer.rate": 0.1, "model.kind": "network", "model.num_states": 3}
     assert present_names(old, (*RENAMES, later)) == expected
 
 
@@ -40,9 +40,9 @@ def test_options_of_the_last_version_are_read_with_a_notice() -> None:
 
 
 def test_a_removed_setting_is_dropped_unless_it_is_in_use() -> None:
-    assert present_names({"model.shard": False, "model.states": 3}) == {"model.states": 3}
-    model = {"states": 3, "shard": False}
-    assert read_config(RunConfig, {"model": model}) == read_config(RunConfig, {"model": {"states": 3}})
+    assert present_names({"model.shard": False, "model.num_states": 3}) == {"model.num_states": 3}
+    model = {"num_states": 3, "shard": False}
+    assert read_config(RunConfig, {"model": model}) == read_config(RunConfig, {"model": {"num_states": 3}})
     assert model["shard"] is False
     with pytest.raises(InputError, match=r"^configuration: model.shard was removed: use blocks \(model.blocks\)"):
         read_config(RunConfig, {"model": {"shard": True}})

@@ -41,7 +41,7 @@ def has(tokens: Sequence[int], phrase: Sequence[int]) -> bool:
 @pytest.mark.parametrize("phrase", [[2], [1, 1], [1, 2, 1, 2], [1, 1, 2, 1, 1], [0, 1, 0, 0]])
 def test_phrases_are_found_at_every_position(phrase: list[int]) -> None:
     wanted, unwanted = containing(phrase, WORDS), avoiding(phrase, WORDS)
-    assert wanted.states == len(phrase) + 1
+    assert wanted.num_states == len(phrase) + 1
     for tokens in itertools.product(range(3), repeat=7):
         assert wanted.accepts(tokens) == has(tokens, phrase) == (not unwanted.accepts(tokens)), tokens
 
@@ -135,15 +135,17 @@ def test_a_state_drawn_first_and_its_word_then_have_the_distribution_of_the_next
     hmm = hmms()[number]
     automaton = (containing([1, 2], hmm.vocab_size) & avoiding([3], hmm.vocab_size)).until(0)
     guide = Guide(hmm, automaton, 5)
-    position, states = guide.begin(), torch.arange(hmm.states)
+    position, states = guide.begin(), torch.arange(hmm.num_states)
     for token in (1, 1, 2):
         (reading,) = guide.reading([position.automaton], position.remaining)
         state_probs = (position.log_state + reading).softmax(0)
         words, log_probs = hmm.emission.log_rows(states)
-        at = [position.automaton] * hmm.states
+        at = [position.automaton] * hmm.num_states
         accepted = guide.accepted_words(at, position.remaining, words, states)
         accepted = (log_probs + accepted).softmax(1).nan_to_num(0.0)
-        drawn = torch.zeros(hmm.states, hmm.vocab_size, dtype=hmm.dtype).scatter_add(1, words.clamp_min(0), accepted)
+        drawn = torch.zeros(hmm.num_states, hmm.vocab_size, dtype=hmm.dtype).scatter_add(
+            1, words.clamp_min(0), accepted
+        )
         torch.testing.assert_close(state_probs @ drawn, guide.next_token(position).exp())
         position = guide.advance(position, token)
 
@@ -348,7 +350,7 @@ def test_unknown_words_are_not_generated_but_allowed_in_the_prompt(lm: LanguageM
         text = lm.generate("the unicorn", max_new_tokens=6, seed=seed, **options)
         assert text.startswith("the unicorn") and "cat" in text.split() and "<unk>" not in text
     # Unknown words in `never` add no automaton states, nor do several words.
-    assert lines(lm, [], ["the", "cat", "dog", "sat", "gnu"]).states == 4
+    assert lines(lm, [], ["the", "cat", "dog", "sat", "gnu"]).num_states == 4
 
 
 def test_tokens_after_the_end_are_ignored(lm: LanguageModel) -> None:

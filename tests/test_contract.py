@@ -296,7 +296,7 @@ def test_windows_equal_the_whole(parts: list[tuple[str, str]], exact: bool) -> N
         total, carry = scan_windows(hmm, width, restart, exact)
         whole = hmm.scan(TOKENS, restart=restart, exact_carry=exact)
         torch.testing.assert_close(total, whole.log_likelihood)
-        torch.testing.assert_close(carry.over_all(hmm.states), whole.carry.over_all(hmm.states))
+        torch.testing.assert_close(carry.over_all(hmm.num_states), whole.carry.over_all(hmm.num_states))
     filtered = hmm.filter(TOKENS)
     torch.testing.assert_close(scan_windows(hmm, 1, None, exact)[0], filtered.log_likelihood)
     first = hmm.filter(TOKENS[:, :1])

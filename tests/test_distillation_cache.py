@@ -34,7 +34,7 @@ def trained(out: Path, by: FakeTeacher, seed: int = 0, model: dict[str, Any] | N
         out,
         planted(by.hmm, 160, 16),
         initialization={**LVD, **start},
-        model={"states": 6, **(model or {})},
+        model={"num_states": 6, **(model or {})},
         batches={"kind": "chunks", "batch_size": 8, "length": 16},
         optimizer={"lr": 0.3},
         train={"epochs": 1, "checks_per_epoch": 1, "seed": seed},

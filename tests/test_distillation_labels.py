@@ -94,7 +94,7 @@ def test_a_blocked_model_has_the_joint_likelihood_of_its_dense_form(kind: str) -
 
 @pytest.mark.parametrize("config", [LinearConfig, MlpConfig, TransformerConfig])
 def test_every_factored_model_learns_labels(config: Any) -> None:
-    model = config(states=4, hidden=8).make_dense(6, 8, generator())
+    model = config(num_states=4, hidden=8).make_dense(6, 8, generator())
     tokens, states = torch.tensor([[0, 1, 2, 3]]), torch.tensor([[3, 2, 1, 0]])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
     for _ in range(60):

@@ -210,13 +210,13 @@ def test_centroids_and_head(folder: Path) -> None:
     teacher, tokenizer = open_teacher(str(folder), device="cpu"), load_tokenizer(folder)
     points = 3 + torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
     clusters = fit_clusters([Piece(points)], 5)
-    model = MlpConfig(states=5).make_dense(6, 8, None)
+    model = MlpConfig(num_states=5).make_dense(6, 8, None)
     set_state_embeddings(model, clusters)
     set_word_vectors(model, teacher, tokenizer)
     assert torch.equal(model.embeddings[0], clusters.centroids[0] + clusters.mean)
     torch.testing.assert_close(model.embeddings[0].mean(), points.mean(), rtol=0.2, atol=0.2)
     assert torch.equal(model.emission, teacher.head())
-    model = LinearConfig(states=5).make_dense(6, 4, None)
+    model = LinearConfig(num_states=5).make_dense(6, 4, None)
     with pytest.raises(InputError, match=r"a centroid has 8 dimensions and model\.hidden is 4: set model\.hidden to 8"):
         set_state_embeddings(model, clusters)
     with pytest.raises(InputError, match="the teacher's head has 8 dimensions"):

@@ -49,11 +49,11 @@ FASTER = {
     "train": ["--train.epochs", "1"],
     "baseline": ["--train.epochs", "1"],
     "teacher": ["--train.epochs", "1"],
-    "distill": ["--tokens", "2000", "--length", "20", "--states", "4", "--epochs", "1"],
+    "distill": ["--tokens", "2000", "--length", "20", "--num-states", "4", "--epochs", "1"],
     "explore": ["--export", "page.html"],
 }
 """Options that make commands short, and end."""
-SMALLER = {"--model.states": "16", "--train.devices": "2", "--workers": "2"}
+SMALLER = {"--model.num-states": "16", "--train.devices": "2", "--workers": "2"}
 """Values in place of those of the guides."""
 FEWER_TOKENS = ("tokens=1_000_000", "tokens=2_000, length=20, states=4")
 WORDS = "the a of list None text line another returns value is returned sentence sequence item"
@@ -71,7 +71,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         for seed, names in enumerate((("mine", "first"), ("other", "second"))):
-            run = ["--out", f"runs/{names[0]}", "--model.states", "16", "--train.seed", str(seed)]
+            run = ["--out", f"runs/{names[0]}", "--model.num-states", "16", "--train.seed", str(seed)]
             assert main(["train", "--data", "my.txt", "--quiet", *run, *FASTER["train"]]) == 0
             shutil.copytree(f"runs/{names[0]}", f"runs/{names[1]}", symlinks=True)
     return home
@@ -103,10 +103,10 @@ def run_command(line: str) -> None:
         shutil.rmtree(argv[argv.index("--out") + 1], ignore_errors=True)
     for option in SMALLER.keys() & set(argv):
         argv[argv.index(option) + 1] = SMALLER[option]
-    chosen = "--model.kind" in argv or "--model.states" in argv
-    extra = [] if chosen or command != "train" else ["--model.states", SMALLER["--model.states"]]
+    chosen = "--model.kind" in argv or "--model.num-states" in argv
+    extra = [] if chosen or command != "train" else ["--model.num-states", SMALLER["--model.num-states"]]
     if "neural" in argv:
-        extra = ["--model.states", "16", "--model.blocks", "4", "--model.hidden", "8"]
+        extra = ["--model.num-states", "16", "--model.blocks", "4", "--model.hidden", "8"]
     extra += [] if "--export" in argv else FASTER.get(command, [])
     assert main([command, *argv, *extra]) == 0, line
 

@@ -172,7 +172,7 @@ def test_passages_are_where_the_posterior_is_high(explorer: Explorer) -> None:
 
 def test_the_map_has_all_states_of_a_small_model(explorer: Explorer) -> None:
     found = answer(explorer, "map", {})
-    assert found["ready"] and found["exact"] and len(found["states"]) == explorer.lm.hmm.states == 12
+    assert found["ready"] and found["exact"] and len(found["states"]) == explorer.lm.hmm.num_states == 12
     shares = [share for _, _, _, share, _ in found["states"]]
     assert shares == sorted(shares, reverse=True) and sum(shares) == pytest.approx(1, abs=1e-3)
     assert all(0 <= x <= 1 and 0 <= y <= 1 for _, x, y, _, _ in found["states"])
@@ -295,7 +295,7 @@ def test_the_second_model_is_an_n_gram_by_default(explorer: Explorer, run: Path)
 def test_the_run_has_curves_settings_and_files(explorer: Explorer) -> None:
     found = answer(explorer, "run", {})
     assert len(found["curves"]["valid"]) == 3 and found["curves"]["train"] and found["curves"]["rate"]
-    assert ["model.states", "12"] in found["changed"] and found["defaults"]
+    assert ["model.num_states", "12"] in found["changed"] and found["defaults"]
     assert "config.json" in [file["path"] for file in found["files"]]
     assert not found["problems"] and found["results"]["model"]["test"]["perplexity"] > 1
     alone = answer(Explorer(sentence_model()), "run", {})

@@ -195,7 +195,7 @@ def test_two_models_and_the_run(page: Page, server: Server, blocked: Server) -> 
     expect(page.locator(".versus:not(.header)")).to_have_count(3)
     page.locator("nav a", has_text="Run").click()
     expect(page.locator("#run .chart")).to_have_count(2)
-    expect(page.locator("#run")).to_contain_text("model.states")
+    expect(page.locator("#run")).to_contain_text("model.num_states")
     expect(page.locator("#run")).to_contain_text("history.jsonl")
     page.goto(f"{blocked.url}#compare?text=the+cat+word3")
     expect(page.locator(".versus:not(.header)")).to_have_count(4)

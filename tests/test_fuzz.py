@@ -46,7 +46,7 @@ def test_the_models_cover_all_pairs_of_kinds_both_dtypes_and_the_smallest_sizes(
     models = [Fuzz(seed) for seed in range(COUNT)]
     kinds = {(fuzz.hmm.kind, fuzz.dtype, fuzz.impl) for fuzz in models}
     assert len(kinds) == len(KINDS) * 2 * 3
-    assert {fuzz.hmm.states for fuzz in models} >= {1, 2, 3, 4, 6}
+    assert {fuzz.hmm.num_states for fuzz in models} >= {1, 2, 3, 4, 6}
     assert {fuzz.hmm.vocab_size for fuzz in models} >= {1, 2, 3, 4}
     assert {fuzz.batch.tokens.shape[1] for fuzz in models} >= {1, 2, 8}
 

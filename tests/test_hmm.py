@@ -212,7 +212,7 @@ MISTAKES: dict[str, tuple[Callable[[HMM], object], str]] = {
     "both": (lambda hmm: hmm.sample(10**6, 10**6), r"num × length must be at most 100,000,000, not 10{12}"),
     "paths": (lambda hmm: hmm.posterior_sample([[0]], num=10**40), "num must be at most"),
     "generator": (lambda hmm: hmm.sample(1, 1, 5), "generator must be a torch.Generator, not 5"),  # type: ignore[arg-type]
-    "states": (lambda hmm: HMM.random(10**40, 2), "states must be at most"),
+    "states": (lambda hmm: HMM.random(10**40, 2), "num_states must be at most"),
     "words": (lambda hmm: HMM.random(10**5, 10**6), "vocab_size\\) must be at most"),
     "seed": (lambda hmm: HMM.random(2, 2, seed="x"), "seed must be an integer, not 'x'"),  # type: ignore[arg-type]
     "large seed": (lambda hmm: HMM.random(2, 2, seed=2**64), "seed must be at most"),

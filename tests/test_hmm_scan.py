@@ -34,7 +34,7 @@ class BlockedLogits(Model):
     """A model that returns a blocked HMM and has no scan of its own."""
 
     def __init__(self, hmm: HMM) -> None:
-        super().__init__(hmm.states, hmm.vocab_size)
+        super().__init__(hmm.num_states, hmm.vocab_size)
         assert isinstance(hmm.transition, Factored)
         self.start, self.u = nn.Parameter(hmm.log_start), nn.Parameter(hmm.transition.u)
         self.w, self.emission = hmm.transition.w, hmm.emission
@@ -139,7 +139,7 @@ def test_a_carry_loses_no_state_below_the_range_of_float64(kind: str) -> None:
         hmm = HMM.union([hmm, hmm], [1.0, 0.0])
     carry = hmm.scan(torch.tensor([[0, 0]]), exact_carry=True).carry
     want = torch.tensor([[0.0, -800.0]], dtype=torch.float64)
-    torch.testing.assert_close(carry.over_all(hmm.states)[:, :2], want)
+    torch.testing.assert_close(carry.over_all(hmm.num_states)[:, :2], want)
 
 
 def unlikely_first() -> tuple[HMM, Tensor]:

@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("transformers") is None, reason="the extra `teacher` is not installed"),
 ]
-SMALL = ["--tokens", "4000", "--length", "30", "--states", "6", "--epochs", "2", "--device", "cpu", "--quiet"]
+SMALL = ["--tokens", "4000", "--length", "30", "--num-states", "6", "--epochs", "2", "--device", "cpu", "--quiet"]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,8 @@ def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small_config(folder: Path, **settings: Any) -> DistillConfig:
-    return DistillConfig(**{"model": str(folder), "tokens": 4000, "length": 30, "states": 6, "epochs": 2, **settings})
+    sizes = {"tokens": 4000, "length": 30, "num_states": 6, "epochs": 2}
+    return DistillConfig(**{"model": str(folder), **sizes, **settings})
 
 
 def file_bytes(folder: Path) -> dict[str, bytes]:
@@ -59,7 +60,7 @@ def file_bytes(folder: Path) -> dict[str, bytes]:
 
 def test_a_distilled_run_is_an_ordinary_run(run: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lm = hmmlm.load(run)
-    assert (lm.hmm.states, lm.hmm.vocab_size, lm.tokenizer.eos_id) == (6, 13, EOS)
+    assert (lm.hmm.num_states, lm.hmm.vocab_size, lm.tokenizer.eos_id) == (6, 13, EOS)
     capsys.readouterr()
     assert main(["eval", str(run)]) == 0
     assert main(["sample", str(run), "--num", "2", "--seed", "1"]) == 0
@@ -67,7 +68,7 @@ def test_a_distilled_run_is_an_ordinary_run(run: Path, folder: Path, capsys: pyt
     assert main(["ngram", str(run)]) == 0
     assert main(["train", "--resume", str(run), "--quiet"]) == 0
     assert (run / "report.html").exists()
-    assert main(["train", "--data", str(run / "samples"), "--model.states", "3", "--train.epochs", "1", "--quiet",
+    assert main(["train", "--data", str(run / "samples"), "--model.num-states", "3", "--train.epochs", "1", "--quiet",
                  "--out", str(run.parent / "trained")]) == 0  # fmt: skip
 
 
@@ -214,8 +215,8 @@ def test_bad_input_is_one_line(
     fails("prompt 2 has 41 tokens", str(folder), "--prompts", str(tmp_path / "long.txt"), *to)
     (tmp_path / "long.txt").write_text("the cat\n" + "the " * 20 + "\n")
     fails("prompt 2 has 21 tokens", str(folder), "--prompts", str(tmp_path / "long.txt"), "--length", "30", *to)
-    fails("100 tokens are too few for 5,000 states", str(folder), "--tokens", "100", "--states", "5000", *to)
-    fails("leave out states", "--resume", str(run), "--states", "7")
+    fails("100 tokens are too few for 5,000 states", str(folder), "--tokens", "100", "--num-states", "5000", *to)
+    fails("leave out num_states", "--resume", str(run), "--num-states", "7")
     fails("no run to resume", "--resume", str(tmp_path))
     fails("no distillation to resume", "--resume", str(other))
     fails("already contains a run", str(folder), "--out", str(run))

@@ -16,9 +16,9 @@ from hmmlm.runs.progress import Progress
 
 BATCHES = {"batch_size": 4, "length": 8}
 MODELS = [
-    {"kind": "scalar", "states": 4},
-    {"kind": "linear", "states": 4},
-    {"kind": "neural", "states": 8, "blocks": 2, "hidden": 8},
+    {"kind": "scalar", "num_states": 4},
+    {"kind": "linear", "num_states": 4},
+    {"kind": "neural", "num_states": 8, "blocks": 2, "hidden": 8},
 ]
 
 
@@ -46,7 +46,7 @@ def test_a_dry_run_prints_the_estimate_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.rglob("*"))
-    line = f"train --data {corpus} --model.states 4 --batches.batch-size 4 --batches.length 8 --dry-run --quiet"
+    line = f"train --data {corpus} --model.num-states 4 --batches.batch-size 4 --batches.length 8 --dry-run --quiet"
     assert main(shlex.split(line)) == 0
     printed = capsys.readouterr().out
     for part in ("parameters", "memory:", "step:", "4 × 8 tokens", "epoch:", "run:"):
@@ -55,7 +55,7 @@ def test_a_dry_run_prints_the_estimate_and_writes_nothing(
 
 
 def test_a_dry_run_is_of_a_new_run(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = "--model.states 4 --batches.batch-size 4 --batches.length 8 --train.epochs 1 --no-train.tensorboard"
+    small = "--model.num-states 4 --batches.batch-size 4 --batches.length 8 --train.epochs 1 --no-train.tensorboard"
     assert main(shlex.split(f"train --data {corpus} --out {tmp_path / 'run'} {small} --quiet")) == 0
     capsys.readouterr()
     assert "leave out --resume" in failure(capsys, "train", "--resume", str(tmp_path / "run"), "--dry-run")

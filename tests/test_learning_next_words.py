@@ -26,7 +26,7 @@ from hmmlm.learning.prepare import reopen
 from hmmlm.learning.train import train, train_baseline
 from hmmlm.runs.progress import Progress
 
-NEURAL = {"kind": "neural", "states": 64, "blocks": 4, "hidden": 32, "dropout": 0.0}
+NEURAL = {"kind": "neural", "num_states": 64, "blocks": 4, "hidden": 32, "dropout": 0.0}
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ def texts(tmp_path: Path) -> Path:
 def configured(data: Path) -> dict:
     return {
         "data": str(data),
-        "model": {"states": 4},
+        "model": {"num_states": 4},
         "batches": {"batch_size": 4, "length": 8},
         "train": {"epochs": 1, "device": "cpu", "tensorboard": False},
     }
@@ -67,15 +67,15 @@ def test_damaged_token_files_are_refused(texts: Path, tmp_path: Path) -> None:
 )
 def test_linear_and_mlp_train_on_brown_blocks(texts: Path, tmp_path: Path, model: dict) -> None:
     values = configured(texts)
-    values["model"] = {**model, "states": 12, "blocks": 3, "dropout": 0.5}
+    values["model"] = {**model, "num_states": 12, "blocks": 3, "dropout": 0.5}
     values["train"]["epochs"] = 3
-    values["optimizer"] = {"rate": 0.03}
+    values["optimizer"] = {"lr": 0.03}
     result = train(read_config(RunConfig, values, "blocked"), tmp_path / "run")
     assert result.best_perplexity < 8  # a uniform guess: seven words, equally frequent, and <eos>
 
 
 def test_transformers_have_no_blocks(texts: Path) -> None:
     values = configured(texts)
-    values["model"] = {"kind": "transformer", "states": 12, "blocks": 3}
+    values["model"] = {"kind": "transformer", "num_states": 12, "blocks": 3}
     with pytest.raises(InputError, match=r"blocked: unknown setting model\.blocks for model\.kind = 'transformer'"):
         read_config(RunConfig, values, "blocked")

@@ -298,7 +298,7 @@ def test_damaged_checkpoints_are_refused_by_name(stopped: tuple[RunConfig, Path]
         with pytest.raises(InputError, match=rf"state\.json has no {missing}: it is damaged"):
             train(config, run, resume=True)
     (run / "last" / "state.json").write_text(json.dumps(state))
-    other = tiny_config(config.data, model={"states": 5})
+    other = tiny_config(config.data, model={"num_states": 5})
     train(other, tmp_path / "other", progress=Interrupting("train", 7))
     shutil.copy(tmp_path / "other" / "last" / "state.safetensors", run / "last" / "state.safetensors")
     with pytest.raises(InputError, match=r"state\.safetensors: .* is float64 \[3, 5\], state\.json has .* \[3, 4\]"):
@@ -511,4 +511,4 @@ def test_the_last_model_is_not_stored_twice_if_it_is_the_best(tmp_path: Path) ->
     assert train(tiny_config(text, **longer), run, resume=True).finished
     stored = sorted(path.name.partition("-")[0] for path in (run / "checkpoints").iterdir())
     assert stored in (["best", "step", "step"], ["best", "final", "step", "step"])
-    assert hmmlm.load(run / "final").hmm.states == 4
+    assert hmmlm.load(run / "final").hmm.num_states == 4

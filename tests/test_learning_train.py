@@ -57,7 +57,7 @@ def test_learns_a_planted_hmm_to_near_its_entropy(tmp_path: Path, optimizer: dic
         tmp_path / "run",
         data,
         batches={**CHUNKS, "batch_size": 20},
-        model={"states": 2},
+        model={"num_states": 2},
         optimizer=optimizer,
         schedule=STEADY,
         train={"epochs": 20, "checks_per_epoch": 1, "checkpoint_every": 10_000},
@@ -156,7 +156,7 @@ def test_train_from_text_writes_models_to_load_and_returns_how_it_ended(tmp_path
     assert 300 <= result.tokens < 300 + 3 * 8
     assert result.steps == read_checkpoint(tmp_path / "run" / "last")[1]["position"]["step"]
     best, final = hmmlm.load(tmp_path / "run"), hmmlm.load(tmp_path / "run" / "final")
-    assert best.config["model"]["states"] == final.hmm.states == 4
+    assert best.config["model"]["num_states"] == final.hmm.num_states == 4
     assert result.best_perplexity == min(r["perplexity"] for r in records(tmp_path / "run", "valid"))
     assert math.isfinite(final.perplexity(["a b c d"]))
     assert list((tmp_path / "run" / "tensorboard").iterdir())

@@ -38,7 +38,7 @@ def trained(out: Path, by: FakeTeacher, model: dict[str, Any] | None = None, **s
         planted(by.hmm, 160, 16),
         initialization=start,
         batches=CHUNKS,
-        model=model or {"states": 6},
+        model=model or {"num_states": 6},
         optimizer={"lr": 0.3, "eps": 1e-8},
         train={"epochs": 1, "checks_per_epoch": 1},
     )
@@ -61,7 +61,7 @@ class Inheriting(Model):
     """A family that returns a blocked HMM and inherits everything else."""
 
     def __init__(self, inner: Model) -> None:
-        super().__init__(inner.states, inner.vocab_size)
+        super().__init__(inner.num_states, inner.vocab_size)
         self.inner = inner
 
     def forward(self) -> HMM:
@@ -71,7 +71,7 @@ class Inheriting(Model):
 def test_a_blocked_family_that_inherits_scan_learns_from_labels(
     tmp_path: Path, teacher: FakeTeacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = {"kind": "linear", "states": 8, "blocks": 2, "hidden": 8}
+    model = {"kind": "linear", "num_states": 8, "blocks": 2, "hidden": 8}
     own = trained(tmp_path / "own", teacher, model, **LVD)
     build = LinearConfig.build
     monkeypatch.setattr(LinearConfig, "build", lambda *arguments: Inheriting(build(*arguments)))
@@ -174,7 +174,7 @@ def test_clusters_of_another_run_can_be_used(tmp_path: Path, teacher: FakeTeache
     assert teacher.calls - calls < calls
     assert second.plateau.best == first.plateau.best
     with pytest.raises(InputError, match=r"1 × 6 clusters \(blocks × states\), this model 1 × 5"):
-        trained(tmp_path / "third", teacher, {"states": 5}, **LVD, clusters=str(path))
+        trained(tmp_path / "third", teacher, {"num_states": 5}, **LVD, clusters=str(path))
     teacher.hidden_size = 9
     with pytest.raises(InputError, match="has embeddings of 6 dimensions, the teacher fake 9"):
         trained(tmp_path / "fourth", teacher, **LVD, clusters=str(path))
@@ -194,10 +194,13 @@ def test_clusters_of_another_run_can_be_used(tmp_path: Path, teacher: FakeTeache
         ({"initialization": COUNTS, "model": {"kind": "linear"}}, "'counts' needs model.kind = 'scalar'"),
         ({"initialization": COUNTS, "model": {"blocks": 2}}, "'counts' needs model.kind = 'scalar' and model.blocks"),
         (
-            {"initialization": LVD, "model": {"kind": "uniform", "states": 128}},
+            {"initialization": LVD, "model": {"kind": "uniform", "num_states": 128}},
             "does not support model.kind = 'uniform'",
         ),
-        ({"initialization": LVD, "model": {"states": 900}}, r"kmeans.tokens \(800\) must be at least model.states"),
+        (
+            {"initialization": LVD, "model": {"num_states": 900}},
+            r"kmeans.tokens \(800\) must be at least model.num_states",
+        ),
         ({"initialization": {**LVD, "frozen_tokens": 9}}, "frozen_tokens freezes what centroids and head set"),
         ({"initialization": {**LVD, "centroids": True}}, "need model.kind linear, mlp or transformer"),
         (
@@ -213,7 +216,7 @@ def test_impossible_configurations(sections: dict[str, Any], message: str) -> No
 
 def test_fewer_tokens_than_states(tmp_path: Path, teacher: FakeTeacher) -> None:
     with pytest.raises(InputError, match="has 640 tokens, fewer than the 700 states"):
-        fit_planted(tmp_path / "run", planted(teacher.hmm, 40, 16), initialization=LVD, model={"states": 700})
+        fit_planted(tmp_path / "run", planted(teacher.hmm, 40, 16), initialization=LVD, model={"num_states": 700})
     assert not (tmp_path / "run").exists()
 
 

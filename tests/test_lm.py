@@ -41,7 +41,7 @@ def random_hmm(states: int = 5, vocab: int = len(WORDS), seed: int = 0, dtype: t
 
 @pytest.fixture
 def lm() -> LanguageModel:
-    return LanguageModel(random_hmm(), WordTokenizer(WORDS), {"model": {"states": 5}})
+    return LanguageModel(random_hmm(), WordTokenizer(WORDS), {"model": {"num_states": 5}})
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_saving_over_another_model_replaces_it_and_leaves_other_files(saved: Pat
     (saved / "notes.txt").write_text("mine")
     (saved / "tokenizer.model").write_bytes(b"left by a sentencepiece model")
     LanguageModel(random_hmm(3, 3), WordTokenizer(WORDS[:3])).save(saved)
-    assert load(saved).hmm.states == 3
+    assert load(saved).hmm.num_states == 3
     assert (saved / "notes.txt").read_text() == "mine"
     assert not (saved / "tokenizer.model").exists()
 

@@ -114,7 +114,7 @@ def test_a_model_is_found_by_its_name(
     calls: list[Any] = []
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub(tmp_path / "snapshot", calls, online, cached))
     if online or cached:
-        assert hmmlm.load("owner/name", "cpu", revision="v1").hmm.states == 4
+        assert hmmlm.load("owner/name", "cpu", revision="v1").hmm.num_states == 4
     else:
         with pytest.raises(InputError, match=r"no model owner/name: .*does not supply it \(no route to host\)"):
             hmmlm.load("owner/name", revision="v1")

@@ -165,7 +165,7 @@ def test_next_token(kind: str) -> None:
 def test_states_are_viterbi_states_with_their_posteriors(kind: str, reading: str) -> None:
     lm = make_lm(kind, reading)
     texts = [TEXT, "dog sat", "", "the cat the dog sat"]
-    with pieces.limit(8 * lm.hmm.states):
+    with pieces.limit(8 * lm.hmm.num_states):
         states = lm.states(texts)
     for text, found in zip(texts, states, strict=True):
         assert [word for word, _, _ in found] == [lm.tokenizer.token(i) for i in lm.encode(text)]
@@ -291,8 +291,8 @@ def test_the_help_of_generate_has_every_constraint() -> None:
 def test_training_from_python(tmp_path: Path) -> None:
     folder = write_text(tmp_path / "text")
     settings = {"tokenizer": {"kind": "word"}, "batches": {"batch_size": 2, "length": 8}, "train": {"epochs": 1}}
-    lm = hmmlm.train(folder, tmp_path / "run", model={"states": 4}, **settings)
-    assert lm.hmm.states == 4
+    lm = hmmlm.train(folder, tmp_path / "run", model={"num_states": 4}, **settings)
+    assert lm.hmm.num_states == 4
     assert lm.config["train"]["epochs"] == 1 and lm.config["data"] == str(folder)
     assert load(tmp_path / "run").score(["a"]).tolist() == pytest.approx(lm.score(["a"]).tolist())
     with pytest.raises(InputError, match=r"hmmlm\.train: .*model\.color"):

@@ -41,12 +41,12 @@ def test_an_impossible_text_has_infinite_perplexity_in_windows_too() -> None:
     impossible = lm.encode("runs runs the the cat the the cat")
     whole = lm.token_log_probs([impossible])[0]
     assert float(whole.sum()) == -math.inf
-    with pieces.limit(2 * lm.hmm.states):
+    with pieces.limit(2 * lm.hmm.num_states):
         assert float(lm.token_log_probs([impossible])[0].sum()) == -math.inf
     for config in ({}, {"batches": {"kind": "stream", "eval_reset_at_eos": True}}):
         other = LanguageModel(lm.hmm, lm.tokenizer, config)
         text = TokenFile.from_arrays([*impossible, lm.tokenizer.unk_id, lm.tokenizer.eos_id], None, lm.hmm.vocab_size)
-        with pieces.limit(2 * lm.hmm.states):
+        with pieces.limit(2 * lm.hmm.num_states):
             score = score_tokens(other, text)
         assert score.perplexity == score.known_perplexity == math.inf
         assert score.figures()["perplexity"] is None and score.figures()["bits_per_byte"] is None
@@ -60,7 +60,7 @@ def test_a_state_that_matters_in_a_later_window_is_not_lost(kind: str) -> None:
     hmm = hmm.dense() if kind == "dense" else hmm
     lm = LanguageModel(hmm, WordTokenizer(["<unk>", "<eos>"]))
     tokens = TokenFile.from_arrays([0] * 8 + [1] * 30, None, 2)
-    with pieces.limit(8 * hmm.states):
+    with pieces.limit(8 * hmm.num_states):
         assert score_tokens(lm, tokens).log_likelihood == pytest.approx(math.log(0.5) - 8 * 25, rel=1e-6)
         assert float(hmm.log_likelihood([tokens.tokens.tolist()])) == pytest.approx(math.log(0.5) - 8 * 25, rel=1e-6)
 

@@ -17,7 +17,7 @@ from hmmlm.learning.prepare import reopen
 from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.lm.union import join_models
 
-BLOCKED = ["--model.kind", "neural", "--model.states", "16"]
+BLOCKED = ["--model.kind", "neural", "--model.num-states", "16"]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_eval_mixes_per_line(runs: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_union_is_a_model_like_any_other(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lm = load(runs / "joined")
-    assert [part.states for part in lm.hmm.components] == [16, 16, 4]
+    assert [part.num_states for part in lm.hmm.components] == [16, 16, 4]
     assert lm.restarts
     text = "3 the cat sees the dog ."
     assert float(lm.score([text])[0]) == pytest.approx(sum(p for _, p in lm.token_scores([text])[0]), rel=1e-5)

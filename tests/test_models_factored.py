@@ -249,7 +249,7 @@ def count(model: Factored) -> int:
 )
 @pytest.mark.parametrize("power", [16, 20, 22, 24, 28])
 def test_capacities_of_figure_2_are_met(options: dict[str, Any], power: int) -> None:
-    config = CONFIGS[options["kind"]](states=512, capacity=2**power, init="normal", **options)
+    config = CONFIGS[options["kind"]](num_states=512, capacity=2**power, init="normal", **options)
     with torch.device("meta"):
         model = config.make_dense(32_000, config.width(32_000), None)
     assert count(model) == pytest.approx(2**power, rel=0.04)
@@ -264,17 +264,17 @@ def test_capacities_of_figure_2_are_met(options: dict[str, Any], power: int) -> 
 def test_width_is_the_nearest() -> None:
     sizes = {width: count(make_dense("mlp", 10, 50, hidden=width)) for width in range(1, 40)}
     for target in (sizes[1], 2_000, 5_000, 12_345):
-        chosen = MlpConfig(states=10, capacity=target).width(50)
+        chosen = MlpConfig(num_states=10, capacity=target).width(50)
         assert abs(sizes[chosen] - target) == min(abs(size - target) for size in sizes.values())
-    assert TransformerConfig(states=10, capacity=50_000, heads=6).width(50) % 6 == 0
+    assert TransformerConfig(num_states=10, capacity=50_000, heads=6).width(50) % 6 == 0
 
 
 def test_capacities_out_of_reach_are_refused() -> None:
     with pytest.raises(InputError, match=r"1,000 is below the 33,537 parameters .* of 512 states and 32,000 words"):
-        LinearConfig(states=512, capacity=1_000).width(32_000)
+        LinearConfig(num_states=512, capacity=1_000).width(32_000)
     free = {"factor_start": False, "factor_transition": False, "factor_emission": False}
     with pytest.raises(InputError, match="nothing is"):
-        LinearConfig(states=5, capacity=10**7, **free).width(7)
+        LinearConfig(num_states=5, capacity=10**7, **free).width(7)
 
 
 def test_depth_and_heads_by_rule() -> None:
@@ -327,7 +327,7 @@ def test_every_option_of_the_configuration_reaches_the_model() -> None:
     vocabulary = WordTokenizer(["<unk>", "<eos>", "a", "b"])
 
     def made(**values: Any) -> Factored:
-        config = read_config(RunConfig, {"model": {"states": 5, **values}})
+        config = read_config(RunConfig, {"model": {"num_states": 5, **values}})
         model = config.model.build(vocabulary, None, 1, torch.device("cpu"))
         assert isinstance(model, Factored)
         return model
@@ -355,7 +355,7 @@ def test_every_option_of_the_configuration_reaches_the_model() -> None:
 def test_a_tiny_run_lowers_the_loss(tmp_path: Path, model: dict[str, Any]) -> None:
     config = tiny_config(
         write_text(tmp_path / "text"),
-        model={**model, "states": 8, "hidden": 16},
+        model={**model, "num_states": 8, "hidden": 16},
         optimizer={"lr": 0.02, "weight_decay": 0.1},
         batches={"kind": "chunks", "batch_size": 8, "length": 8},
         train={"epochs": 6, "precision": "bf16-mixed"},

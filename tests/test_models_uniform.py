@@ -40,7 +40,7 @@ def draw(*shape: int, seed: int = 1) -> Tensor:
 
 def emitted(subsets: UniformSubsets) -> Tensor:
     """Return a mask [Z, V], True where a state may emit a word."""
-    return torch.zeros(WORDS, subsets.states).scatter(1, subsets.states_of_word, 1.0).T.bool()
+    return torch.zeros(WORDS, subsets.num_states).scatter(1, subsets.states_of_word, 1.0).T.bool()
 
 
 def written_out(model: UniformNeural, columns: Tensor | None = None) -> HMM:
@@ -197,7 +197,7 @@ def test_in_low_precision_only_the_factors_are_rounded() -> None:
     ],
 )
 def test_settings_that_do_not_fit_the_constraint_are_named(fields: dict[str, Any], message: str) -> None:
-    model = {"kind": "uniform", "states": 64, "states_per_word": 8, **fields}
+    model = {"kind": "uniform", "num_states": 64, "states_per_word": 8, **fields}
     with pytest.raises(InputError, match=message):
         read_config(RunConfig, {"model": model})
 
@@ -210,7 +210,7 @@ def test_bad_dropout_is_refused() -> None:
 @pytest.mark.slow
 def test_trains_saves_and_resumes(tmp_path: Path) -> None:
     """A resumed run draws the same subsets again, so it ends with the same model as an uninterrupted one."""
-    model = {"kind": "uniform", "states": 8, "states_per_word": 6, "hidden": 8, "form": "released", "dropout": 0.5}
+    model = {"kind": "uniform", "num_states": 8, "states_per_word": 6, "hidden": 8, "form": "released", "dropout": 0.5}
     text = write_text(tmp_path, lines=90)
 
     def config(epochs: int) -> RunConfig:

@@ -94,7 +94,7 @@ def test_training_lowers_the_perplexity_of_a_mixed_text(tmp_path: Path) -> None:
 def test_a_run_of_lines_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = write_corpus(tmp_path / "animals.txt")
     once = [*SMALL, "--train.epochs", "1", "--quiet"]
-    blocked = ["--model.kind", "neural", "--model.states", "16", "--model.blocks", "4"]
+    blocked = ["--model.kind", "neural", "--model.num-states", "16", "--model.blocks", "4"]
     assert main(["train", "--data", str(corpus), *once, "--out", str(tmp_path / "dense")]) == 0
     assert main(["train", "--data", str(corpus), *once, *blocked, "--out", str(tmp_path / "blocked")]) == 0
     both = str(tmp_path / "both")
@@ -105,7 +105,7 @@ def test_a_run_of_lines_from_the_command_line(tmp_path: Path, capsys: pytest.Cap
         assert main([*start, "--train.epochs", "1", "--out", str(tmp_path / name)]) == 0
     assert_same_run(tmp_path / "whole", tmp_path / "again")
     hmm = load(tmp_path / "whole").hmm
-    assert [part.states for part in hmm.components] == [4, 16]
+    assert [part.num_states for part in hmm.components] == [4, 16]
     missing = [*start, "--model.joined", str(tmp_path / "none"), "--out", str(tmp_path / "new")]
     assert "no model at" in failure(capsys, *missing)
     other = write_corpus(tmp_path / "other.txt", lines=40)

@@ -86,7 +86,7 @@ def test_recipes_of_the_package_are_what_users_start_from() -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_recipe_files_are_valid_and_explained(name: str) -> None:
-    assert load_recipe(FOLDER / f"{name}.toml").model.states > 0
+    assert load_recipe(FOLDER / f"{name}.toml").model.num_states > 0
     assert (FOLDER / f"{name}.toml").read_text().startswith("# ")
 
 
@@ -137,11 +137,11 @@ def test_the_command_of_a_combination_makes_its_parts_first() -> None:
 def test_runs_are_the_same_if_their_settings_resolve_to_the_same() -> None:
     row = StudyRow(name="a", recipe="lee-base", settings={"train.max_tokens": 50_000_000}, seeds=(1,))
     record = {"row": "a", "recipe": "lee-base", "seed": 1, "settings": {"train.max_tokens": "50000000"}}
-    spelled_out = {"model.states": 512, "optimizer.lr": 0.1, "data": "/a/folder", "tokenizer.file": "b/my.model"}
+    spelled_out = {"model.num_states": 512, "optimizer.lr": 0.1, "data": "/a/folder", "tokenizer.file": "b/my.model"}
     for more in ({}, spelled_out, {"data_folder": "/c", "train.device": "cpu"}):
         made = {**record, "settings": {**record["settings"], **more}}  # type: ignore[dict-item]
         assert recorded_identity(made) == identity(StudyRun(row, 1)) and differences(made, row) == {}
-    for more in ({"model.states": 256}, {"data": "ptb"}, {"train.max_tokens": 10}, {"initialization.kind": "none"}):
+    for more in ({"model.num_states": 256}, {"data": "ptb"}, {"train.max_tokens": 10}, {"initialization.kind": "none"}):
         other = {**record, "settings": {**record["settings"], **more}}  # type: ignore[dict-item]
         same = recorded_identity(other) == identity(StudyRun(row, 1))
         assert same == ("initialization.kind" in more)  # which is the default
@@ -204,15 +204,15 @@ def test_settings_that_another_kind_lacks_are_dropped() -> None:
     assert "--initialization.teacher" not in command(StudyRun(row, 7))
     uniform = replace(row, recipe="ptb-vl-hmm", settings={"model.kind": "uniform"})
     model = configuration(StudyRun(uniform, 7)).dump()["model"]
-    assert (model["states"], model["dropout"]) == (32768, 0.5) and "blocks" not in model
+    assert (model["num_states"], model["dropout"]) == (32768, 0.5) and "blocks" not in model
 
 
 def test_a_variant_is_its_recipe_with_its_settings() -> None:
-    row = StudyRow(name="a", recipe="lee-scalar-tuned", settings={"model.states": 16}, seeds=(7,))
+    row = StudyRow(name="a", recipe="lee-scalar-tuned", settings={"model.num_states": 16}, seeds=(7,))
     values = configuration(StudyRun(row, 7)).dump()
     assert (values["optimizer"]["lr"], values["optimizer"]["weight_decay"]) == (0.3, 0.0)
-    assert (values["model"]["states"], values["train"]["seed"]) == (16, 7)
+    assert (values["model"]["num_states"], values["train"]["seed"]) == (16, 7)
     start = "hmmlm train --config papers/recipes/lee-table1-scalar.toml --optimizer.lr 0.3"
     assert command(StudyRun(row, 7)).startswith(start)
-    in_package = replace(row, recipe="ptb-vl-hmm", settings={"model.states": 256})
-    assert command(StudyRun(in_package, 7)) == "hmmlm train --recipe ptb-vl-hmm --model.states 256 --train.seed 7"
+    in_package = replace(row, recipe="ptb-vl-hmm", settings={"model.num_states": 256})
+    assert command(StudyRun(in_package, 7)) == "hmmlm train --recipe ptb-vl-hmm --model.num-states 256 --train.seed 7"

@@ -69,7 +69,7 @@ def test_what_cannot_be_made_again_is_listed_and_counted(found: Any) -> None:
     assert "1 records; 0 measurements; 0 removed methods; 2 planned runs; 1 not run; 1 recipes" in counts
     assert "0 refused; 0 other models; 0 unrecognised; 0 without record or reason; 0 failing recipes" in counts
     assert "not run: new: plain, seed 1: no time" in listed
-    *listed, counts = found(study, made(model__states=256))
+    *listed, counts = found(study, made(model__num_states=256))
     assert "unrecognised: new: plain, seed 0" in listed
     assert "without record or reason: new: plain, seed 0" in listed
     assert any(line.startswith("stale pages: docs/reproduction/results") for line in listed)

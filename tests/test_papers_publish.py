@@ -99,7 +99,9 @@ def test_everything_is_published(repository: Path, monkeypatch: pytest.MonkeyPat
 
 def test_an_entry_is_all_that_a_new_study_needs(repository: Path) -> None:
     rows = tuple(
-        StudyRow(name=f"{states} states", recipe="ptb-vl-hmm", settings={"model.states": states}, seeds=(0,), x=states)
+        StudyRow(
+            name=f"{states} states", recipe="ptb-vl-hmm", settings={"model.num_states": states}, seeds=(0,), x=states
+        )
         for states in (128, 256)
     )
     drawing = Lines(TEST, "perplexity", "states")

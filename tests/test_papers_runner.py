@@ -34,7 +34,7 @@ def tiny(**settings: object) -> StudyRun:
         "data": "embedded",
         "tokenizer.vocab_size": 1500,
         "tokenizer.split": "words",
-        "model.states": 128,
+        "model.num_states": 128,
         "model.blocks": 16,
         "model.hidden": 32,
         "train.precision": "32-true",
@@ -236,7 +236,7 @@ def test_a_crashed_run_does_not_lose_the_others(
         (["--seeds", "4"], "and a seed of [4]; seeds: [1, 2, 3]; rows: embedded, blocked; broken"),
         (
             ["--set", "model.state=3"],
-            "unknown setting model.state for model.kind = 'neural'; did you mean model.sta",
+            "unknown setting model.state for model.kind = 'neural'; did you mean model.num_sta",
         ),
         (["--set", "modle.states=3"], "unknown setting modle; did you mean model?"),
         (["--set", "train=3"], "train is a section and cannot be set to '3'"),

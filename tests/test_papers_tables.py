@@ -73,14 +73,14 @@ def test_runs_of_a_row_with_other_settings_are_another_row() -> None:
     where = {"data": "/somewhere/on/a/machine/corpus", "tokenizer.file": "/elsewhere/llama.model"}
     same = {"train.max_tokens": "500000000", "optimizer.weight_decay": "0.10", "train.seed": 42}  # as in the recipe
     records = [
-        record("HMM, scalar", 510.0, 52, "lee-table1-scalar", settings={"model.states": 256, **where}),
+        record("HMM, scalar", 510.0, 52, "lee-table1-scalar", settings={"model.num_states": 256, **where}),
         record("HMM, scalar", 500.0, 42, "lee-table1-scalar", settings={**where, **same}),
         record("HMM, scalar", 520.0, 62, "lee-table1-scalar", settings={**where, "tokenizer.file": "llama.model"}),
     ]
     rows = rows_of("lee2025-table1", records)
     assert [[run["seed"] for run in row.records] for row in rows] == [[42, 62], [52]]
     text = "\n".join([*study_table(STUDIES["lee2025-table1"], rows), *remarks(rows, rows[0].records)])
-    assert "| HMM, scalar |" in text and "| HMM, scalar (states 256) |" in text
+    assert "| HMM, scalar |" in text and "| HMM, scalar (num_states 256) |" in text
     assert "llama" not in text and "somewhere" not in text and "corpus" not in text  # where a run finds its text
 
 

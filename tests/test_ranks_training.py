@@ -80,7 +80,7 @@ def test_distillation_is_shared(start: dict[str, Any], tmp_path: Path) -> None:
         data = write_prepared(tmp_path / "tokens", planted(use_fake_teacher(patch).hmm, 160, 16))
     batches = {"kind": "chunks", "batch_size": 5, "length": 16}
     sections = {"initialization": start, "batches": batches, "train": {"epochs": 2, "checks_per_epoch": 1}}
-    config = tiny_config(data, model={"states": 6}, **sections).dump()
+    config = tiny_config(data, model={"num_states": 6}, **sections).dump()
     train_with_teacher(config, tmp_path / "1")
     assert records(tmp_path / "1", "valid")[-1]["step"] >= 50
     run_ranks(2, train_with_teacher, config, tmp_path / "2")

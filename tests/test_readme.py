@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
 ONE_EPOCH = ["--train.epochs", "1"]
 SMALL = {
-    "train": ["--model.states", "64", *ONE_EPOCH],
+    "train": ["--model.num-states", "64", *ONE_EPOCH],
     "teacher": ONE_EPOCH,
     "baseline": ONE_EPOCH,
     "explore": ["--export", "page.html"],

@@ -46,7 +46,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunResults, str]
         {
             "data": str(folder / "text.txt"),
             "tokenizer": {"split": "whitespace"},
-            "model": {"states": 6},
+            "model": {"num_states": 6},
             "batches": {"batch_size": 8, "length": 8, "reset_at_eos": True, "eval_reset_at_eos": True},
             "optimizer": {"lr": 0.1, "eps": 1e-8},
             "train": {"epochs": 6, "tensorboard": False, "log_every": 5},
@@ -145,10 +145,10 @@ def test_settings_that_differ_from_the_defaults_come_first(finished: tuple[RunRe
     """`epochs` and `log_every` are set in the run's configuration; `seed` is not."""
     shown, _, folded = page[page.index("Settings</h2>") :].partition("<details>")
     names = {part: re.findall(r"<tr><td>([\w.]+)</td>", text) for part, text in (("shown", shown), ("folded", folded))}
-    assert {"data", "tokenizer.split", "model.states", "train.epochs", "train.log_every"} <= set(names["shown"])
+    assert {"data", "tokenizer.split", "model.num_states", "train.epochs", "train.log_every"} <= set(names["shown"])
     assert {"train.seed", "optimizer.betas", "optimizer.weight_decay", "model.kind"} <= set(names["folded"])
     assert not set(names["shown"]) & set(names["folded"])
-    assert "<tr><td>model.states</td><td>6</td></tr>" in shown
+    assert "<tr><td>model.num_states</td><td>6</td></tr>" in shown
 
 
 def test_settings_of_sections_within_sections_are_compared_with_their_defaults(

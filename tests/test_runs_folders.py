@@ -16,7 +16,7 @@ from hmmlm.errors import InputError
 from hmmlm.learning.train import train
 from hmmlm.runs.folders import new_folder, new_run, refuse_used
 
-SMALL = shlex.split("--model.states 4 --batches.batch-size 4 --batches.length 8 --no-train.tensorboard")
+SMALL = shlex.split("--model.num-states 4 --batches.batch-size 4 --batches.length 8 --no-train.tensorboard")
 
 
 # --- files ---
@@ -113,7 +113,7 @@ def test_a_failure_before_training_leaves_nothing(tmp_path: Path) -> None:
         if made:
             out.mkdir()
         with pytest.raises(InputError, match="blocks"):  # more clusters than words: known when the text has been read
-            train(tiny_config(text, model={"kind": "neural", "states": 65536, "blocks": 65536, "hidden": 2}), out)
+            train(tiny_config(text, model={"kind": "neural", "num_states": 65536, "blocks": 65536, "hidden": 2}), out)
         assert out.exists() == made
         assert not made or not any(out.iterdir())
         assert train(tiny_config(text, train={"epochs": 1}), out).finished

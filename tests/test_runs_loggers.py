@@ -14,7 +14,7 @@ from hmmlm.cli.main import main
 from hmmlm.errors import InputError
 from hmmlm.runs.history import read_history
 
-SMALL: dict[str, Any] = {"model": {"states": 4}, "train": {"epochs": 1, "log_every": 1, "device": "cpu"}}
+SMALL: dict[str, Any] = {"model": {"num_states": 4}, "train": {"epochs": 1, "log_every": 1, "device": "cpu"}}
 
 
 class Recorder:
@@ -46,7 +46,7 @@ def test_a_logger_receives_the_settings_and_every_figure_of_the_history(tmp_path
     recorder = Recorder()
     hmmlm.train(write_text(tmp_path), tmp_path / "run", loggers=[recorder], **SMALL)
     (_, settings), *figures, end = recorder.calls
-    assert settings["model"]["states"] == 4 and end == ("end", "success")
+    assert settings["model"]["num_states"] == 4 and end == ("end", "success")
     history = [
         ({f"{event}/{name}": value for name, value in figures.items() if not isinstance(value, str)}, step)
         for event, step, figures in map(divided, read_history(tmp_path / "run" / "history.jsonl"))

@@ -24,10 +24,10 @@ def clusterings(draw: st.DrawFn) -> list[int]:
 def test_blocks_of_clusters(cluster, k):
     num_blocks = max(cluster) + 1
     blocks = Blocks.from_clusters(np.array(cluster), num_blocks * k)
-    assert (blocks.num_blocks, blocks.states_per_block, blocks.states) == (num_blocks, k, num_blocks * k)
+    assert (blocks.num_blocks, blocks.states_per_block, blocks.num_states) == (num_blocks, k, num_blocks * k)
     assert blocks.vocab_size == len(cluster) and blocks.block_of_word.tolist() == cluster
     moved = blocks.to("meta")
-    assert moved.device.type == "meta" and moved.states == blocks.states
+    assert moved.device.type == "meta" and moved.num_states == blocks.num_states
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("runs")
     corpus = write_corpus(folder / "animals.txt")
     blocks = ["--model.blocks", "2", "--model.hidden", "8"] if request.param == "neural" else []
-    model = ["--model.kind", request.param, "--model.states", "8", "--tokenizer.vocab-size", "14", *blocks]
+    model = ["--model.kind", request.param, "--model.num-states", "8", "--tokenizer.vocab-size", "14", *blocks]
     argv = ["train", "--data", str(corpus), *model, *SMALL, "--quiet", "--out", str(folder / "run")]
     assert main(argv) == 0  # the report too is evaluated on the GPU
     assert json.loads((folder / "run" / "results.json").read_text())["model"]["test"]["unknown_share"] > 0

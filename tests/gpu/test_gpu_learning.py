@@ -21,13 +21,13 @@ from hmmlm.learning.train import train
 from hmmlm.runs.checkpoint import read_checkpoint
 
 WORDS, BATCH, LENGTH = 40, 8, 16
-SCALAR = {"model": {"kind": "scalar", "states": 32}, "optimizer": {"lr": 0.05, "eps": 1e-4}}
+SCALAR = {"model": {"kind": "scalar", "num_states": 32}, "optimizer": {"lr": 0.05, "eps": 1e-4}}
 BAUM_WELCH = {
-    "model": {"kind": "scalar", "states": 32},
+    "model": {"kind": "scalar", "num_states": 32},
     "optimizer": {"kind": "baum-welch", "full_batch": False, "step": 0.5, "pseudocount": 0.1, "momentum": 0.5},
 }
 NEURAL = {
-    "model": {"kind": "neural", "states": 64, "blocks": 4, "hidden": 32, "dropout": 0.5},
+    "model": {"kind": "neural", "num_states": 64, "blocks": 4, "hidden": 32, "dropout": 0.5},
     "optimizer": {"lr": 1e-3, "eps": 1e-6},
 }
 MODELS = {

@@ -54,7 +54,7 @@ def test_queries_agree_with_the_cpu(
 
     for name in ("log_likelihood", "posterior", "entropy", "next_token", "infill"):
         assert_close(getattr(there, name)(tokens, lengths), getattr(exact, name)(tokens, lengths), name)
-    initial = torch.rand(5, hmm.states, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(1)
+    initial = torch.rand(5, hmm.num_states, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(1)
     for before in (None, Carry(initial.log())):
         found = there.filter(tokens, lengths, None if before is None else before.to(device))
         wanted = exact.filter(tokens, lengths, before)
@@ -91,7 +91,7 @@ def test_samples_on_the_gpu_follow_the_model(kind: str, device: torch.device) ->
     for row, size in enumerate(LENGTHS.tolist()):
         assert bool((paths[:, row, size:] == -1).all())
         for t in (0, size - 1):
-            seen = torch.bincount(paths[:, row, t], minlength=hmm.states) / num
+            seen = torch.bincount(paths[:, row, t], minlength=hmm.num_states) / num
             expected = posterior[row, t]
             assert bool(((seen - expected).abs() < 5 * (expected / num).sqrt() + 1e-3).all())
 

@@ -14,8 +14,8 @@ from hmmlm.config.training import read_config
 from hmmlm.learning.train import train
 
 MODELS: dict[str, dict[str, Any]] = {
-    "scalar": {"states": 64},
-    "neural": {"kind": "neural", "states": 64, "blocks": 2, "hidden": 16},
+    "scalar": {"num_states": 64},
+    "neural": {"kind": "neural", "num_states": 64, "blocks": 2, "hidden": 16},
 }
 
 

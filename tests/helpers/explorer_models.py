@@ -17,7 +17,7 @@ from hmmlm.explorer.explorer import Explorer
 from hmmlm.explorer.server import Server
 from hmmlm.lm.lm import LanguageModel
 
-SMALL = ["--model.states", "12", "--batches.batch-size", "4", "--batches.length", "16", "--train.epochs", "3"]
+SMALL = ["--model.num-states", "12", "--batches.batch-size", "4", "--batches.length", "16", "--train.epochs", "3"]
 HOSTILE = (
     "the <script>document.title='x'</script> שלום עולם cat 😀👩\u200d👩\u200d👧 <img src=x onerror=alert(1)> & "
     '"quotes" \u202eabc'

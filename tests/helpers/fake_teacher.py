@@ -22,7 +22,7 @@ class FakeTeacher:
 
     def __init__(self, hmm: HMM) -> None:
         self.hmm, self.calls = hmm, 0
-        self.table = 5 * torch.randn(hmm.states, self.hidden_size, generator=torch.Generator().manual_seed(7))
+        self.table = 5 * torch.randn(hmm.num_states, self.hidden_size, generator=torch.Generator().manual_seed(7))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return embeddings [B, T, 6] of tokens [B, T]."""

@@ -156,7 +156,7 @@ class Fuzz:
 
     def _batch(self) -> Batch:
         rng, hmm = self.rng, self.hmm
-        longest = 8 if hmm.states == 1 else min(8, int(np.log(MOST_PATHS) / np.log(hmm.states)))
+        longest = 8 if hmm.num_states == 1 else min(8, int(np.log(MOST_PATHS) / np.log(hmm.num_states)))
         size, steps = int(rng.integers(1, 4)), longest if self.regimes else int(rng.integers(1, longest + 1))
         tokens = hmm.sample(size, steps, self._generator())[0].cpu()
         if rng.random() < 0.6:  # other tokens are surprising, or impossible
@@ -169,7 +169,7 @@ class Fuzz:
         lengths = torch.from_numpy(rng.integers(1, steps + 1, size=size)) if rng.random() < 0.5 else None
         carry = restart = None
         if rng.random() < 0.5:
-            carry = torch.from_numpy(self._log_rows((size, hmm.states)).astype(np.float64))
+            carry = torch.from_numpy(self._log_rows((size, hmm.num_states)).astype(np.float64))
         if rng.random() < 0.5:
             restart = torch.from_numpy(rng.random((size, steps)) < 0.3)
         return Batch(*(None if x is None else x.to(self.device) for x in (tokens, lengths, carry, restart)))
@@ -336,7 +336,7 @@ class Fuzz:
             total = own.log_likelihood()
             self.agree(name, found.log_likelihood[b], total)
             if total > NEG_INF:  # nothing continues from an impossible sequence
-                self.agree(f"carry of {name}", found.carry.over_all(self.hmm.states)[b], own.log_carry(), 2)
+                self.agree(f"carry of {name}", found.carry.over_all(self.hmm.num_states)[b], own.log_carry(), 2)
 
     def _windows(self) -> None:
         """What two windows find is what one finds of both."""
@@ -436,7 +436,7 @@ class Fuzz:
         else:
             self.agree("infill_blanks", hmm.infill_blanks([tokens], excluded), want, 2)
         batch = self.batch
-        states = torch.from_numpy(rng.integers(hmm.states, size=tuple(batch.tokens.shape))).to(self.device)
+        states = torch.from_numpy(rng.integers(hmm.num_states, size=tuple(batch.tokens.shape))).to(self.device)
         if batch.lengths is not None:
             states = states.masked_fill(torch.arange(states.shape[1], device=self.device) >= batch.lengths[:, None], -1)
         joint = joint_scan(hmm, batch.tokens, states, batch.lengths, None, batch.restart).log_likelihood
@@ -446,7 +446,7 @@ class Fuzz:
     def _guide(self) -> None:
         """A random automaton over a few tokens."""
         rng, hmm = self.rng, self.hmm
-        length = int(rng.integers(1, 4)) if hmm.states < 4 else int(rng.integers(1, 3))
+        length = int(rng.integers(1, 4)) if hmm.num_states < 4 else int(rng.integers(1, 3))
         count = int(rng.integers(1, 4))
         table = torch.from_numpy(rng.integers(count, size=(count, hmm.vocab_size)))
         automaton = Automaton(table, torch.from_numpy(rng.random(count) < 0.5))
@@ -483,7 +483,7 @@ class Fuzz:
         own = Paths(self.truth, self.batch.row(0))
         if own.impossible_at() is None:
             drawn = hmm.posterior_sample([own.tokens], None, SAMPLES, self._generator())[:, 0]
-            shape = (hmm.states,) * len(own.tokens)
+            shape = (hmm.num_states,) * len(own.tokens)
             self._frequencies("posterior_sample", list(drawn.cpu().numpy().T), own.probabilities().reshape(shape))
 
     def _frequencies(self, name: str, index: Sequence[Array], expected: Array) -> None:

@@ -71,7 +71,7 @@ def single_block(hmm: HMM) -> HMM:
     log_start, log_transition, log_emission = matrices(hmm)
     return HMM(
         log_start,
-        Factored(log_transition, torch.eye(hmm.states, dtype=hmm.dtype), torch.zeros_like(log_start)),
+        Factored(log_transition, torch.eye(hmm.num_states, dtype=hmm.dtype), torch.zeros_like(log_start)),
         Blocked(log_emission.t().contiguous(), torch.zeros(hmm.vocab_size, dtype=torch.long)),
     )
 
@@ -106,7 +106,7 @@ class Enumeration:
         """`initial` [Z] is the filtered distribution at the token before the first, `restart` as in a scan."""
         self.hmm, self.tokens, self.initial = hmm, list(tokens), initial
         log_start, log_transition, log_emission = (p.detach().double() for p in matrices(hmm))
-        grid = torch.meshgrid(*[torch.arange(hmm.states)] * len(self.tokens), indexing="ij")
+        grid = torch.meshgrid(*[torch.arange(hmm.num_states)] * len(self.tokens), indexing="ij")
         self.paths = torch.stack([states.flatten() for states in grid], 1)  # [Z^T, T]
         self.log_joint = torch.zeros(len(self.paths), dtype=torch.float64)
         for t, token in enumerate(self.tokens):
@@ -131,7 +131,7 @@ class Enumeration:
     def posterior(self) -> Tensor:
         """Return p(z_t | x) [T, Z]."""
         weight = self.probabilities()
-        columns = [torch.bincount(column, weight, self.hmm.states) for column in self.paths.t()]
+        columns = [torch.bincount(column, weight, self.hmm.num_states) for column in self.paths.t()]
         return torch.stack(columns)
 
     def filtered(self) -> Tensor:
@@ -144,7 +144,7 @@ class Enumeration:
 
     def counts(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the expected counts of starts [Z], transitions [Z, Z] and emissions [Z, V]."""
-        weight, states = self.probabilities(), self.hmm.states
+        weight, states = self.probabilities(), self.hmm.num_states
         start = torch.bincount(self.paths[:, 0], weight, states)
         transition, emission = torch.zeros(states**2), torch.zeros(states, self.hmm.vocab_size)
         transition, emission = transition.double(), emission.double()

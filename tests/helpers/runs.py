@@ -83,7 +83,7 @@ def tiny_config(data: Path | str, **sections: dict[str, Any]) -> RunConfig:
     """
     values: dict[str, Any] = {
         "data": str(data),
-        "model": {"states": 4},
+        "model": {"num_states": 4},
         "batches": {"batch_size": 3, "length": 8},
         "schedule": {"kind": "cosine", "warmup": 0.2},
         "train": {

@@ -26,7 +26,7 @@ ways with `hmmlm train --data RUN/samples`.
 
 examples:
   hmmlm distill path/to/model --out runs/distilled
-  hmmlm distill gpt2 --tokens 2000000 --states 1024
+  hmmlm distill gpt2 --tokens 2000000 --num-states 1024
   hmmlm distill model.gguf --prompts prompts.txt
   hmmlm distill --resume runs/distilled"""
 

@@ -19,11 +19,11 @@ the most likely state of every word of a text, with its probability.
 examples:
   hmmlm inspect runs/mine
   hmmlm inspect runs/mine --contexts
-  hmmlm inspect runs/mine --states 40 --text "The function returns a list." """
+  hmmlm inspect runs/mine --num-states 40 --text "The function returns a list." """
 
 
 class InspectArguments(ModelArguments):
-    states: PositiveInt = 20
+    num_states: PositiveInt = 20
     """Number of states shown, the most used first (in the validation text, or in the long run)."""
     words: PositiveInt = 8
     """Words per state."""
@@ -62,12 +62,11 @@ def run(argv: list[str]) -> int:
     if share is not None:
         summary = replace(summary, order=share.argsort(descending=True))
     if text is not None and arguments.contexts:
-        tables.insert(0, contexts_table(lm, summary, arguments.states, text))
+        tables.insert(0, contexts_table(lm, summary, arguments.num_states, text))
     console = Console()
-    console.print(
-        f"{lm.hmm.states:,} states, {lm.hmm.vocab_size:,} words in the vocabulary, {lm.hmm.dtype}".replace("torch.", "")
-    )
-    console.print(states_table(lm, summary, arguments.states, share))
+    dtype = str(lm.hmm.dtype).removeprefix("torch.")
+    console.print(f"{lm.hmm.num_states:,} states, {lm.hmm.vocab_size:,} words in the vocabulary, {dtype}")
+    console.print(states_table(lm, summary, arguments.num_states, share))
     for table in tables:
         console.print()
         console.print(table)

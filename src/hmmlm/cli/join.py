@@ -33,7 +33,7 @@ def run(argv: list[str]) -> int:
     arguments.check(len(arguments.models), "models")
     joined, weights, perplexities = build(arguments)
     joined.save(arguments.out)
-    names = [*map(str, arguments.models), f"{arguments.out} ({joined.hmm.states:,} states)"]
+    names = [*map(str, arguments.models), f"{arguments.out} ({joined.hmm.num_states:,} states)"]
     print_weights(names, [f"{weight:.4f}" for weight in weights], perplexities)
     return 0
 

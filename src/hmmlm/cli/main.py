@@ -40,7 +40,7 @@ Hidden Markov language models, exact and large.
 
 `hmmlm COMMAND --help` describes a command. Examples:
   hmmlm demo
-  hmmlm train --data my.txt --model.states 512 --out runs/mine
+  hmmlm train --data my.txt --model.num-states 512 --out runs/mine
   hmmlm train --resume runs/mine
   hmmlm eval runs/mine
   hmmlm sample runs/mine --num 5 --prompt "The"
@@ -198,5 +198,5 @@ def _explain(error: Exception) -> str | None:
     text = str(error)
     no_memory = ("can't allocate memory", "out of memory", "Storage size calculation overflowed")
     if isinstance(error, MemoryError) or any(phrase in text for phrase in no_memory):
-        return "not enough memory: use fewer states (--model.states), a smaller vocabulary or smaller batches"
+        return "not enough memory: use fewer states (--model.num-states), a smaller vocabulary or smaller batches"
     return None

@@ -68,7 +68,8 @@ def _summary(folder: Path) -> dict[str, Any]:
         "run": str(folder),
         "data": config["data"],
         "model": kind,
-        "states": None if kind == "union" else model.get("states"),  # a union has those of the saved model
+        # A union has those of the saved model; `states` is the name of 0.2.
+        "states": None if kind == "union" else model.get("num_states", model.get("states")),
         "finished": (folder / "final").exists(),
         "steps": history[-1]["step"] if history else 0,
         "valid_perplexity": min(perplexities, default=None),

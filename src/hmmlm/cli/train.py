@@ -27,7 +27,7 @@ most used options:
   --recipe NAME             one of {", ".join(recipe_names())}
   --config FILE.toml        start from a recipe of your own
   --model.kind KIND         scalar (default), linear, mlp, neural, … (hmmlm train --help model)
-  --model.states N          hidden states
+  --model.num-states N      hidden states
   --model.blocks N          word clusters; each state emits the words of one cluster
   --tokenizer.kind KIND     word (default), bpe, file
   --optimizer.kind KIND     adamw (default), baum-welch
@@ -48,7 +48,7 @@ All settings, by section: hmmlm train --help SECTION
 
 examples:
   hmmlm train --data my.txt
-  hmmlm train --data my.txt --model.states 1024 --train.epochs 20 --out runs/mine
+  hmmlm train --data my.txt --model.num-states 1024 --train.epochs 20 --out runs/mine
   hmmlm train --resume runs/mine --train.epochs 40
   hmmlm train --recipe ptb-vl-hmm --train.seed 1
   hmmlm train --data my.txt --init lvd --teacher teachers/mine

@@ -15,7 +15,7 @@ class Amount(NamedTuple):
 
     tokens: int
     """Sampled."""
-    states: int
+    num_states: int
     epochs: int
 
 
@@ -38,7 +38,7 @@ class DistillConfig(Section):
     length: Annotated[int, Field(ge=2, le=1 << 20)] | None = None
     """Maximum number of tokens of a text, prompt excluded. None: 256, or as many as the model's context has room
     for."""
-    states: States | None = None
+    num_states: States | None = None
     """Hidden states. None: 512 on the CPU, 4,096 on a GPU."""
     epochs: Annotated[int, Field(gt=0, le=1_000_000)] | None = None
     """Passes over the samples. None: 6."""

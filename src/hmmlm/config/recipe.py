@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hmmlm.config.renames import present_sections
 from hmmlm.errors import InputError
 
 if TYPE_CHECKING:
@@ -56,9 +57,11 @@ def recipe_values(name: str, above: tuple[str, ...] = (), command: str = TRAIN) 
     where = recipe_source(name)
     text = _read_file(Path(name)) if name.endswith(".toml") else _read_packaged(name, command)
     try:
-        values = tomllib.loads(text)
+        values = present_sections(tomllib.loads(text))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"{where}: not valid TOML: {error}") from None
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
     own = values.pop("command", TRAIN)
     if own != command:
         raise InputError(f"{where} is for `hmmlm {own}`, not for `hmmlm {command}`")

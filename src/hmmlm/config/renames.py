@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hmmlm.errors import warn
+from hmmlm.errors import InputError, warn
 
 
 class Renames(NamedTuple):
@@ -42,7 +42,15 @@ RENAMES = (
             "model.weights": {"pretrained": "all"},
         },
     ),
-    Renames(until="0.2", settings={"optimizer.rate": "optimizer.lr", "optimizer.clip": "optimizer.max_grad_norm"}),
+    Renames(
+        until="0.2",
+        settings={
+            "model.states": "model.num_states",
+            "optimizer.rate": "optimizer.lr",
+            "optimizer.clip": "optimizer.max_grad_norm",
+            "states": "num_states",  # of hmmlm distill and inspect
+        },
+    ),
 )
 """Oldest first: add every rename here, under the version that is released when it is made."""
 
@@ -65,7 +73,7 @@ REMOVED = {
 def present_sections(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a nested configuration of the last version under present names, without removed settings.
 
-    Raise a ValueError that names a removed setting that is in use.
+    Raise an InputError that names a removed setting that is in use.
     """
     result, changed = dict(values), dict[str, str]()
     for old, new in RENAMES[-1].settings.items():
@@ -74,7 +82,7 @@ def present_sections(values: Mapping[str, Any]) -> dict[str, Any]:
         if field and isinstance(given, Mapping) and field in given:
             present = new.partition(".")[2]
             if present in given:
-                raise ValueError(f"{old} is now {new}: give one of them")
+                raise InputError(f"{old} is now {new}: give one of them")
             result[section] = {present if name == field else name: value for name, value in given.items()}
             changed[old] = new
     _notice(changed)
@@ -83,7 +91,7 @@ def present_sections(values: Mapping[str, Any]) -> dict[str, Any]:
         given = result.get(section)
         if isinstance(given, Mapping) and field in given:
             if given[field] != unused:
-                raise ValueError(f"{name} was removed: {advice}")
+                raise InputError(f"{name} was removed: {advice}")
             result[section] = {other: value for other, value in given.items() if other != field}
     return result
 

@@ -109,8 +109,9 @@ class RunConfig(TrainingConfig):
             raise ValueError("initialization.centroids and .head need model.kind linear, mlp or transformer, no blocks")
         if isinstance(start, LvdConfig) and start.head and not getattr(model, "factor_emission", False):
             raise ValueError("initialization.head needs model.factor_emission = true")
-        if start.kmeans.tokens < model.states:
+        if start.kmeans.tokens < model.num_states:
             raise ValueError(
-                f"initialization.kmeans.tokens ({start.kmeans.tokens}) must be at least model.states ({model.states})"
+                f"initialization.kmeans.tokens ({start.kmeans.tokens}) must be at least model.num_states "
+                f"({model.num_states})"
             )
         return self

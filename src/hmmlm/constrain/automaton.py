@@ -68,14 +68,14 @@ class Automaton:
         self.class_of, self.accepting = merged[class_of], accepting
 
     def __repr__(self) -> str:
-        return f"Automaton(states={self.states}, vocab_size={self.vocab_size})"
+        return f"Automaton(states={self.num_states}, vocab_size={self.vocab_size})"
 
     @property
     def next(self) -> Tensor:
         return self.by_class[:, self.class_of].long()
 
     @property
-    def states(self) -> int:
+    def num_states(self) -> int:
         return self.by_class.shape[0]
 
     @property
@@ -89,7 +89,7 @@ class Automaton:
     @check_arguments
     def read(self, tokens: Sequence[int], state: int = 0) -> int:
         """Return the automaton state after `tokens`."""
-        check_count("state", state, 0, self.states - 1)
+        check_count("state", state, 0, self.num_states - 1)
         check_words(tokens, self.vocab_size)
         for token in tokens:
             state = self.step(state, token)
@@ -111,13 +111,13 @@ class Automaton:
     @cached_property
     def edges(self) -> Edges:
         """Return the pairs of automaton states with a transition."""
-        codes = torch.arange(self.states)[:, None] * self.states + self.by_class
+        codes = torch.arange(self.num_states)[:, None] * self.num_states + self.by_class
         distinct, of_cell = codes.unique(return_inverse=True)
-        return Edges(distinct // self.states, distinct % self.states, of_cell)
+        return Edges(distinct // self.num_states, distinct % self.num_states, of_cell)
 
     def hopeful(self) -> Tensor:
         """Return a mask [S], True where some continuation is accepted."""
-        return self._to(self.accepting) < self.states
+        return self._to(self.accepting) < self.num_states
 
     def _to(self, wanted: Tensor) -> Tensor:
         """Return the least number of tokens [S] that lead to one of the automaton states `wanted` [S]; S if none do."""
@@ -128,9 +128,9 @@ class Automaton:
         hopeful = self.hopeful()
         inside = hopeful[self.edges.source] & hopeful[self.edges.target]
         source, target = self.edges.source[inside], self.edges.target[inside]
-        into, first = _grouped(target, source, self.states)
-        open_edges = torch.bincount(source, minlength=self.states).numpy()
-        found, length = torch.where(hopeful, self.states, -1).numpy(), 0
+        into, first = _grouped(target, source, self.num_states)
+        open_edges = torch.bincount(source, minlength=self.num_states).numpy()
+        found, length = torch.where(hopeful, self.num_states, -1).numpy(), 0
         frontier = (hopeful.numpy() & (open_edges == 0)).nonzero()[0]
         while len(frontier):
             found[frontier] = length
@@ -169,8 +169,8 @@ class Automaton:
         while done < len(todo):
             pairs = torch.tensor(todo[done : done + at_once(len(codes), _CELLS)])
             done += len(pairs)
-            here, there = left[pairs // other.states], right[pairs % other.states]
-            following = torch.where(ours[here] & theirs[there], here.long() * other.states + there, lost)
+            here, there = left[pairs // other.num_states], right[pairs % other.num_states]
+            following = torch.where(ours[here] & theirs[there], here.long() * other.num_states + there, lost)
             following[pairs == lost] = lost
             distinct, which = following.unique(return_inverse=True)
             for code in distinct.tolist():
@@ -182,7 +182,7 @@ class Automaton:
                 raise InputError(f"the constraint needs more than {most:,} automaton states: simplify it")
             rows.append(torch.tensor([numbers[code] for code in distinct.tolist()], dtype=torch.int32)[which])
         reached = torch.tensor(todo)
-        accepting = self.accepting[reached // other.states] & other.accepting[reached % other.states]
+        accepting = self.accepting[reached // other.num_states] & other.accepting[reached % other.num_states]
         return Automaton.of_classes(torch.cat(rows), class_of, accepting & (reached != lost))
 
     @check_arguments
@@ -197,7 +197,7 @@ class Automaton:
         With ended=False, the sequence is also accepted without `end`. Keeps the numbers of automaton states.
         """
         check_words([end], self.vocab_size)
-        done, lost = self.states, self.states + 1
+        done, lost = self.num_states, self.num_states + 1
         rows = torch.cat([self.by_class, torch.tensor([[done], [lost]]).expand(-1, self.classes)])
         after = torch.cat([torch.where(self.accepting, done, lost), torch.tensor([done, lost])])
         before = self.accepting & (not ended)
@@ -208,7 +208,7 @@ class Automaton:
         """Forbid tokens; keeps the numbers of automaton states and adds a hopeless one."""
         tokens = [token, *others]
         check_words(tokens, self.vocab_size)
-        lost = torch.full((self.states + 1,), self.states)
+        lost = torch.full((self.num_states + 1,), self.num_states)
         rows = torch.cat([self.by_class, lost[:1].expand(1, self.classes)])
         return self._with_column(tokens, rows, lost, torch.cat([self.accepting, torch.tensor([False])]))
 
@@ -221,15 +221,15 @@ class Automaton:
     @check_arguments
     def starting_at(self, state: int) -> Automaton:
         """Return the automaton that starts in `state`: the automaton states 0 and `state` are exchanged."""
-        check_count("state", state, 0, self.states - 1)
-        order = torch.arange(self.states)
+        check_count("state", state, 0, self.num_states - 1)
+        order = torch.arange(self.num_states)
         order[0], order[state] = state, 0  # its own inverse
         return Automaton.of_classes(order[self.by_class[order].long()], self.class_of, self.accepting[order])
 
     def minimized(self) -> Automaton:
         """Return the automaton with the fewest automaton states that accepts the same sequences."""
-        start = torch.arange(self.states) == 0
-        reached = _distances(start, self.edges.source, self.edges.target) < self.states
+        start = torch.arange(self.num_states) == 0
+        reached = _distances(start, self.edges.source, self.edges.target) < self.num_states
         # Automaton states that count something are told apart at once; refining would take a round for each.
         facts = torch.stack([self._to(self.accepting), self._to(~self.accepting), self._longest()])
         block = _merge_columns(facts)[1]

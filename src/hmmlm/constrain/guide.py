@@ -96,10 +96,10 @@ class Guide:
         self._targets: dict[tuple[int, int], Targets] = {}
         live = live_states(automaton, length)
         rows = sum(int(mask.sum()) for mask in live) + int(live[-1].sum()) * (length - len(live))
-        size = rows * hmm.states * hmm.dtype.itemsize / 1e9
+        size = rows * hmm.num_states * hmm.dtype.itemsize / 1e9
         if size > max_gb:
             raise InputError(
-                f"{length} tokens, {automaton.states} automaton states and {hmm.states} HMM states need "
+                f"{length} tokens, {automaton.num_states} automaton states and {hmm.num_states} HMM states need "
                 f"{size:.3g} GB: use fewer tokens or a simpler constraint"
             )
         edges = WeightedEdges(self.hmm, automaton, cells)

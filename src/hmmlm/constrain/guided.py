@@ -132,7 +132,7 @@ def steer(hmm: HMM, rows: StepRows, scores: Tensor, weight: float) -> Steered:
     index = torch.tensor(constrained, device=scores.device)
     return Steered(
         scores.index_copy(0, index, steered.to(scores)),
-        log_states.new_zeros(len(scores), hmm.states).index_copy_(0, index.to(log_states.device), log_states),
+        log_states.new_zeros(len(scores), hmm.num_states).index_copy_(0, index.to(log_states.device), log_states),
         changed,
         log_masses.new_zeros(len(scores)).index_copy_(0, index, log_masses),
     )
@@ -219,7 +219,7 @@ def _score_single(
     hmm: HMM, log_states: Tensor, plans: Sequence[Plan], relative: bool, cells: int, result: Tensor
 ) -> None:
     """Set `log_probs_accept` of the tokens that are scored alone in result [n, V]."""
-    by_table, size = dict[int, list[int]](), at_once(hmm.states, cells)
+    by_table, size = dict[int, list[int]](), at_once(hmm.num_states, cells)
     for row, plan in enumerate(plans):
         if plan.targets.singles:
             by_table.setdefault(id(plan.table), []).append(row)

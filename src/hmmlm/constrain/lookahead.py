@@ -75,7 +75,7 @@ def _run(
     once this change, at every step that is left, changes nothing.
     """
     count, device = int(rows_of[0].max()) + 1, hmm.device
-    before = torch.zeros(count, hmm.states, dtype=hmm.dtype, device=device)
+    before = torch.zeros(count, hmm.num_states, dtype=hmm.dtype, device=device)
     values = Values(ring.from_log(before), torch.zeros(count, dtype=torch.float64, device=device))
     tables, suspect = [AcceptanceTable(rows_of[0], before.to(dtype))], torch.zeros((), dtype=torch.int32, device=device)
     step = _kernel_step if ring is PROBABILITY and has_kernels(hmm) else _step
@@ -111,7 +111,7 @@ def _step(
         log_relative = relative = moved - finite(peak)
         offset = top + finite(peak)[:, 0]
     else:
-        suspect |= ~(moved.amin() >= least_sum(hmm.states + terms.most, moved.dtype))  # or NaN
+        suspect |= ~(moved.amin() >= least_sum(hmm.num_states + terms.most, moved.dtype))  # or NaN
         relative = moved.div_(peak)
         log_relative, offset = relative.log(), top + peak[:, 0].double().log()
     return log_relative + offset[:, None], Values(relative, offset)
@@ -123,7 +123,7 @@ def _kernel_step(
     """See `_step`; in probabilities, on a GPU."""
     from hmmlm.constrain.lookahead_kernels import divide_kernel, edges_kernel  # needs Triton
 
-    transition, states, top = hmm.transition, hmm.states, values.offset.new_empty(terms.rows)
+    transition, states, top = hmm.transition, hmm.num_states, values.offset.new_empty(terms.rows)
     assert isinstance(transition, Dense)
     total, moved = torch.empty(2, terms.rows, states, device=top.device)
     log_probs = torch.empty_like(total)
@@ -162,9 +162,9 @@ class WeightedEdges:
         number[useful] = torch.arange(int(useful.sum()))
         edge_of = number[of_cell]  # [S, C]; −1: leads nowhere
         self._device, self.cells = hmm.device, cells
-        self._rows_at_once = at_once(hmm.states, cells if hmm.log_start.is_cuda else min(cells, _CACHED))
+        self._rows_at_once = at_once(hmm.num_states, cells if hmm.log_start.is_cuda else min(cells, _CACHED))
         self._ends = source[useful], target[useful]
-        counts = self._ends[0].bincount(minlength=automaton.states)
+        counts = self._ends[0].bincount(minlength=automaton.num_states)
         self._firsts = [0, *counts.cumsum(0).tolist()]  # the first edge of each automaton state
         log_classes = hmm.emission.group_log_probs(automaton.class_of.to(hmm.device), automaton.classes)  # [C, Z]
         edge, of_class = edge_of[edge_of >= 0], torch.arange(automaton.classes).expand_as(edge_of)[edge_of >= 0]

@@ -92,7 +92,7 @@ class SpacedSpelling:
     def automaton(self, reader: Automaton, rejects: bool = False) -> Automaton:
         """Return the automaton over tokens that reads their symbols with `reader`; see `Spelling.automaton`."""
         joined, spaced = (s.automaton(reader, rejects) for s in (self._joined, self._spaced))
-        kinds, states, spacings = self._joins.shape[1], joined.states, len(self._joins)
+        kinds, states, spacings = self._joins.shape[1], joined.num_states, len(self._joins)
         codes = (joined.class_of * spaced.classes + spaced.class_of) * kinds + self._kind_of
         distinct, class_of = codes.unique(return_inverse=True)
         if spacings * states * len(distinct) > LARGEST_TABLE:

@@ -44,8 +44,8 @@ def load_hmm(path: Path) -> tuple[ModelFolder, HMM]:
     require_dtype(file, tensors, [n for n in needed if n not in indices], torch.float32, torch.float64)
     try:
         hmm = HMM(*read_parts(tensors, kinds))
-        if hmm.states != states:
-            raise InputError(f"{hmm.states} states, {CONFIG} has {states}: files of two models are mixed")
+        if hmm.num_states != states:
+            raise InputError(f"{hmm.num_states} states, {CONFIG} has {states}: files of two models are mixed")
         hmm.validate()
     except InputError as error:
         raise InputError(f"{file}: {error}") from None

@@ -49,5 +49,5 @@ class PretrainedConfig(ModelConfig):
         words = word_vectors(network, vocabulary) if self.weights == "all" else None
         generator = torch.Generator().manual_seed(seed)
         return from_pretrained(
-            network, self.states, vocabulary.vocab_size, generator, words, self.max_initial_similarity, device
+            network, self.num_states, vocabulary.vocab_size, generator, words, self.max_initial_similarity, device
         )

@@ -85,7 +85,7 @@ class Explorer:
         """Compute the map and the n-gram, and before them what the model keeps of its first answers."""
         self.lm.next_token("", top=1)
         # How tokens are spelled depends on whether a word precedes them.
-        for prompt in ("", self.sentence.split(" ")[0]) if self.lm.hmm.states <= WARM_STATES else ():
+        for prompt in ("", self.sentence.split(" ")[0]) if self.lm.hmm.num_states <= WARM_STATES else ():
             with contextlib.suppress(InputError):  # of a model that never ends a line
                 self.lm.generate(prompt, regex=".*", max_new_tokens=2, seed=0)
         if not self.second.done():

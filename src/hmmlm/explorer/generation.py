@@ -120,11 +120,11 @@ def chosen_constraints(lm: LanguageModel, query: GenerateQuery) -> dict[str, Any
         if len(str(value)) > CONSTRAINT_CHARACTERS:
             raise InputError(f"the constraint {name} has more than {CONSTRAINT_CHARACTERS:,} characters")
     chosen = {name: value for name, value in query.constraints.items() if value not in (None, "", [])}
-    work = lm.hmm.states**2 * query.max_new_tokens
+    work = lm.hmm.num_states**2 * query.max_new_tokens
     if chosen and work > MAX_WORK and lm.hmm.device.type == "cpu":
         raise InputError(
-            f"a constraint on {query.max_new_tokens} tokens of a model with {lm.hmm.states:,} states takes too long "
-            "here: use fewer tokens, a GPU, or `hmmlm sample --must`"
+            f"a constraint on {query.max_new_tokens} tokens of a model with {lm.hmm.num_states:,} states takes too "
+            "long here: use fewer tokens, a GPU, or `hmmlm sample --must`"
         )
     return chosen
 
@@ -132,11 +132,11 @@ def chosen_constraints(lm: LanguageModel, query: GenerateQuery) -> dict[str, Any
 def _check_predicted(lm: LanguageModel, query: GenerateQuery, excluded: int | None) -> None:
     """Raise an InputError if samples would take too long: only those of the model itself need no sum over states."""
     plain = query.temperature == 1 and query.top_k is None and excluded is None
-    work = query.num * query.max_new_tokens * lm.hmm.states
+    work = query.num * query.max_new_tokens * lm.hmm.num_states
     if not plain and work > MAX_PREDICTED and lm.hmm.device.type == "cpu":
         raise InputError(
-            f"{query.num} samples of {query.max_new_tokens} tokens of a model with {lm.hmm.states:,} states take too "
-            "long here: use temperature 1, all words and <unk>, or fewer tokens"
+            f"{query.num} samples of {query.max_new_tokens} tokens of a model with {lm.hmm.num_states:,} states take "
+            "too long here: use temperature 1, all words and <unk>, or fewer tokens"
         )
 
 

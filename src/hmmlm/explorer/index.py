@@ -25,7 +25,7 @@ class StateIndex:
     @torch.no_grad()
     def __init__(self, lm: LanguageModel, exact_states: int = EXACT_STATES) -> None:
         self.lm, self.hmm = lm, lm.hmm.detach()
-        self.exact = self.hmm.states <= exact_states
+        self.exact = self.hmm.num_states <= exact_states
         self._log_ends = self._log_end_probs()
         if self.exact:
             share = long_run(self.hmm, lm.tokenizer.eos_id if lm.restarts else None).mass
@@ -47,7 +47,7 @@ class StateIndex:
         """Estimate the stationary distribution [Z]: the mean of the next-state distributions along sampled chains."""
         uniform = torch.rand(STEPS + 1, CHAINS, generator=torch.Generator().manual_seed(0)).to(self.hmm.device)
         states = invert(self.hmm.log_start.expand(CHAINS, -1), uniform[STEPS])
-        total = torch.zeros(self.hmm.states, dtype=torch.float64, device=self.hmm.device)
+        total = torch.zeros(self.hmm.num_states, dtype=torch.float64, device=self.hmm.device)
         for step in range(STEPS):
             log_next = self.transitions(states)
             if step >= BURN_IN:
@@ -66,8 +66,8 @@ class StateIndex:
 
     def check(self, state: int) -> int:
         """Return a state; raise an InputError if the model does not have it."""
-        if state not in range(self.hmm.states):
-            raise InputError(f"there is no state {state}: the model has states 0 to {self.hmm.states - 1}")
+        if state not in range(self.hmm.num_states):
+            raise InputError(f"there is no state {state}: the model has states 0 to {self.hmm.num_states - 1}")
         return state
 
     @torch.no_grad()
@@ -119,7 +119,7 @@ class StateIndex:
     def states_of_word(self, token: int, count: int) -> list[tuple[int, float]]:
         """Return the states that emit a token in a long text, and p(state | token)."""
         support, scores = self.hmm.emission.score(torch.tensor([token], device=self.hmm.device), False)
-        joint = self.share.log() + spread(scores, support, self.hmm.states, -torch.inf)[0]
+        joint = self.share.log() + spread(scores, support, self.hmm.num_states, -torch.inf)[0]
         return _top(joint.softmax(0), count) if bool(joint.isfinite().any()) else []
 
 

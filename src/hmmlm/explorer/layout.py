@@ -45,7 +45,7 @@ def features(index: StateIndex, states: Tensor) -> Tensor:
     hmm, generator = index.hmm, torch.Generator().manual_seed(0)
     by_word, by_state = (
         (torch.randn(size, WIDTH, generator=generator) / WIDTH**0.5).to(hmm.device, hmm.dtype)
-        for size in (hmm.vocab_size, hmm.states)
+        for size in (hmm.vocab_size, hmm.num_states)
     )
     found = []
     for piece in states.split(PIECE):

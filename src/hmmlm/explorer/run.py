@@ -37,7 +37,7 @@ def model(explorer: Explorer, query: ModelQuery) -> dict[str, Any]:
         "version": __version__,
         "name": explorer.name,
         "folder": None if explorer.folder is None else str(explorer.folder),
-        "states": lm.hmm.states,
+        "states": lm.hmm.num_states,
         "words": lm.hmm.vocab_size,
         "kind": lm.hmm.kind,
         "tokenizer": lm.tokenizer.kind,

@@ -81,7 +81,7 @@ def sentence(explorer: Explorer, query: SentenceQuery) -> dict[str, Any]:
 
 def _limit(lm: LanguageModel) -> int:
     """Return how many tokens of a text are read."""
-    return max(1, min(MAX_TOKENS, CELLS // lm.hmm.states))
+    return max(1, min(MAX_TOKENS, CELLS // lm.hmm.num_states))
 
 
 def _groups(lm: LanguageModel, tokens: list[int]) -> Iterator[list[list[int]]]:
@@ -89,7 +89,7 @@ def _groups(lm: LanguageModel, tokens: list[int]) -> Iterator[list[list[int]]]:
     group: list[list[int]] = []
     for sequence in lm.sequences(tokens):
         longest = max(len(sequence), *(len(other) for other in group), 0)
-        if group and (len(group) + 1) * longest * lm.hmm.states > CELLS:
+        if group and (len(group) + 1) * longest * lm.hmm.num_states > CELLS:
             yield group
             group = []
         group.append(sequence)

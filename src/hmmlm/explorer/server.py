@@ -48,7 +48,7 @@ class Server(ThreadingHTTPServer):
         self.explorer, self.closed = explorer, False
         self.policy = POLICY.format(ancestors=NOTEBOOKS if framed else "'none'")
         # One thread: torch keeps its own threads for each thread that uses it.
-        threads = 1 if explorer.lm.hmm.states <= ONE_THREAD else torch.get_num_threads()
+        threads = 1 if explorer.lm.hmm.num_states <= ONE_THREAD else torch.get_num_threads()
         self.worker = ThreadPoolExecutor(1, "query", torch.set_num_threads, (threads,))
         try:
             super().__init__((ADDRESS, port), Handler)

@@ -35,7 +35,7 @@ class StateQuery(Query):
 
 def state_map(explorer: Explorer, query: MapQuery) -> dict[str, Any]:
     """Return the states with the largest share as points in the unit square; ready is false until it is computed."""
-    answer = {"ready": False, "total": explorer.lm.hmm.states, "exact": explorer.index.exact, "states": []}
+    answer = {"ready": False, "total": explorer.lm.hmm.num_states, "exact": explorer.index.exact, "states": []}
     if not explorer.layout.done():
         return answer
     states, points = explorer.layout.result()

@@ -67,14 +67,14 @@ class HMM(Queries):
         return hmm
 
     @classmethod
-    def random(cls, states: int, vocab_size: int, seed: int = 0) -> HMM:
+    def random(cls, num_states: int, vocab_size: int, seed: int = 0) -> HMM:
         """Create an HMM of random distributions (uniform over all distributions), to `fit`."""
-        check_count("states", states, 1)
+        check_count("num_states", num_states, 1)
         check_count("vocab_size", vocab_size, 1)
-        check_count("states × (states + vocab_size)", states * (states + vocab_size), 1, _RANDOM_CELLS)
+        check_count("num_states × (num_states + vocab_size)", num_states * (num_states + vocab_size), 1, _RANDOM_CELLS)
         check_count("seed", seed, -(2**63))
         generator = torch.Generator().manual_seed(seed)
-        shapes = ((states,), (states, states), (states, vocab_size))
+        shapes = ((num_states,), (num_states, num_states), (num_states, vocab_size))
         draws = [torch.empty(shape, dtype=torch.float64).exponential_(generator=generator) for shape in shapes]
         start, transition, emission = ((draw / draw.sum(-1, keepdim=True)).float() for draw in draws)
         return cls.from_probs(start, transition, emission)
@@ -122,14 +122,14 @@ class HMM(Queries):
     # --- representation ---
 
     def __repr__(self) -> str:
-        sizes = f"states={self.states}, vocab_size={self.vocab_size}, dtype={self.dtype}, device={self.device}"
+        sizes = f"states={self.num_states}, vocab_size={self.vocab_size}, dtype={self.dtype}, device={self.device}"
         return f"HMM({self.kind}, {sizes})"
 
     def _repr_html_(self) -> str:
         """Return a table for notebooks."""
         facts = {
             "kind": self.kind,
-            "states": f"{self.states:,}",
+            "states": f"{self.num_states:,}",
             "words": f"{self.vocab_size:,}",
             "parameters": f"{sum(value.numel() for value in parameters_of(self).values()):,}",
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -145,7 +145,7 @@ class HMM(Queries):
         except ImportError:
             raise InputError("hmmlearn is not installed: pip install hmmlearn") from None
         start, transition, emission = self._to_arrays()
-        model = CategoricalHMM(n_components=self.states, n_features=self.vocab_size)
+        model = CategoricalHMM(n_components=self.num_states, n_features=self.vocab_size)
         model.startprob_, model.transmat_, model.emissionprob_ = start, transition, emission
         return model
 
@@ -160,7 +160,7 @@ class HMM(Queries):
         except ImportError:
             raise InputError("dynamax is not installed: pip install dynamax") from None
         start, transition, emission = self._to_arrays()
-        model = CategoricalHMM(self.states, emission_dim=1, num_classes=self.vocab_size)
+        model = CategoricalHMM(self.num_states, emission_dim=1, num_classes=self.vocab_size)
         given = {"initial_probs": start, "transition_matrix": transition, "emission_probs": emission[:, None]}
         return model, *model.initialize(**{name: jnp.asarray(probs) for name, probs in given.items()})
 
@@ -217,7 +217,7 @@ class HMM(Queries):
         check_number("pseudocount", pseudocount)
         checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
         total = int(checked.numel() if sizes is None else sizes.sum())
-        rows = at_once(checked.shape[1] * self.states, 2**25)
+        rows = at_once(checked.shape[1] * self.num_states, 2**25)
         pieces = [
             (checked[i : i + rows], None if sizes is None else sizes[i : i + rows])
             for i in range(0, len(checked), rows)

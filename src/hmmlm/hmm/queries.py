@@ -103,7 +103,7 @@ class Queries(Composition):
             carry: of the previous window, if these tokens continue others.
         """
         checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
-        check_carry(carry, checked, self.states)
+        check_carry(carry, checked, self.num_states)
         with torch.no_grad(), without_autocast(checked):
             batch = sort_batch(self, checked, sizes)
             lattice = run_filter(self.detach(), batch, log_initial(self, carry, batch))
@@ -126,7 +126,7 @@ class Queries(Composition):
             carry: of the previous window, if these tokens continue others (`filter(…).carry`).
         """
         checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
-        check_carry(carry, checked, self.states)
+        check_carry(carry, checked, self.num_states)
         model, batch = self.detach(), sort_batch(self, checked, sizes)
         result = torch.zeros(checked.shape, dtype=self.dtype, device=self.device)
         for first, lattice in windows(model, batch, log_initial(self, carry, batch)):
@@ -263,7 +263,7 @@ class Queries(Composition):
             total[ending] -= torch.xlogy(last, last).sum(1)
         posterior = lattice.filtered.map(exp_of_sum, messages)
         for (row, _, x, source), (_, _, share, target) in lattice.pairs(lattice.filtered, posterior):
-            for piece in torch.arange(len(row), device=self.device).split(at_once(self.states, _ENTROPIES)):
+            for piece in torch.arange(len(row), device=self.device).split(at_once(self.num_states, _ENTROPIES)):
                 own, other = some_rows(source, piece), some_rows(target, piece)
                 conditional = model.transition.origin_entropy(x[piece], own, other)
                 total.index_add_(0, row[piece], (conditional * share[piece]).sum(1).double())
@@ -276,7 +276,7 @@ class Queries(Composition):
         shape = (*lattice.batch.tokens.shape, self.vocab_size)
         result = torch.full(shape, NEG_INF, dtype=self.dtype, device=self.device)
         ahead, active = self._ahead(lattice), lattice.batch.active
-        size = at_once(active[0] * max(self.vocab_size, self.states), 2**22)
+        size = at_once(active[0] * max(self.vocab_size, self.num_states), 2**22)
         for first in range(0, len(active), size):
             sizes = active[first : first + size]
             emitted = self.emit(self._surroundings(lattice, ahead, range(first, first + len(sizes))))
@@ -377,7 +377,7 @@ class Queries(Composition):
     @query
     def emit(self, log_states: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Compute log Σ_z p(z) p(word | z) for log-distributions [..., Z]: [..., V], or [..., n] for `tokens` [n]."""
-        check_log_state(log_states, self.states, self.device)
+        check_log_state(log_states, self.num_states, self.device)
         if tokens is not None:
             check_words(tokens, self.vocab_size)
         return self.detach().emission.word_log_probs(log_states, tokens)
@@ -395,10 +395,10 @@ class Queries(Composition):
         All −inf if the token is impossible. For several sequences at once, log_state is [B, Z] and token [B].
         """
         model = self.detach()
-        check_log_state(log_state, self.states, self.device)
+        check_log_state(log_state, self.num_states, self.device)
         tokens = token[None] if isinstance(token, Tensor) else [[token]]
         words = check_tokens(tokens, self.vocab_size, self.device)[0]
-        if log_state.numel() != len(words) * self.states:
+        if log_state.numel() != len(words) * self.num_states:
             raise InputError(f"log_state of shape {list(log_state.shape)} is not a row for each of {len(words)} tokens")
         support, scores = model.emission.score(words, bool((words < 0).any()))
         filtered, _ = condition(LOG, restrict(log_state.view(len(words), -1), support), scores)

@@ -140,12 +140,12 @@ def _saved_settings(out: Path) -> tuple[DistillConfig, int]:
 
 def _check_amount(config: DistillConfig) -> None:
     """Raise an InputError if there will be fewer training tokens than states."""
-    assert config.tokens is not None and config.states is not None
+    assert config.tokens is not None and config.num_states is not None
     held_out = len(HOLD_OUT) / HOLD_OUT_EVERY
-    if config.tokens * (1 - held_out) < config.states:
+    if config.tokens * (1 - held_out) < config.num_states:
         raise InputError(
-            f"{config.tokens:,} tokens are too few for {config.states:,} states, as {held_out:.0%} are held out and "
-            "every state needs one: sample more (--tokens)"
+            f"{config.tokens:,} tokens are too few for {config.num_states:,} states, as {held_out:.0%} are held out "
+            "and every state needs one: sample more (--tokens)"
         )
 
 
@@ -161,20 +161,20 @@ def run_config(config: DistillConfig, samples: Path, vocab_size: int) -> RunConf
     Each state starts as a cluster of the model's hidden states, with the counts of its tokens. Expectation maximization
     continues from there: of the scalar model it gives the lower perplexity (docs/reproduction/lee2025.md).
     """
-    assert config.tokens is not None and config.states is not None and config.length is not None
+    assert config.tokens is not None and config.num_states is not None and config.length is not None
     length = min(WINDOW, config.length)
-    cells = config.states * vocab_size
+    cells = config.num_states * vocab_size
     values: dict[str, Any] = {
         "data": str(samples),
         "tokenizer": {"kind": "file", "file": samples / "tokenizer"},
-        "model": {"kind": "scalar", "states": config.states},
+        "model": {"kind": "scalar", "num_states": config.num_states},
         "initialization": {
             "kind": "counts",
             "teacher": config.model,
             "gguf_file": config.gguf_file,
             "tokens": config.tokens,
             "pseudocount": SMOOTHING * config.tokens / cells,
-            "kmeans": {"tokens": max(config.states, min(config.tokens, CLUSTERED * config.states))},
+            "kmeans": {"tokens": max(config.num_states, min(config.tokens, CLUSTERED * config.num_states))},
         },
         "batches": {"kind": "stream", "batch_size": STREAMS, "length": length},
         "optimizer": {"kind": "baum-welch", "step": 0.3, "pseudocount": SMOOTHING * STREAMS * length / cells},

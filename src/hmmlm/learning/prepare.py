@@ -239,8 +239,8 @@ def check_memory(size: ModelSize, optimizer: str, device: torch.device) -> None:
         where = "the GPU" if device.type == "cuda" else "this machine"
         raise InputError(
             f"training this model takes at least {needed / 1e9:,.0f} GB, and {where} has {available / 1e9:,.0f} GB: "
-            "use fewer states (--model.states), more blocks (--model.blocks), a narrower network (--model.hidden) or "
-            "a smaller vocabulary (--tokenizer.vocab-size)"
+            "use fewer states (--model.num-states), more blocks (--model.blocks), a narrower network (--model.hidden) "
+            "or a smaller vocabulary (--tokenizer.vocab-size)"
         )
 
 
@@ -307,15 +307,15 @@ def make_blocks(config: BlockedConfig, tokenizer: Tokenizer, train: TokenFile, p
     else:
         words, blocks = count_words(train), count_blocks(config, train)
         most = min(config.blocks, max(1, words // 2))
-        if blocks < config.blocks and config.states // blocks > MAX_IN_SMALL_TEXT:
+        if blocks < config.blocks and config.num_states // blocks > MAX_IN_SMALL_TEXT:
             raise InputError(
                 f"model.blocks is {config.blocks:,}, but the training text has {words:,} different words: set it to "
                 f"{most:,} or less, and use fewer states"
             )
         if blocks < config.blocks:
             progress.note(
-                f"the training text has {words:,} different words: {blocks} blocks of {config.states // blocks} states "
-                f"instead of {config.blocks:,} blocks"
+                f"the training text has {words:,} different words: {blocks} blocks of {config.num_states // blocks} "
+                f"states instead of {config.blocks:,} blocks"
             )
         if blocks > MAX_CLUSTERS:
             raise InputError(
@@ -334,7 +334,7 @@ def make_blocks(config: BlockedConfig, tokenizer: Tokenizer, train: TokenFile, p
 def count_blocks(config: BlockedConfig, train: TokenFile) -> int:
     """Return the number of blocks for a text: as configured, or fewer if it has fewer than two words for each."""
     most = min(config.blocks, max(1, count_words(train) // 2))
-    return next(count for count in range(most, 0, -1) if config.states % count == 0)
+    return next(count for count in range(most, 0, -1) if config.num_states % count == 0)
 
 
 def count_words(tokens: TokenFile) -> int:

@@ -12,6 +12,7 @@ from hmmlm.arguments import check_arguments
 from hmmlm.config.distill import DistillConfig
 from hmmlm.config.explain import explain
 from hmmlm.config.recipe import default_recipe, merge, recipe_values
+from hmmlm.config.renames import present_sections
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import drop_other_kinds, read_config
 from hmmlm.errors import InputError
@@ -43,10 +44,10 @@ def train(
         loggers: loggers of Lightning Fabric or Lightning (CSVLogger, WandbLogger, …), or objects with their methods
             log_hyperparams, log_metrics and finalize. They receive the configuration, and the figures of
             history.jsonl as "train/loss" or "valid/perplexity". A run that is resumed has none.
-        settings: sections of the configuration, as in a recipe: model={"kind": "linear", "states": 512},
+        settings: sections of the configuration, as in a recipe: model={"kind": "linear", "num_states": 512},
             train={"epochs": 3}.
     """
-    given = {"data": str(data), **settings}
+    given = present_sections({"data": str(data), **settings})
     start = recipe or default_recipe(settings)
     values = {} if start is None else drop_other_kinds(RunConfig, recipe_values(start), given)
     config = read_config(RunConfig, merge(values, given), "hmmlm.train")
@@ -66,7 +67,7 @@ def distill(model: str | Path, out: str | Path | None = None, **settings: Any) -
     Args:
         model: a Hugging Face folder, a name on the hub, or a GGUF file.
         out: the folder of the run; None: a new one in runs/.
-        settings: fields of `hmmlm.config.distill.DistillConfig`: tokens=1_000_000, states=1024, prompts="file.txt".
+        settings: fields of `hmmlm.config.distill.DistillConfig`: tokens=1_000_000, num_states=1024, prompts="file.txt".
     """
     try:
         config = DistillConfig(model=str(model), **settings)

@@ -81,9 +81,9 @@ def joint_tokens(config: RunConfig, total_tokens: int) -> int:
 
 def check_start(start: LabelConfig, model: Model, tokens: int, teacher: Teacher) -> None:
     """Raise an InputError if a teacher cannot initialize a model on a training text of this many tokens."""
-    if tokens < model.states:
+    if tokens < model.num_states:
         raise InputError(
-            f"the training text has {tokens:,} tokens, fewer than the {model.states:,} states to find in it"
+            f"the training text has {tokens:,} tokens, fewer than the {model.num_states:,} states to find in it"
         )
     if isinstance(start, LvdConfig) and (start.centroids or start.head):
         assert isinstance(model, Factored)  # the configuration was validated
@@ -149,7 +149,7 @@ class WarmStart:
         store = self.open_store(clusters)
         cached = isinstance(start, LvdConfig) and start.labels == "cached"
         if store is None and cached:
-            store = LabelStore(local, len(self.train), self.model.states, self.ranks.rank)
+            store = LabelStore(local, len(self.train), self.model.num_states, self.ranks.rank)
         if store is None:
             return source
         stored = StoredLabels(source, store)
@@ -170,7 +170,7 @@ class WarmStart:
             return self.make_clusters()
         kmeans = start.kmeans.model_dump(exclude={"memory_gb", "seed"})
         blocks = None if self.block_of_word is None else self.block_of_word.tolist()
-        name = content_name(self.cache_facts, kmeans, self.seed, self.model.states, self.rows, blocks)
+        name = content_name(self.cache_facts, kmeans, self.seed, self.model.num_states, self.rows, blocks)
         path = start.cache / f"clusters-{name}.safetensors"
         with exclusive(path.with_suffix(".lock"), self.on_work):
             if path.exists():
@@ -193,11 +193,11 @@ class WarmStart:
         if self.start.cache is None or self.config.batches.kind != "chunks":
             return None
         path = self.start.cache / f"labels-{content_name(self.cache_facts, cluster_facts(clusters))}.bin"
-        return LabelStore(path, len(self.train), self.model.states, self.ranks.rank)
+        return LabelStore(path, len(self.train), self.model.num_states, self.ranks.rank)
 
     def make_clusters(self) -> Clusters:
         """Run k-means over the embeddings of chunks drawn at random from the training text."""
-        kmeans, states = self.start.kmeans, self.model.states
+        kmeans, states = self.start.kmeans, self.model.num_states
         used = min(kmeans.tokens, len(self.train))
         max_bytes = int(kmeans.memory_gb * 1e9)
         assert self.teacher is not None
@@ -248,7 +248,7 @@ class WarmStart:
         """Raise an InputError if clusters do not fit this model and teacher."""
         assert self.teacher is not None
         blocks, each = clusters.centroids.shape[:2]
-        own = self.model.states // self.groups
+        own = self.model.num_states // self.groups
         if (blocks, each) != (self.groups, own):
             raise InputError(
                 f"{where} has {blocks} × {each} clusters (blocks × states), this model {self.groups} × {own}"
@@ -297,7 +297,9 @@ class WarmStart:
         batches = self.config.batches
         resets = batches.kind == "stream" and batches.reset_at_eos
         eos = self.tokenizer.eos_id if resets else None
-        self.model.assign(hmm_from_labels(labeled(), self.model.states, self.model.vocab_size, start.pseudocount, eos))
+        self.model.assign(
+            hmm_from_labels(labeled(), self.model.num_states, self.model.vocab_size, start.pseudocount, eos)
+        )
 
     def release_teacher(self) -> None:
         """Free the teacher's memory."""

@@ -31,7 +31,7 @@ def save_control(hmm: HMM, path: str | Path, eos_token_id: int, tokenizer: Token
             f"the tokenizer has {tokenizer.vocab_size} words and the model has {hmm.vocab_size}: give its own tokenizer"
         )
     tensors = {"alpha_exp": hmm.transition.dense().exp(), "beta": hmm.emission.dense(), "gamma": hmm.log_start}
-    header = {"hidden_states": hmm.states, "vocab_size": hmm.vocab_size, "eos_token_id": eos_token_id}
+    header = {"hidden_states": hmm.num_states, "vocab_size": hmm.vocab_size, "eos_token_id": eos_token_id}
     write_folder(as_folder(path), tensors, header, {"format": "pt"}, tokenizer)
 
 

@@ -24,8 +24,8 @@ class LongRun(NamedTuple):
 @torch.no_grad()
 def long_run(hmm: HMM, restart_after: int | None) -> LongRun:
     """Compute the stationary distribution of a model; after the token `restart_after` it starts again."""
-    if hmm.states > MAX_STATES:
-        raise InputError(f"{hmm.states:,} states are too many to explain: the limit is {MAX_STATES:,}")
+    if hmm.num_states > MAX_STATES:
+        raise InputError(f"{hmm.num_states:,} states are too many to explain: the limit is {MAX_STATES:,}")
     dense = hmm.dense().to("cpu", torch.float64)
     start, transition = dense.log_start.exp(), dense.transition.dense().exp()
     if restart_after is not None:  # the start distribution follows, whatever the transition matrix holds

@@ -122,7 +122,7 @@ def sample_continuations(
     """
     model = hmm.detach()
     before = read_context(model, context)
-    size = at_once(max(hmm.states, hmm.vocab_size), 2**22)
+    size = at_once(max(hmm.num_states, hmm.vocab_size), 2**22)
     sampled: list[list[int]] = []
     for first in range(0, options.num, size):
         rows = _Rows(options, range(first, min(first + size, options.num)), end, hmm.device)
@@ -139,7 +139,7 @@ class _Sampler:
         options = rows.options
         self.hmm, self.rows, self.options, self.excluded = hmm, rows, options, excluded
         self.ancestral = options.plain(hmm.vocab_size) and excluded is None
-        lowest = _PROPOSED if proposals or hmm.states >= _PROPOSED_STATES else 1.0
+        lowest = _PROPOSED if proposals or hmm.num_states >= _PROPOSED_STATES else 1.0
         self.proposals = proposals or _PROPOSALS
         self.proposing = options.whole(hmm.vocab_size) and lowest <= options.temperature <= 1
 

@@ -140,7 +140,7 @@ class HarnessModel(LM):
     @property
     def _rows(self) -> int:
         """The number of texts that are continued together."""
-        return at_once(max(self.lm.hmm.states, self.lm.hmm.vocab_size), 2**22)
+        return at_once(max(self.lm.hmm.num_states, self.lm.hmm.vocab_size), 2**22)
 
     @torch.no_grad()
     def _greedy(self, pairs: Sequence[tuple[list[int], list[int]]], scores: Sequence[float]) -> list[bool]:

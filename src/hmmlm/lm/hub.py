@@ -88,7 +88,7 @@ def model_card(lm: LanguageModel, results: str | Path | None = None) -> str:
 def _facts(lm: LanguageModel) -> list[tuple[str, object]]:
     tensors = lm.hmm.tensors().values()
     return [
-        ("states", f"{lm.hmm.states:,}"),
+        ("states", f"{lm.hmm.num_states:,}"),
         ("kind", lm.hmm.kind),
         ("parameters", f"{sum(value.numel() for value in tensors if value.is_floating_point()):,}"),
         ("tokenizer", f"{lm.tokenizer.kind}, {lm.tokenizer.vocab_size:,} tokens"),

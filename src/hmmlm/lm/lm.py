@@ -83,7 +83,7 @@ class LanguageModel(SequenceModel):
         self._guides = GuideCache(hmm, tokenizer)
 
     def __repr__(self) -> str:
-        return f"LanguageModel(states={self.hmm.states}, words={self.hmm.vocab_size}, kind={self.hmm.kind!r})"
+        return f"LanguageModel(states={self.hmm.num_states}, words={self.hmm.vocab_size}, kind={self.hmm.kind!r})"
 
     def _repr_html_(self) -> str:
         """Return a table for notebooks."""
@@ -326,7 +326,7 @@ class LanguageModel(SequenceModel):
         folder = as_folder(path)
         header = {
             **kinds_of(self.hmm),
-            "states": self.hmm.states,
+            "states": self.hmm.num_states,
             "vocab_size": self.hmm.vocab_size,
             "eos_id": self._eos,
             "training": self.config,

@@ -131,7 +131,7 @@ class SequenceModel(TextModel):
     @property
     def _lattice_tokens(self) -> int:
         """Return how many tokens a query that keeps tokens × states may process together."""
-        return min(_BATCH_TOKENS, at_once(self.hmm.states, 2**25))
+        return min(_BATCH_TOKENS, at_once(self.hmm.num_states, 2**25))
 
     @torch.no_grad()
     @check_arguments

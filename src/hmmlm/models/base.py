@@ -35,7 +35,7 @@ BlockCount = Annotated[int, Field(ge=0, le=2**16)]
 class ModelConfig(Section, ABC):
     """A model family. Each adds `kind`, its own fields, and `build`."""
 
-    states: States = 512
+    num_states: States = 512
     """Number of hidden states."""
 
     optimizer_defaults: ClassVar[dict[str, Any]] = {}
@@ -76,7 +76,7 @@ class ModelConfig(Section, ABC):
 
     def size(self, words: int) -> ModelSize:
         """Return a lower bound of what training holds, for a vocabulary of `words`: here that of a dense HMM."""
-        return ModelSize(0, self.states * (self.states + words))
+        return ModelSize(0, self.num_states * (self.num_states + words))
 
     @abstractmethod
     def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
@@ -115,13 +115,13 @@ class BlockedConfig(ModelConfig):
     def size(self, words: int) -> ModelSize:
         if not self.blocks:
             return super().size(words)
-        in_block = self.states // self.blocks  # emissions, and the transitions between two blocks
+        in_block = self.num_states // self.blocks  # emissions, and the transitions between two blocks
         return ModelSize(0, in_block * (in_block + words))
 
     @model_validator(mode="after")
     def _blocks_divide_states(self) -> BlockedConfig:
-        if self.blocks and self.states % self.blocks:
-            raise ValueError(f"states ({self.states}) must be a multiple of blocks ({self.blocks})")
+        if self.blocks and self.num_states % self.blocks:
+            raise ValueError(f"states ({self.num_states}) must be a multiple of blocks ({self.blocks})")
         return self
 
     @model_validator(mode="after")
@@ -146,7 +146,7 @@ class Model(nn.Module, ABC):
 
     def __init__(self, states: int, vocab_size: int) -> None:
         super().__init__()
-        self.states = states
+        self.num_states = states
         self.vocab_size = vocab_size
         self.skipped: Tensor
         """How many training sequences were dropped because their mass underflowed inside a CUDA graph."""
@@ -213,7 +213,7 @@ class BlockedModel(Model):
     """States in blocks that emit the words of one cluster each, with state dropout."""
 
     def __init__(self, blocks: Blocks, dropout: float) -> None:
-        super().__init__(blocks.states, blocks.vocab_size)
+        super().__init__(blocks.num_states, blocks.vocab_size)
         states_kept(blocks.states_per_block, dropout)  # raises an error before any work
         self.blocks, self.dropout = blocks, dropout
         self.tiles = make_tiles(blocks.block_of_word, blocks.num_blocks)

@@ -85,14 +85,14 @@ class FactoredConfig(ModelConfig):
         return 1
 
     def size(self, words: int) -> ModelSize:
-        embeddings = (self.states + (words if self.factor_emission else 0)) * self.hidden
+        embeddings = (self.num_states + (words if self.factor_emission else 0)) * self.hidden
         parameters = self.capacity or embeddings + self.network_weights
         return ModelSize(parameters, super().size(words).probabilities)
 
     def make_dense(self, vocab_size: int, hidden: int, generator: torch.Generator | None) -> Factored:
         """Create the dense model with embeddings of width `hidden`."""
         return Factored(
-            self.states,
+            self.num_states,
             vocab_size,
             hidden,
             make_network=self.make_network(hidden),
@@ -112,7 +112,7 @@ class FactoredConfig(ModelConfig):
             return self.hidden
         # Nothing is drawn or scaled, only counted.
         unscaled = self.model_copy(update={"init": "normal"})
-        what = f"{self.states} states and {vocab_size:,} words"
+        what = f"{self.num_states} states and {vocab_size:,} words"
         return fit_width(lambda w: unscaled.make_dense(vocab_size, w, None), self.capacity, self.width_step, what)
 
     def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
@@ -121,7 +121,9 @@ class FactoredConfig(ModelConfig):
         if block_of_word is None:
             return dense
         assert isinstance(self, BlockedConfig)
-        return BlockedFactored(Blocks.from_clusters(block_of_word, self.states, vocab_size=words), dense, self.dropout)
+        return BlockedFactored(
+            Blocks.from_clusters(block_of_word, self.num_states, vocab_size=words), dense, self.dropout
+        )
 
 
 class LinearConfig(FactoredConfig, BlockedConfig):

@@ -29,26 +29,26 @@ class LowRankConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _rank_is_low(self) -> LowRankConfig:
-        if self.rank is not None and self.rank > self.states:
-            raise ValueError(f"rank ({self.rank}) must be at most states ({self.states})")
+        if self.rank is not None and self.rank > self.num_states:
+            raise ValueError(f"rank ({self.rank}) must be at most states ({self.num_states})")
         return self
 
     @property
     def classes(self) -> int:
         """The rank that is used."""
-        return self.rank or max(1, self.states // 8)
+        return self.rank or max(1, self.num_states // 8)
 
     @property
     def counts_suffice(self) -> bool:
         return True
 
     def size(self, words: int) -> ModelSize:
-        entries = self.states * (2 * self.classes + words)
+        entries = self.num_states * (2 * self.classes + words)
         return ModelSize(entries, entries)
 
     def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
         generator = torch.Generator().manual_seed(seed)
-        return LowRankModel(self.states, self.classes, vocabulary.vocab_size, self.scale, generator)
+        return LowRankModel(self.num_states, self.classes, vocabulary.vocab_size, self.scale, generator)
 
 
 class LowRankModel(TableModel):

@@ -30,23 +30,23 @@ class MonarchConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _groups_divide_states(self) -> MonarchConfig:
-        if self.groups is not None and self.states % self.groups:
-            raise ValueError(f"states ({self.states}) must be a multiple of groups ({self.groups})")
+        if self.groups is not None and self.num_states % self.groups:
+            raise ValueError(f"states ({self.num_states}) must be a multiple of groups ({self.groups})")
         return self
 
     @property
     def shape(self) -> tuple[int, int]:
         """The number of groups, and of states of a group."""
-        root = math.isqrt(self.states)
-        groups = self.groups or next(a for a in range(root, 0, -1) if self.states % a == 0)
-        return groups, self.states // groups
+        root = math.isqrt(self.num_states)
+        groups = self.groups or next(a for a in range(root, 0, -1) if self.num_states % a == 0)
+        return groups, self.num_states // groups
 
     @property
     def counts_suffice(self) -> bool:
         return True
 
     def size(self, words: int) -> ModelSize:
-        entries = self.states * (sum(self.shape) + words)
+        entries = self.num_states * (sum(self.shape) + words)
         return ModelSize(entries, entries)
 
     def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:

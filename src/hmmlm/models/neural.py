@@ -22,7 +22,7 @@ Form = Literal["released", "printed"]
 class NetworkConfig(ModelConfig):
     """Networks on state embeddings (Chiu & Rush 2020)."""
 
-    states: States = 2048
+    num_states: States = 2048
     """Number of hidden states."""
     hidden: Width = 256
     """Size of embeddings and networks."""
@@ -35,7 +35,7 @@ class NetworkConfig(ModelConfig):
 
     def network_size(self, words: int) -> int:
         """Return a lower bound of the number of parameters."""
-        return (self.states // 2 + words + 6 * self.hidden) * self.hidden
+        return (self.num_states // 2 + words + 6 * self.hidden) * self.hidden
 
 
 class NeuralConfig(NetworkConfig, BlockedConfig):
@@ -57,12 +57,12 @@ class NeuralConfig(NetworkConfig, BlockedConfig):
 
     def size(self, words: int) -> ModelSize:
         # Without blocks, the transitions are computed in tiles all the same.
-        cells = super().size(words).probabilities if self.blocks else self.states * words
+        cells = super().size(words).probabilities if self.blocks else self.num_states * words
         return ModelSize(self.network_size(words), cells)
 
     def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
         return Neural(
-            one_block(vocabulary.vocab_size, self.states, block_of_word),
+            one_block(vocabulary.vocab_size, self.num_states, block_of_word),
             hidden=self.hidden,
             form=self.form,
             dropout=self.dropout,
@@ -107,7 +107,7 @@ class Neural(FactoredBlockedModel):
         self.start = nn.Linear(hidden, 1)
         self.words = nn.Linear(hidden, blocks.vocab_size, bias=form == "released")
         width = hidden // 2 if block_embeddings else hidden
-        self.embedding = nn.Parameter(torch.empty(blocks.states, width))
+        self.embedding = nn.Parameter(torch.empty(blocks.num_states, width))
         self.block_embedding = nn.Parameter(torch.empty(blocks.num_blocks, width)) if block_embeddings else None
         tables = [self.embedding] if self.block_embedding is None else [self.embedding, self.block_embedding]
         initialize_linears_(self, form == "printed", generator)
@@ -126,7 +126,7 @@ class Neural(FactoredBlockedModel):
         if self.block_embedding is None:
             return own
         if states is None:
-            states = torch.arange(self.states, device=own.device)
+            states = torch.arange(self.num_states, device=own.device)
         of_block = self.block_embedding.index_select(0, states // self.blocks.states_per_block)
         return torch.cat([of_block, own], 1)
 

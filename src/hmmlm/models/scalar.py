@@ -42,13 +42,13 @@ class ScalarConfig(BlockedConfig):
 
     def size(self, words: int) -> ModelSize:
         words_of_state = words // max(1, self.blocks)
-        return ModelSize(self.states * (self.states + words_of_state), super().size(words).probabilities)
+        return ModelSize(self.num_states * (self.num_states + words_of_state), super().size(words).probabilities)
 
     def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
         generator, words = torch.Generator().manual_seed(seed), vocabulary.vocab_size
         if block_of_word is None:
-            return Scalar(self.states, words, self.scale, generator)
-        blocks = Blocks.from_clusters(block_of_word, self.states, vocab_size=words)
+            return Scalar(self.num_states, words, self.scale, generator)
+        blocks = Blocks.from_clusters(block_of_word, self.num_states, vocab_size=words)
         return BlockedScalar(blocks, self.dropout, self.scale, generator)
 
 
@@ -71,10 +71,10 @@ class Scalar(TableModel):
     @torch.no_grad()
     def assign(self, hmm: HMM) -> None:
         """Copy log-probabilities: they are logits whose log-sum-exp is zero; zero probabilities become −inf."""
-        if (hmm.states, hmm.vocab_size) != (self.states, self.vocab_size):
+        if (hmm.num_states, hmm.vocab_size) != (self.num_states, self.vocab_size):
             raise InputError(
-                f"an HMM of {hmm.states} states and {hmm.vocab_size} words cannot be assigned to a model of "
-                f"{self.states} states and {self.vocab_size} words"
+                f"an HMM of {hmm.num_states} states and {hmm.vocab_size} words cannot be assigned to a model of "
+                f"{self.num_states} states and {self.vocab_size} words"
             )
         for logits, log_probs in zip(self.logits.values(), hmm.tensors().values(), strict=True):
             logits.copy_(log_probs)
@@ -94,8 +94,8 @@ class BlockedScalar(BlockedModel):
         def logits(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(*shape, generator=generator) * scale)
 
-        self.start = logits(blocks.states)
-        self.transition = logits(blocks.states, blocks.states)
+        self.start = logits(blocks.num_states)
+        self.transition = logits(blocks.num_states, blocks.num_states)
         self.emission = logits(blocks.vocab_size, blocks.states_per_block)
 
     def log_emission(self) -> Tensor:

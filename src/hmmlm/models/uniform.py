@@ -40,8 +40,8 @@ class UniformConfig(NetworkConfig):
 
     @model_validator(mode="after")
     def _states_suffice(self) -> UniformConfig:
-        if self.states_per_word > self.states:
-            raise ValueError(f"states_per_word ({self.states_per_word}) must be at most states ({self.states})")
+        if self.states_per_word > self.num_states:
+            raise ValueError(f"states_per_word ({self.states_per_word}) must be at most states ({self.num_states})")
         return self
 
     def size(self, words: int) -> ModelSize:
@@ -49,7 +49,7 @@ class UniformConfig(NetworkConfig):
 
     def build(self, vocabulary: Tokenizer, block_of_word: Tensor | None, seed: int, device: torch.device) -> Model:
         return UniformNeural(
-            UniformSubsets.sample(vocabulary.vocab_size, self.states, self.states_per_word, seed=seed),
+            UniformSubsets.sample(vocabulary.vocab_size, self.num_states, self.states_per_word, seed=seed),
             hidden=self.hidden,
             form=self.form,
             dropout=self.dropout,
@@ -72,11 +72,11 @@ class WordLists(NamedTuple):
 def make_lists(subsets: UniformSubsets) -> WordLists:
     """Lay the words out; done once for a structure."""
     states = subsets.states_of_word.cpu().flatten()
-    counts = torch.bincount(states, minlength=subsets.states)
+    counts = torch.bincount(states, minlength=subsets.num_states)
     order = torch.argsort(states, stable=True)
     slot = torch.empty_like(states)
     slot[order] = torch.arange(len(order)) - (counts.cumsum(0) - counts)[states[order]]
-    shape = (subsets.states, int(counts.max()))
+    shape = (subsets.num_states, int(counts.max()))
     # Empty places take different words: gradients are added up by word, and one word for all would be a queue.
     words, empty = torch.arange(shape[0] * shape[1]).view(shape) % subsets.vocab_size, torch.ones(shape).bool()
     words[states, slot] = torch.arange(len(states)) // subsets.states_of_word.shape[1]
@@ -131,8 +131,8 @@ class UniformNeural(Model):
         network_dropout: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__(subsets.states, subsets.vocab_size)
-        block = one_block(subsets.vocab_size, subsets.states, None)
+        super().__init__(subsets.num_states, subsets.vocab_size)
+        block = one_block(subsets.vocab_size, subsets.num_states, None)
         self.network = Neural(
             block, hidden=hidden, form=form, dropout=dropout, network_dropout=network_dropout, generator=generator
         )
@@ -163,12 +163,12 @@ class UniformNeural(Model):
         It has Z × Z and Z × V numbers: 1.7 GB at 2^14 states and 10,000 words, twice that while it is made. Training
         never makes it. Under autocast the factors are rounded as they are in training.
         """
-        every = torch.arange(self.states, device=self.network.embedding.device)
+        every = torch.arange(self.num_states, device=self.network.embedding.device)
         embedding = self.network.embed(every)
         (u, _), (w, log_start) = self.network.leaving(embedding, None), self.network.entering(embedding)
         own = self.subsets.states_of_word * self.lists.words.shape[1] + self.lists.slot
         by_word = self.log_emission(every).flatten().index_select(0, own.flatten()).view_as(own)
-        impossible = by_word.new_full((self.vocab_size, self.states), float("-inf"))
+        impossible = by_word.new_full((self.vocab_size, self.num_states), float("-inf"))
         log_emission = impossible.scatter(1, self.subsets.states_of_word, by_word).t().contiguous()
         rounded = product_dtype(u)
         with torch.autocast(u.device.type, enabled=False):
@@ -183,8 +183,8 @@ class UniformNeural(Model):
         Every position becomes a block of its own, of the n states that may emit its word. States that are not kept are
         in it but never entered. A sequence that is impossible without them is skipped, and restarts in the next window.
         """
-        columns = sample_columns(self.states, self.dropout, device=tokens.device)
-        kept = columns.int().argsort(descending=True, stable=True)[: states_kept(self.states, self.dropout)]
+        columns = sample_columns(self.num_states, self.dropout, device=tokens.device)
+        kept = columns.int().argsort(descending=True, stable=True)[: states_kept(self.num_states, self.dropout)]
         place = (columns.cumsum(0) - 1).clamp(min=0)  # of a kept state among the kept
         carried_states = None if carry is None or carry.states is None else carry.states
         left = None if carried_states is None else carried_states.flatten()

@@ -32,7 +32,7 @@ class UnionConfig(ModelConfig):
     kind: Literal["union"] = "union"
     joined: Path
     """A model of `hmmlm join`, or any saved model: the tables or factors of its probabilities are the parameters."""
-    states: States = 1
+    num_states: States = 1
     """Not used: the number of states is that of the saved model."""
     dropout: Fraction = 0.0
     """State dropout of components with blocks: the fraction of each block's states left out of a batch."""
@@ -62,7 +62,7 @@ class Union(Model):
     graphable = False  # batches are cut at restarts, into as many sequences as there are
 
     def __init__(self, hmm: HMM, dropout: float = 0.0) -> None:
-        super().__init__(hmm.states, hmm.vocab_size)
+        super().__init__(hmm.num_states, hmm.vocab_size)
         self.components = nn.ModuleList(_module(component.to(torch.float32), dropout) for component in hmm.components)
         self.weights = nn.Parameter(hmm.log_weights.float().clamp(min=_LEAST))
 
@@ -78,7 +78,7 @@ class Union(Model):
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
     ) -> Scan:
         models, log_weights = self._models(), self.weights.log_softmax(0)
-        sizes = [model.states for model in models]
+        sizes = [model.num_states for model in models]
         restart = restart_lost(restart, carry, tokens)
         scans = [model.scan for model in models]
         return scan_components(scans, sizes, log_weights, tokens, lengths, carry, restart)
@@ -114,6 +114,6 @@ def _module(hmm: HMM, dropout: float) -> Model:
         raise InputError(
             f"a {hmm.kind} model cannot be trained on: only dense × categorical and factored × blocked ones"
         )
-    model = Scalar(hmm.states, hmm.vocab_size, scale=0.0)
+    model = Scalar(hmm.num_states, hmm.vocab_size, scale=0.0)
     model.assign(map_tensors(hmm, lambda values: values.clamp(min=_LEAST)))
     return model

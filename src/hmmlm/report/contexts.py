@@ -89,8 +89,8 @@ def _query(
 @torch.no_grad()
 def text_share(lm: LanguageModel, text: TokenFile) -> Tensor | None:
     """Return the share of the text's tokens that each state emits [Z], by posterior; None if no part is possible."""
-    total, count = torch.zeros(lm.hmm.states, dtype=torch.float64), 0
-    for windows in _window_batches(lm, text, min(MAX_TOKENS, MAX_WORK // lm.hmm.states**2)):
+    total, count = torch.zeros(lm.hmm.num_states, dtype=torch.float64), 0
+    for windows in _window_batches(lm, text, min(MAX_TOKENS, MAX_WORK // lm.hmm.num_states**2)):
         for window, posterior in _query(lm, windows, lm.hmm.posterior):
             total += posterior[window.inner].double().sum(0)
             count += len(posterior[window.inner])
@@ -125,7 +125,7 @@ def find_passages(lm: LanguageModel, text: TokenFile, state: int, count: int) ->
     Looks at CANDIDATES places, drawn at random from those of the words that the state emits most; each is read with
     MARGIN tokens on both sides. Of models with very many states, fewer places with smaller margins are read.
     """
-    tokens = max(READ_CELLS // lm.hmm.states, 128)
+    tokens = max(READ_CELLS // lm.hmm.num_states, 128)
     margin = MARGIN if tokens > CANDIDATES * 2 * MARGIN else MARGIN // 3
     candidates = min(CANDIDATES, tokens // (2 * margin + 1))
     words, log_probs = lm.hmm.detach().emission.log_rows(torch.tensor([state], device=lm.hmm.device))

@@ -81,7 +81,7 @@ def _verdict(results: RunResults) -> str:
     if hmm.perplexity > ngram.perplexity:
         first = (
             f"Counting wins here: {tokens:,} tokens of documentation repeat whole phrases, which a 5-gram memorizes "
-            f"and {results.lm.hmm.states:,} states cannot. On 1 MB of English the HMM of `hmmlm train` is ahead."
+            f"and {results.lm.hmm.num_states:,} states cannot. On 1 MB of English the HMM of `hmmlm train` is ahead."
         )
     else:
         first = f"The HMM is ahead of the 5-gram on {tokens:,} training tokens."
@@ -99,7 +99,7 @@ def _comparison(results: RunResults) -> Table:
     for name in ("perplexity", "known words", "bits per token"):
         table.add_column(name, justify="right")
     rows = {name: (scores["test"], "") for name, scores in results.baselines.items()}
-    rows[f"HMM, {results.lm.hmm.states:,} states"] = (results.scores["test"], "bold")
+    rows[f"HMM, {results.lm.hmm.num_states:,} states"] = (results.scores["test"], "bold")
     rows[MIXTURE] = (results.mixture["test"], "bold")
     for name, (score, style) in sorted(rows.items(), key=lambda row: -row[1][0].perplexity):
         figures = (score.perplexity, score.known_perplexity)

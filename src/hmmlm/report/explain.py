@@ -47,7 +47,7 @@ def explain_states(lm: LanguageModel, words: int = 10) -> StateSummary:
     """
     hmm, transition, mass = long_run(lm.hmm, lm.tokenizer.eos_id if lm.restarts else None)
     log_word = (mass @ hmm.emission.dense().exp()).log()
-    telling = telling_words(hmm, torch.arange(hmm.states), log_word, words)
+    telling = telling_words(hmm, torch.arange(hmm.num_states), log_word, words)
     return StateSummary(transition, mass, telling, mass.argsort(descending=True))
 
 

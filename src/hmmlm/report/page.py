@@ -60,7 +60,7 @@ def write_report(results: RunResults, sentence: str | None = None) -> Path:
     sentence = sentence or typical_sentence(results.data)
     summary, problem = None, ""
     figures = _training_figures(results)
-    if results.lm.hmm.states <= embeddings.MAX_STATES:
+    if results.lm.hmm.num_states <= embeddings.MAX_STATES:
         summary = explain_states(results.lm)
         figures["transitions"] = _transition_figure(results, summary)
         try:
@@ -89,7 +89,7 @@ def next_commands(results: RunResults) -> dict[str, str]:
     }
     if results.config.train.epochs is not None:
         commands[f"{hmmlm} train --resume {run} --train.epochs {2 * results.config.train.epochs}"] = "train longer"
-    if results.lm.hmm.states <= embeddings.MAX_STATES:
+    if results.lm.hmm.num_states <= embeddings.MAX_STATES:
         commands[f"{hmmlm} inspect {run} --contexts"] = "list the states with occurrences in the validation text"
     return commands
 
@@ -148,7 +148,7 @@ def _render(
     train_tokens = len(results.data.tokens["train"])
     changed, defaults = split_settings(results.config)
     return TEMPLATES.get_template("report.html.j2").render(
-        title=f"HMM with {results.lm.hmm.states:,} states, trained on {results.config.data}",
+        title=f"HMM with {results.lm.hmm.num_states:,} states, trained on {results.config.data}",
         version=__version__,
         run=str(results.run),
         tiles=_tiles(results),
@@ -157,7 +157,7 @@ def _render(
         results=_result_rows(results),
         splits=_split_rows(results),
         states=None if summary is None else _state_rows(results, summary),
-        heatmap_states=min(HEATMAP_STATES, results.lm.hmm.states),
+        heatmap_states=min(HEATMAP_STATES, results.lm.hmm.num_states),
         sentence=sentence,
         problem=problem,
         samples=[results.lm.generate(max_new_tokens=SAMPLE_TOKENS, seed=seed) for seed in range(SAMPLES)],
@@ -182,7 +182,7 @@ def _tiles(results: RunResults) -> dict[str, str]:
 
 
 def _result_rows(results: RunResults) -> Rows:
-    scores = {f"HMM, {results.lm.hmm.states:,} states": results.scores}
+    scores = {f"HMM, {results.lm.hmm.num_states:,} states": results.scores}
     scores |= {f"Kneser-Ney {name}": by_split for name, by_split in results.baselines.items()}
     weight = results.mixture_weight
     scores[f"{MIXTURE} (weights {weight:.2f} and {1 - weight:.2f}, chosen on valid)"] = results.mixture

@@ -37,8 +37,8 @@ def count_expected(hmm: Composition, lattice: Lattice, messages: Packed, weights
             emitted[name] += value
     moved = list(_transition_counts(hmm, lattice, messages, weight))
     return Counts(
-        spread(marginals[0], lattice.supports[0], hmm.states, 0.0).sum(0),
-        _sparse(hmm, moved, hmm.states),
+        spread(marginals[0], lattice.supports[0], hmm.num_states, 0.0).sum(0),
+        _sparse(hmm, moved, hmm.num_states),
         next(iter(emitted.values())),
         log_likelihood.sum().to(hmm.dtype),
     )
@@ -72,7 +72,7 @@ def _transition_counts(
             index, counts = _wide_counts(hmm, filtered[n], ahead[n], source, target, n)
             yield index, counts * weight[row[n]]
     origins, targets = known // blocks, known % blocks
-    flat = (origins[:, None] * k + in_block)[:, :, None] * hmm.states + (targets[:, None] * k + in_block)[:, None]
+    flat = (origins[:, None] * k + in_block)[:, :, None] * hmm.num_states + (targets[:, None] * k + in_block)[:, None]
     yield flat.flatten(), totals.flatten()
 
 
@@ -80,11 +80,11 @@ def _wide_counts(
     hmm: Composition, before: Tensor, ahead: Tensor, source: BlockSupport, target: BlockSupport, row: int
 ) -> tuple[Tensor, Tensor]:
     """Return the expected transitions of one row of a step, from or to all states."""
-    first, second = (span_of(int(s.blocks[row]), s.width, hmm.states) for s in (source, target))
+    first, second = (span_of(int(s.blocks[row]), s.width, hmm.num_states) for s in (source, target))
     before, ahead = before[first] if source.wide else before, ahead[second] if target.wide else ahead
     tile = torch.cat(list(hmm.transition.pieces(first, second)), 1)
-    states = torch.arange(hmm.states, device=hmm.device)
-    flat = states[first][:, None] * hmm.states + states[second]
+    states = torch.arange(hmm.num_states, device=hmm.device)
+    flat = states[first][:, None] * hmm.num_states + states[second]
     return flat.flatten(), (before[:, None] + tile + ahead).flatten().softmax(0)
 
 
@@ -103,4 +103,4 @@ def _sparse(hmm: Composition, entries: list[tuple[Tensor, Tensor]], columns: int
     flat, values = (torch.cat(column) for column in zip(none, *entries, strict=True))
     index = torch.stack([flat // columns, flat % columns])
     with torch.sparse.check_sparse_tensor_invariants():
-        return torch.sparse_coo_tensor(index, values, (hmm.states, columns)).coalesce()
+        return torch.sparse_coo_tensor(index, values, (hmm.num_states, columns)).coalesce()

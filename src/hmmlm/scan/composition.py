@@ -58,7 +58,7 @@ class Composition:
     # --- sizes ---
 
     @property
-    def states(self) -> int:
+    def num_states(self) -> int:
         return len(self.log_start)
 
     @property
@@ -132,7 +132,7 @@ class Composition:
     @property
     def log_weights(self) -> Tensor:
         """The logarithm of the weight of each model of a union [K]."""
-        sizes = self.transition.sizes if isinstance(self.transition, BlockDiagonal) else (self.states,)
+        sizes = self.transition.sizes if isinstance(self.transition, BlockDiagonal) else (self.num_states,)
         return torch.stack([logsumexp(start, 0) for start in self.log_start.split(sizes)])
 
 

@@ -107,7 +107,7 @@ def _carry(hmm: Composition, lattice: Lattice, predicted: dict[int, Tensor]) -> 
         scores = hmm.emission.score(lattice.batch.tokens[ended, t], lattice.batch.missing[t])[1]
         joint = log_normalize((predicted[t][ended].log() + scores).double())
         support = some_rows(lattice.supports[t], ended)
-        pieces.append(joint if narrow else spread(joint, support, hmm.states, NEG_INF))
+        pieces.append(joint if narrow else spread(joint, support, hmm.num_states, NEG_INF))
     return torch.cat(pieces[::-1])
 
 
@@ -167,7 +167,7 @@ def _find_suspect(
     hmm, batch, dtype = problem.hmm, lattice.batch, problem.hmm.dtype
     least = torch.stack([values.amin() for values in lattice.filtered.pieces()]).amin()
     scale = lattice.scales.whole.amin()
-    loss = 2 * hmm.states * FLOOR[dtype] * LIFT[dtype]
+    loss = 2 * hmm.num_states * FLOOR[dtype] * LIFT[dtype]
     if bool(least * TOLERANCE[dtype] * scale >= loss) and bool(first.amin() > math.log(FLOOR[dtype])):
         return torch.zeros(len(first), dtype=torch.bool, device=first.device)  # every value is accurate
     ends = predicted if problem.exact_carry else {}

@@ -102,7 +102,7 @@ def generic_scan(
 
 def _broken(hmm: Composition, rows: int) -> Scan:
     """Return NaN, which training detects, for parameters with a NaN."""
-    width = hmm.emission.width if isinstance(hmm.emission, Blocked) else hmm.states
+    width = hmm.emission.width if isinstance(hmm.emission, Blocked) else hmm.num_states
     carry = torch.full((rows, width), math.nan, dtype=torch.float64, device=hmm.device)
     return Scan((hmm.log_start.sum() * math.nan).expand(rows), Carry(carry))
 
@@ -160,7 +160,7 @@ def over_support(hmm: Composition, carry: Carry) -> tuple[Tensor, Support]:
         width = hmm.emission.width
         if carry.states.shape[1] == width:  # of a single block
             return carry.log_probs, BlockSupport(carry.states[:, 0] // width, width)
-    return carry.over_all(hmm.states), None
+    return carry.over_all(hmm.num_states), None
 
 
 def block_states(emission: Blocked, tokens: Tensor, lengths: Tensor | None) -> Tensor:

@@ -43,7 +43,7 @@ class Problem:
     @cached_property
     def evidence(self) -> Evidence:
         """The batch for a model of two matrices."""
-        carry = None if self.carry is None else self.carry.over_all(self.hmm.states)
+        carry = None if self.carry is None else self.carry.over_all(self.hmm.num_states)
         return Evidence(self.tokens, self.lengths, carry, self.restart)
 
 
@@ -99,7 +99,7 @@ def _scan_union(problem: Problem) -> Scan:
 
     batch = (problem.tokens, problem.lengths, problem.carry, problem.restart)
     return scan_components(
-        [scan_of(part) for part in parts], [part.states for part in parts], problem.hmm.log_weights, *batch
+        [scan_of(part) for part in parts], [part.num_states for part in parts], problem.hmm.log_weights, *batch
     )
 
 
@@ -144,7 +144,9 @@ def _refuses_tiles(problem: Problem) -> str:
         return "it has no gradient"
     if problem.restart is not None:
         return "it does not restart"
-    return "" if fits(hmm.states**2, TABLE_CELLS) else f"the matrix has more than {at_once(1, TABLE_CELLS):,} entries"
+    return (
+        "" if fits(hmm.num_states**2, TABLE_CELLS) else f"the matrix has more than {at_once(1, TABLE_CELLS):,} entries"
+    )
 
 
 def _scan_tiles(problem: Problem) -> Scan:

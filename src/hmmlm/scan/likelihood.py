@@ -56,7 +56,7 @@ def joint_scan(
 
 def _carry_at(hmm: Composition, states: Tensor) -> Carry:
     """Return the carry of chains that are known to be in `states` [n]."""
-    every = torch.arange(hmm.states, device=hmm.device)
+    every = torch.arange(hmm.num_states, device=hmm.device)
     if isinstance(hmm.emission, Blocked):
         every = every.view(hmm.emission.num_blocks, -1)[states // hmm.emission.width]
         return Carry((every == states[:, None]).double().log(), every)
@@ -137,7 +137,7 @@ def _of(gradients: dict[str, Tensor], prefix: str) -> Any:
 def _log_joint(hmm: Composition, tokens: Tensor, lengths: Tensor | None, carry: Carry | None) -> Tensor:
     """Compute log p(model, x) [K, B] in float64: models may be unlikely."""
     every = torch.arange(len(tokens), device=tokens.device)
-    given = None if carry is None else split_carry(carry, every, [part.states for part in hmm.components])
+    given = None if carry is None else split_carry(carry, every, [part.num_states for part in hmm.components])
     rows = []
     for k, part in enumerate(hmm.components):
         log_weight, own = (hmm.log_weights[k], None) if given is None else given[k]

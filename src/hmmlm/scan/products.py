@@ -60,7 +60,7 @@ def filter_dense(
     steps, (transition, emission) = len(batch.active), (hmm.transition, hmm.emission)
     if not (isinstance(transition, Dense) and isinstance(emission, Categorical)) or hmm.requires_grad:
         return None
-    if not fits(steps * len(batch.tokens) * hmm.states, 2**25):
+    if not fits(steps * len(batch.tokens) * hmm.num_states, 2**25):
         return None
     words, index = distinct(batch.tokens[:, :steps].t() + 1, hmm.vocab_size + 1)
     words -= 1
@@ -108,7 +108,7 @@ def _message_loops(hmm: Composition, batch: SortedBatch) -> Tensor | None:
         return None
     ahead = found[0][(lengths - 2 - steps[:, None]).clamp(min=0), torch.arange(len(lengths))]  # of the token after each
     sums = ahead @ transition.exp()
-    if not bool(sums.amin() >= least_sum(hmm.states, hmm.dtype)):
+    if not bool(sums.amin() >= least_sum(hmm.num_states, hmm.dtype)):
         return None
     return sums.log_().masked_fill_((steps[:, None] == lengths - 1)[..., None], 0.0)
 

@@ -51,7 +51,7 @@ def sort_batch(hmm: Composition, tokens: ArrayLike, lengths: ArrayLike | None) -
 
 def log_initial(hmm: Composition, carry: Carry | None, batch: SortedBatch) -> Tensor | None:
     """Return log p(z | x) [B, Z] of a carry, rows as in the batch."""
-    return None if carry is None else carry.over_all(hmm.states)[batch.order].to(hmm.dtype)
+    return None if carry is None else carry.over_all(hmm.num_states)[batch.order].to(hmm.dtype)
 
 
 def observe(
@@ -96,7 +96,7 @@ def find_best_paths(hmm: Composition, batch: SortedBatch) -> tuple[Tensor, Tenso
     In compiled loops where these are faster.
     """
     parameters = matrices(hmm)
-    pays = parameters is not None and path_loops_pay(hmm.states, len(batch.tokens), hmm.device)
+    pays = parameters is not None and path_loops_pay(hmm.num_states, len(batch.tokens), hmm.device)
     if parameters is None or not pays or hmm.impl not in ("auto", "compiled"):
         return best_paths(hmm, batch)
     from hmmlm.ops.scan import compiled  # needs numba
@@ -136,7 +136,7 @@ def predict_first(hmm: Composition, batch: SortedBatch, support: Support, log_in
 def last_filtered(hmm: Composition, lattice: Lattice) -> Tensor:
     """Return log p(z | x) [B, Z] at the last tokens in float64, rows as in the batch."""
     pieces = [
-        spread(lattice.filtered[t][ended], some_rows(lattice.supports[t], ended), hmm.states, NEG_INF)
+        spread(lattice.filtered[t][ended], some_rows(lattice.supports[t], ended), hmm.num_states, NEG_INF)
         for t, ended in endings(lattice.batch)
     ]
     return log_normalize(torch.cat(pieces[::-1]).double())
@@ -147,7 +147,7 @@ def windows(hmm: Composition, batch: SortedBatch, log_initial: Tensor | None) ->
 
     What a window passes on is in log space: a state that a later window needs may have any probability.
     """
-    size = min(_WINDOW_STEPS, at_once(len(batch.tokens) * hmm.states, 2**25))
+    size = min(_WINDOW_STEPS, at_once(len(batch.tokens) * hmm.num_states, 2**25))
     for first in range(0, len(batch.active), size):
         here = slice(first, first + size)
         active = batch.active[here]
@@ -155,7 +155,7 @@ def windows(hmm: Composition, batch: SortedBatch, log_initial: Tensor | None) ->
         part = SortedBatch(batch.tokens[:rows, here], active, batch.missing[here], batch.order[:rows])
         lattice = run_filter(hmm, part, None if log_initial is None else log_initial[:rows])
         yield first, lattice
-        log_initial = spread(lattice.filtered[-1], lattice.supports[-1], hmm.states, NEG_INF)
+        log_initial = spread(lattice.filtered[-1], lattice.supports[-1], hmm.num_states, NEG_INF)
 
 
 def messages_back(hmm: Composition, lattice: Lattice) -> tuple[Packed, Packed]:
@@ -217,10 +217,10 @@ def gather(hmm: Composition, lattice: Lattice, values: Packed) -> Tensor:
     everywhere = lattice.supports.is_one and lattice.supports.whole is None
     if everywhere and batch.is_even and len(batch.active) == batch.tokens.shape[1]:
         return values.padded(0.0).transpose(0, 1).contiguous()
-    result = torch.zeros(*batch.tokens.shape, hmm.states, dtype=hmm.dtype, device=hmm.device)
+    result = torch.zeros(*batch.tokens.shape, hmm.num_states, dtype=hmm.dtype, device=hmm.device)
     if blocks is not None:  # written without spreading them first
         result.unflatten(2, (-1, blocks.width))[batch.order[batch.row], batch.step, blocks.blocks] = values.whole
         return result
     for row, step, own, support in lattice.rows(values):
-        result[batch.order[row], step] = spread(own, support, hmm.states, 0.0)
+        result[batch.order[row], step] = spread(own, support, hmm.num_states, 0.0)
     return result

@@ -57,7 +57,7 @@ class Blocks:
         return cls(block_of_word, num_blocks, states // num_blocks)
 
     @property
-    def states(self) -> int:
+    def num_states(self) -> int:
         return self.num_blocks * self.states_per_block
 
     @property
@@ -77,7 +77,7 @@ class UniformSubsets:
     """For each word, the n of Z states that may emit it; subsets may overlap (Chiu & Rush 2020, Table 3)."""
 
     states_of_word: Tensor  # [V,n] int64, ascending
-    states: int  # Z
+    num_states: int  # Z
 
     @classmethod
     def sample(cls, vocab_size: int, states: int, states_per_word: int, *, seed: int) -> "UniformSubsets":
@@ -104,4 +104,4 @@ class UniformSubsets:
         return len(self.states_of_word)
 
     def to(self, device: torch.device | str) -> "UniformSubsets":
-        return UniformSubsets(self.states_of_word.to(device), self.states)
+        return UniformSubsets(self.states_of_word.to(device), self.num_states)
