@@ -345,7 +345,9 @@ class Writer:
         """Return texts drawn from particles by their weights, and the duration."""
         ids, kept = torch.tensor([self.ids(prompt)], device=self.device), list[Particles]()
         spent = seconds(
-            lambda: kept.append(hmmlm.sample_particles(self.model, ids, guide, position, num=particles, seed=seed)),
+            lambda: kept.append(
+                hmmlm.sample_particles(self.model, ids, guide, position, num_particles=particles, seed=seed)
+            ),
             self.device,
         )
         return [self.cut(kept[0].draw(seed * rows + row)) for row in range(rows)], spent
@@ -488,7 +490,7 @@ def measure_texts(options: argparse.Namespace) -> None:
         kept: list[tuple[Guide, Position]] = []
         with contextlib.suppress(hmmlm.InputError):  # a text that cannot be repeated within the length
             spent_guide = seconds(
-                lambda: kept.append(lm.guide(prompt=prompt, max_new_tokens=length, ended=False, **constraint)),
+                lambda: kept.append(lm.guide(prompt=prompt, max_new_tokens=length, require_eos=False, **constraint)),
                 options.device,
             )
         if not kept:
@@ -556,7 +558,7 @@ def measure_positions(options: argparse.Namespace) -> None:
         if time.perf_counter() > options.deadline:
             break
         guide, position = writer.lm.guide(
-            must=[word], max_new_tokens=options.length, prompt=options.prompt, ended=False
+            must=[word], max_new_tokens=options.length, prompt=options.prompt, require_eos=False
         )
 
         def mean_place(tokens: Tensor, weights: Tensor | None = None) -> float:
@@ -578,7 +580,7 @@ def measure_positions(options: argparse.Namespace) -> None:
         places = {"rejection": mean_place(pool), "steered": mean_place(padded(steered, -1))}
         for particles in options.particles:
             runs = [
-                hmmlm.sample_particles(writer.model, ids, guide, position, num=particles, seed=seed)
+                hmmlm.sample_particles(writer.model, ids, guide, position, num_particles=particles, seed=seed)
                 for seed in range(max(1, options.samples // particles))
             ]
             each = [

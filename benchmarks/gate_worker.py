@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[str, tuple[int, ...], int, int]] = {  # a function of `t
 WHOLE = ("log_likelihood", "filter", "token_log_probs", "expected_counts", "posterior", "viterbi", "entropy")
 QUERIES: dict[str, Callable[..., Any]] = {  # of a model, ragged tokens [B, T], lengths [B]
     **{name: lambda hmm, *batch, name=name: getattr(hmm, name)(*batch) for name in (*WHOLE, "next_token")},
-    "posterior_sample": lambda hmm, *batch: hmm.posterior_sample(*batch, num=4),
+    "posterior_sample": lambda hmm, *batch: hmm.posterior_sample(*batch, 4),
     "predictions": lambda hmm, *batch: [None for _ in hmm.predictions(*eighth(batch))],
     "infill": lambda hmm, *batch: hmm.infill(*eighth(batch)),
     "infill_at": lambda hmm, tokens, _: hmm.infill_at(tokens[:1], tokens.shape[1] // 2),

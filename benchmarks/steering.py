@@ -90,7 +90,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     report("", "no constraint", plain[: options.samples])
     for word in options.words:
         guides = {
-            name: lm.guide(must=[word], max_new_tokens=length, prompt=options.prompt, ended=False)
+            name: lm.guide(must=[word], max_new_tokens=length, prompt=options.prompt, require_eos=False)
             for name, lm in hmms.items()
         }
         guide, position = next(iter(guides.values()))

@@ -74,12 +74,12 @@ def measurements() -> Iterator[Measurement]:
     for name, hmm in models.items():
         lm = with_words(hmm)
         for num in (1, 64):
-            yield name, f"tokens, {num} samples", lambda lm=lm, num=num: count(lm.generate(seed=1, num=num))
+            yield name, f"tokens, {num} samples", lambda lm=lm, num=num: count(lm.generate(seed=1, num_samples=num))
         few = 16 if hmm.num_states > 10_000 else 64
         yield (
             name,
             f"tokens, {few} samples, temperature 0.8",
-            lambda lm=lm, few=few: count(lm.generate(seed=1, num=few, temperature=0.8, max_new_tokens=10)),
+            lambda lm=lm, few=few: count(lm.generate(seed=1, num_samples=few, temperature=0.8, max_new_tokens=10)),
         )
     for name, hmm in {
         "dense, 64 states": dense_model(64),

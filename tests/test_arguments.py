@@ -106,7 +106,7 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "automaton.accepts": (automaton.accepts, {"tokens": [2, 3]}),
         "automaton &": (automaton.__and__, {"other": automaton}),
         "automaton |": (automaton.__or__, {"other": automaton}),
-        "automaton.until": (automaton.until, {"end": 1, "ended": True}),
+        "automaton.until": (automaton.until, {"end": 1, "require_eos": True}),
         "automaton.without": (automaton.without, {"token": 1}),
         "automaton.starting_at": (automaton.starting_at, {"state": 1}),
         "Guide": (Guide, {"hmm": dense, "automaton": automaton, "length": 4}),
@@ -118,7 +118,7 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "steering": (Steering(guide, position), {"input_ids": prompt, "scores": torch.zeros(1, 6)}),
         "sample_particles": (
             hmmlm.sample_particles,
-            {"model": llama, "input_ids": prompt, "guide": guide, "position": position, "num": 2, "seed": 1}
+            {"model": llama, "input_ids": prompt, "guide": guide, "position": position, "num_particles": 2, "seed": 1}
             | {"resample_below": 0.5},
         ),
         "particles.draw": (particles.draw, {"seed": 1}),
@@ -133,7 +133,7 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "lm.context": (lm.context, {"given": [2]}),
         "lm.states": (lm.states, {"texts": ["a b"]}),
         "lm.nearest": (lm.nearest, {"word": "a", "top": 2}),
-        "lm.infill": (lm.infill, {"text": "a ___", "top": 2, "unknown": True}),
+        "lm.infill": (lm.infill, {"text": "a ___", "top": 2, "allow_unk": True}),
         "lm.guide": (
             lm.guide,
             {
@@ -141,8 +141,8 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
                 "never": (),
                 "max_new_tokens": 4,
                 "prompt": "c",
-                "unknown": True,
-                "ended": True,
+                "allow_unk": True,
+                "require_eos": True,
                 **CONSTRAINT,
             },
         ),
@@ -181,8 +181,8 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         found |= {
             f"{name}.filter": (hmm.filter, {**batch, "carry": carry}),
             f"{name}.token_log_probs": (hmm.token_log_probs, {**batch, "carry": carry}),
-            f"{name}.sample": (hmm.sample, {"num": 2, "length": 3, "generator": None}),
-            f"{name}.posterior_sample": (hmm.posterior_sample, {**batch, "num": 2, "generator": None}),
+            f"{name}.sample": (hmm.sample, {"num_samples": 2, "length": 3, "generator": None}),
+            f"{name}.posterior_sample": (hmm.posterior_sample, {**batch, "num_samples": 2, "generator": None}),
             f"{name}.infill_at": (hmm.infill_at, {"tokens": tokens[:1], "position": 1}),
             f"{name}.infill_blanks": (hmm.infill_blanks, {"tokens": tokens[:1], "excluded": 1}),
             f"{name}.advance": (hmm.advance, {"log_state": hmm.begin(), "token": 2}),
@@ -198,8 +198,8 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             f"{name}.next_token": (model.next_token, {"text": "a", "top": 2}),
             f"{name}.generate": (
                 model.generate,
-                {"prompt": "a", "max_new_tokens": 3, "temperature": 1.0, "top_k": 2, "seed": 1, "unknown": True}
-                | {"must": (), "never": (), "num": 1, **CONSTRAINT},
+                {"prompt": "a", "max_new_tokens": 3, "temperature": 1.0, "top_k": 2, "seed": 1, "allow_unk": True}
+                | {"must": (), "never": (), "num_samples": 1, **CONSTRAINT},
             ),
             f"{name}.save": (model.save, {"path": folder / "model"}),
         }

@@ -141,7 +141,7 @@ OPTIONS = [
     ("eval {place}/model --splits", "argument --splits: expected one argument"),
     ("eval {place}/model --splits ''", "--splits.0: Input should be 'train', 'valid' or 'test'"),
     ("eval {place}/model --splits ,", "--splits.0: Input should be 'train', 'valid' or 'test'"),
-    ("sample {place}/model --num {over}", "--num: Input should be less than or equal to 1000000"),
+    ("sample {place}/model --num-samples {over}", "--num-samples: Input should be less than or equal to 1000000"),
     ("sample {place}/model --max-new-tokens {over}", "--max-new-tokens: Input should be less than"),
     ("sample {place}/model --seed {over}", "--seed: Input should be less than"),
     ("sample {place}/model --temperature inf", "--temperature: Input should be a finite number"),
@@ -247,7 +247,7 @@ def test_mistakes_in_options_are_found_without_torch() -> None:
     program = """
 import sys
 from hmmlm.cli.main import main
-for line in ("data", "eval", "sample m --num 0", "infill", "inspect", "demo x"):
+for line in ("data", "eval", "sample m --num-samples 0", "infill", "inspect", "demo x"):
     assert main(line.split()) == 2, line
     assert "torch" not in sys.modules, line
 """
@@ -305,7 +305,7 @@ def test_a_constraint_of_a_million_tokens_takes_no_longer_than_its_recursion_nee
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = str(place / "model")
-    assert main(["sample", model, "--must", "the cat", "--max-new-tokens", "1000000", "--num", "2"]) == 0
+    assert main(["sample", model, "--must", "the cat", "--max-new-tokens", "1000000", "--num-samples", "2"]) == 0
     assert capsys.readouterr().out.count("the cat") >= 2
     lm = load(model)
     long, short = (lm.guide(["the cat"], max_new_tokens=tokens) for tokens in (1_000_000, 5_000))
@@ -326,7 +326,7 @@ def test_odd_words_train_and_are_printed_without_effect(place: Path, capsys: pyt
     assert "\x1b" not in out + error
     assert all(rf"{place}/\x1b[31modd{end}" in out for end in ("\n", "/best\n", "/report.html\n"))
     for argv in (
-        ["sample", str(run), "--num", "20", "--seed", "1"],
+        ["sample", str(run), "--num-samples", "20", "--seed", "1"],
         ["infill", str(run), "the ___ é", "--top", "20"],
         ["inspect", str(run), "--contexts", "--text", "$x^$ [red] \x1b[31mred [/b]"],
         ["eval", str(run), "--data", str(place / "\x1b[31mred.txt")],
@@ -347,7 +347,7 @@ def test_odd_words_train_and_are_printed_without_effect(place: Path, capsys: pyt
 @pytest.mark.slow
 def test_an_ascii_terminal(place: Path) -> None:
     environment = {**python_environment(), "PYTHONIOENCODING": "ascii"}
-    done = hmmlm("sample", str(place / "model"), "--num", "20", "--seed", "1", env=environment)
+    done = hmmlm("sample", str(place / "model"), "--num-samples", "20", "--seed", "1", env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.isascii() and r"\xe9" in done.stdout
     assert hmmlm("train", "--help", "all", env=environment).returncode == 0

@@ -108,7 +108,7 @@ def test_a_model_away_from_its_run_is_evaluated_on_the_test_split_only(
 
 def test_sample(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    options = ["sample", str(trained), "--num", "3", "--seed", "4", "--prompt", "the", "--max-new-tokens", "5"]
+    options = ["sample", str(trained), "--num-samples", "3", "--seed", "4", "--prompt", "the", "--max-new-tokens", "5"]
     texts = []
     for _ in range(2):
         assert main(options) == 0
@@ -198,7 +198,7 @@ print(added)
 def test_threads_are_set_for_every_command(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = torch.get_num_threads()
     try:
-        assert main(["sample", str(trained), "--num", "1", "--threads", "1"]) == 0
+        assert main(["sample", str(trained), "--num-samples", "1", "--threads", "1"]) == 0
         assert torch.get_num_threads() == 1
         hmmlm.set_threads(2)
         assert torch.get_num_threads() == 2
@@ -210,7 +210,7 @@ def test_threads_are_set_for_every_command(trained: Path, capsys: pytest.Capture
 
 
 def test_words_of_a_prompt_outside_the_vocabulary_are_named(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sample", str(trained), "--num", "2", "--prompt", "zebra <unk> quux", "--seed", "1"]) == 0
+    assert main(["sample", str(trained), "--num-samples", "2", "--prompt", "zebra <unk> quux", "--seed", "1"]) == 0
     shown = capsys.readouterr()
     assert shown.err == "hmmlm: warning: outside the vocabulary, read as <unk>: 'zebra', 'quux'\n"
     assert shown.out.count("zebra <unk> quux") == 2
@@ -244,10 +244,10 @@ def test_infill_and_samples_without_unknown_words(trained: Path, capsys: pytest.
     assert [row[0] for row in rows if len(row) == 3] == ["1", "2"]
     assert "no blank" in failure(capsys, "infill", str(trained), "the cat")
     assert "--top: Input should be greater than 0" in failure(capsys, "infill", str(trained), "___", "--top", "0")
-    options = ["--num", "1", "--seed", "3", "--no-unknown"]
+    options = ["--num-samples", "1", "--seed", "3", "--no-allow-unk"]
     assert main(["sample", str(trained), *options]) == 0
-    assert capsys.readouterr().out == load(trained).generate(seed=3, unknown=False) + "\n"
-    options = ["--num", "2", "--seed", "3", "--max-new-tokens", "12"]
+    assert capsys.readouterr().out == load(trained).generate(seed=3, allow_unk=False) + "\n"
+    options = ["--num-samples", "2", "--seed", "3", "--max-new-tokens", "12"]
     options += ["--must", "the cat", "--must", "bird", "--never", "dog"]
     assert main(["sample", str(trained), *options]) == 0
     for line in capsys.readouterr().out.splitlines():
@@ -309,7 +309,7 @@ def test_bad_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_samples_under_constraints(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--num", "3", "--seed", "1", "--max-new-tokens", "12"]
+    options = ["--num-samples", "3", "--seed", "1", "--max-new-tokens", "12"]
     for flags in (
         ["--regex", "(the|a) .*"],
         ["--choice", "the", "--choice", "a"],
@@ -345,7 +345,7 @@ def test_bad_models(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["sample", "--num", "0"], "--num: Input should be greater than 0 (given '0')"),
+        (["sample", "--num-samples", "0"], "--num-samples: Input should be greater than 0 (given '0')"),
         (["sample", "--seed", "-1"], "--seed: Input should be greater than or equal to 0 (given '-1')"),
         (["sample", "--temperature", "-1"], "--temperature: Input should be greater than or equal to 0"),
         (["sample", "--top-k", "0"], "--top-k: Input should be greater than 0 (given '0')"),
@@ -427,7 +427,7 @@ def test_an_interrupted_process_prints_how_to_resume(corpus: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_closed_pipe_ends_the_process_without_a_message(trained: Path) -> None:
-    process = start("sample", str(trained), "--num", "100000")
+    process = start("sample", str(trained), "--num-samples", "100000")
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()

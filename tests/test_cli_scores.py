@@ -250,12 +250,12 @@ def test_runs_lists_results_and_latest_is_the_newest(
     test = json.loads(output(capsys, "eval", "latest", "--json"))["results"]["test"]
     assert newest["test_perplexity"] == pytest.approx(test["perplexity"], rel=1e-5)
     assert newest["finished"] and newest["states"] == 4 and newest["data"] == "animals.txt"
-    for argv in ("sample latest --num 1", "infill latest", "inspect latest"):
+    for argv in ("sample latest --num-samples 1", "infill latest", "inspect latest"):
         output(capsys, *shlex.split(argv), *(["the ___"] if argv.startswith("infill") else []))
     teacher = ["--model.hidden", "8", "--model.layers", "1", "--model.heads", "1", "--train.epochs", "1", "--quiet"]
     output(capsys, "teacher", "--data", "animals.txt", "--out", "runs/teacher", *teacher)
     assert json.loads(output(capsys, "runs", "--json"))[-1]["run"] == "runs/subwords"  # not the teacher
-    output(capsys, "sample", "latest", "--num", "1")
+    output(capsys, "sample", "latest", "--num-samples", "1")
     monkeypatch.chdir(tmp_path)
     assert "no runs in the folder runs" in failure(capsys, "eval", "latest")
     assert "no runs in the folder runs" in failure(capsys, "runs")
@@ -300,7 +300,7 @@ def test_usage_names_the_positional_arguments(capsys: pytest.CaptureFixture[str]
 
 def test_infill_without_unknown_words(capsys: pytest.CaptureFixture[str]) -> None:
     with_unknown = dict(load("runs/words").infill("the ___ sees", 15)[0])
-    rows = output(capsys, "infill", "runs/words", "the ___ sees", "--top", "15", "--no-unknown").splitlines()[1:]
+    rows = output(capsys, "infill", "runs/words", "the ___ sees", "--top", "15", "--no-allow-unk").splitlines()[1:]
     found = {row.split()[-2]: float(row.split()[-1]) for row in rows}
     assert "<unk>" in with_unknown and "<unk>" not in found
     assert found["cat"] == pytest.approx(with_unknown["cat"] / (1 - with_unknown["<unk>"]), abs=1e-4)

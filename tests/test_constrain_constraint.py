@@ -59,7 +59,7 @@ def test_texts_have_their_conditional_probabilities(
     lm: LanguageModel, prompt: str, options: dict[str, Any], satisfies: Callable[[str, str], bool]
 ) -> None:
     length, given = 4, lm.tokenizer.encode(prompt)
-    guide, position = lm.guide(prompt=prompt, max_new_tokens=length, unknown=False, **options)
+    guide, position = lm.guide(prompt=prompt, max_new_tokens=length, allow_unk=False, **options)
     expected: dict[tuple[int, ...], float] = {}
     for size in range(length):
         for new in itertools.product(range(2, 6), repeat=size):
@@ -102,7 +102,7 @@ def test_constraints_read_the_text_that_is_returned(
 ) -> None:
     tokenizer = WordTokenizer(MARKS, split="words")
     lm = LanguageModel(HMM(*(p.log() for p in random_hmm(4, len(MARKS), 2))), tokenizer)
-    guide, position = lm.guide(prompt=prompt, max_new_tokens=5, unknown=False, **options)
+    guide, position = lm.guide(prompt=prompt, max_new_tokens=5, allow_unk=False, **options)
     given, accepted = tokenizer.encode(prompt), 0
     for size in range(5):
         for new in itertools.product(range(2, len(MARKS)), repeat=size):
@@ -144,9 +144,9 @@ def test_characters_that_tokens_spell_in_parts_are_matched() -> None:
 def test_automata_are_combined(lm: LanguageModel) -> None:
     one, other = lm.automaton(must=["the cat"]), lm.automaton(regex="sat.*")
     for seed in range(10):
-        text = lm.generate(max_new_tokens=6, automaton=one & ~other, seed=seed, unknown=False)
+        text = lm.generate(max_new_tokens=6, automaton=one & ~other, seed=seed, allow_unk=False)
         assert "the cat" in text and not text.startswith("sat")
-        text = lm.generate(max_new_tokens=6, automaton=one | other, seed=seed, unknown=False)
+        text = lm.generate(max_new_tokens=6, automaton=one | other, seed=seed, allow_unk=False)
         assert "the cat" in text or text.startswith("sat")
 
 
@@ -224,7 +224,7 @@ def test_constraints_are_compared_by_value() -> None:
 
 def test_lengths_need_an_end(lm: LanguageModel) -> None:
     with pytest.raises(InputError, match="tokens: a largest number needs a text that ends"):
-        lm.guide(tokens=(1, 2), ended=False)
+        lm.guide(tokens=(1, 2), require_eos=False)
     every = Automaton(torch.zeros(1, 6, dtype=torch.long), torch.ones(1))
     assert lm.generate(automaton=every, tokens=(0, 0), seed=0) == ""
 
@@ -242,7 +242,7 @@ def test_tokens_without_text_are_not_generated() -> None:
 
 
 def test_unknown_words_can_be_forbidden_by_name(lm: LanguageModel) -> None:
-    texts = lm.generate(never=["<unk>"], max_new_tokens=8, num=200, seed=0)
+    texts = lm.generate(never=["<unk>"], max_new_tokens=8, num_samples=200, seed=0)
     assert not any("<unk>" in text for text in texts)
 
 

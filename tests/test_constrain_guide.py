@@ -48,7 +48,7 @@ def test_phrases_are_found_at_every_position(phrase: list[int]) -> None:
 
 def test_intersections_of_automata_and_their_end() -> None:
     joined = containing([1, 2], WORDS) & containing([2, 1], WORDS) & avoiding([3], WORDS)
-    ended, going_on = joined.until(0), joined.until(0, ended=False)
+    ended, going_on = joined.until(0), joined.until(0, require_eos=False)
     for tokens in SEQUENCES:
         wanted = has(tokens, [1, 2]) and has(tokens, [2, 1]) and 3 not in tokens
         assert joined.accepts(tokens) == wanted
@@ -293,7 +293,7 @@ def test_constrained_lines_have_their_conditional_probabilities(lm: LanguageMode
     for tokens, weight in zip(every, weights.tolist(), strict=True):
         text = lm.tokenizer.decode(tokens[: tokens.index(1)])
         expected[text] = expected.get(text, 0.0) + weight / float(weights.sum())
-    options = {"max_new_tokens": length, "must": ["the cat"], "never": ["dog"], "unknown": False}
+    options = {"max_new_tokens": length, "must": ["the cat"], "never": ["dog"], "allow_unk": False}
     texts = [lm.generate(seed=seed, **options) for seed in range(600)]
     assert set(texts) == set(expected)
     for text, p in expected.items():
@@ -321,7 +321,7 @@ def test_the_prompt_is_part_of_the_line(lm: LanguageModel) -> None:
 
 
 def test_one_of_several_words_is_enough(lm: LanguageModel) -> None:
-    options = {"must": ["sat", ("cat", "dog", "unicorn")], "max_new_tokens": 6, "unknown": False}
+    options = {"must": ["sat", ("cat", "dog", "unicorn")], "max_new_tokens": 6, "allow_unk": False}
     texts = [lm.generate(seed=seed, **options) for seed in range(40)]
     found = [{"cat", "dog"} & set(text.split()) for text in texts]
     assert all(found) and all("sat" in text.split() for text in texts)
@@ -345,7 +345,7 @@ def test_a_chain_that_restarts_ignores_earlier_lines(lm: LanguageModel) -> None:
 
 
 def test_unknown_words_are_not_generated_but_allowed_in_the_prompt(lm: LanguageModel) -> None:
-    options = {"must": ["cat"], "never": ["gnu", "dog"], "unknown": False}
+    options = {"must": ["cat"], "never": ["gnu", "dog"], "allow_unk": False}
     for seed in range(20):
         text = lm.generate("the unicorn", max_new_tokens=6, seed=seed, **options)
         assert text.startswith("the unicorn") and "cat" in text.split() and "<unk>" not in text

@@ -35,13 +35,13 @@ def test_weighted_texts_follow_the_model_given_the_constraint() -> None:
                 exact[*text, 1] = float(log_probs.gather(1, row[0, 1:, None]).sum().exp())
     evidence = sum(exact.values())
     found = dict.fromkeys(exact, 0.0)
-    particles = sample_particles(model, prompt, guide, position, num=4000, seed=0)
+    particles = sample_particles(model, prompt, guide, position, num_particles=4000, seed=0)
     for row, log_weight in zip(particles.tokens.tolist(), particles.log_weights.tolist(), strict=True):
         text = tuple(row[: row.index(1) + 1])
         found[text] += math.exp(log_weight)
     distance = sum(abs(found[text] - p / evidence) for text, p in exact.items()) / 2
     assert distance < 0.06
-    steered = sample_particles(model, prompt, guide, position, num=4000, seed=0, resample_below=0.0)
+    steered = sample_particles(model, prompt, guide, position, num_particles=4000, seed=0, resample_below=0.0)
     biased = dict.fromkeys(exact, 0.0)
     for row in steered.tokens.tolist():
         biased[tuple(row[: row.index(1) + 1])] += 1 / 4000
@@ -54,8 +54,8 @@ def test_weighted_texts_follow_the_model_given_the_constraint() -> None:
 def test_texts_go_on_after_the_constraint_is_satisfied() -> None:
     model = tiny_llama(6, eos=1, pad=5)
     lm = LanguageModel(HMM(*(p.log() for p in random_hmm(3, 5, 1))), WordTokenizer(WORDS))
-    guide, position = lm.guide(must=["a"], max_new_tokens=12, prompt="c", ended=False)
-    rows = sample_particles(model, torch.tensor([[4]]), guide, position, num=200, seed=0).tokens.tolist()
+    guide, position = lm.guide(must=["a"], max_new_tokens=12, prompt="c", require_eos=False)
+    rows = sample_particles(model, torch.tensor([[4]]), guide, position, num_particles=200, seed=0).tokens.tolist()
     texts = [row[: row.index(1)] if 1 in row else row for row in rows]
     assert all(2 in text for text in texts)
     after = [text[text.index(2) + 1 :] for text in texts]
@@ -71,8 +71,8 @@ def test_bad_arguments_are_named() -> None:
         sample_particles(model, torch.tensor([[2]]), guide, position)
     with pytest.raises(InputError, match=r"input_ids must have shape \[1, tokens\], one prompt, not \[2, 1\]"):
         sample_particles(model, torch.tensor([[4], [4]]), guide, position)
-    with pytest.raises(InputError, match="num must be at least 1"):
-        sample_particles(model, torch.tensor([[4]]), guide, position, num=0)
+    with pytest.raises(InputError, match="num_particles must be at least 1"):
+        sample_particles(model, torch.tensor([[4]]), guide, position, num_particles=0)
 
 
 def test_texts_of_a_guide_without_an_end_follow_the_model() -> None:
@@ -91,7 +91,7 @@ def test_texts_of_a_guide_without_an_end_follow_the_model() -> None:
             with torch.no_grad():
                 log_probs = model(row[:, :-1]).logits[0].double().log_softmax(1)
             exact[text] = float(log_probs.gather(1, row[0, 1:, None]).sum().exp())
-    particles = sample_particles(model, torch.tensor([[4]]), guide, guide.begin(), num=4000, seed=0)
+    particles = sample_particles(model, torch.tensor([[4]]), guide, guide.begin(), num_particles=4000, seed=0)
     assert abs(particles.log_evidence - math.log(sum(exact.values()))) < 0.03
     lengths = dict.fromkeys(range(1, 6), 0.0)
     for row, log_weight in zip(particles.tokens.tolist(), particles.log_weights.tolist(), strict=True):
@@ -108,7 +108,7 @@ def test_a_model_with_other_end_tokens_does_not_end_texts_early() -> None:
     model.generation_config.eos_token_id = [3, 4]  # ordinary tokens of the HMM, and not its end
     lm = LanguageModel(HMM(*(p.log() for p in random_hmm(3, 5, 1))), WordTokenizer(WORDS))
     guide, position = lm.guide(must=["a"], max_new_tokens=8, prompt="c")
-    for row in sample_particles(model, torch.tensor([[4]]), guide, position, num=100, seed=0).tokens.tolist():
+    for row in sample_particles(model, torch.tensor([[4]]), guide, position, num_particles=100, seed=0).tokens.tolist():
         text = row[: row.index(1)]
         assert 2 in text and not {3, 4} & set(text)
         assert set(row[len(text) :]) == {1}

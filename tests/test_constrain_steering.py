@@ -136,7 +136,7 @@ def test_generate_method_of_transformers(how: dict[str, Any]) -> None:
     lm, model = make_lm(), tiny_llama(10, eos=1, pad=9)
     prompt, unfinished = torch.tensor([lm.tokenizer.encode("d")]), 0
     for ended in (True, False):
-        guide = lm.guide(must=["a b", "f"], never=["c"], prompt="d", max_new_tokens=6, ended=ended)
+        guide = lm.guide(must=["a b", "f"], never=["c"], prompt="d", max_new_tokens=6, require_eos=ended)
         result = model.generate(prompt, logits_processor=[Steering(*guide)], max_new_tokens=6, **how)
         assert len({tuple(row) for row in result.tolist()}) > 1 or "num_beams" in how
         for row in result.tolist():
@@ -183,7 +183,7 @@ def test_exhaustive_beams_find_the_most_likely_accepted_text(seed: int) -> None:
 
 def test_each_prompt_of_a_padded_batch_has_its_own_position() -> None:
     lm, model = make_lm(), tiny_llama(10, eos=1, pad=9)
-    options: dict[str, Any] = {"never": ["a b"], "max_new_tokens": 8, "ended": False}
+    options: dict[str, Any] = {"never": ["a b"], "max_new_tokens": 8, "require_eos": False}
     prompts = ["d e", "a"]
     ids = torch.tensor([lm.tokenizer.encode("d e"), [9, *lm.tokenizer.encode("a")]])
     mask = torch.tensor([[1, 1], [0, 1]])
@@ -220,7 +220,7 @@ def test_text_continues_after_the_tokens_of_the_guide() -> None:
     lm, model = make_lm(), tiny_llama(10, eos=1, pad=9)
     prompt = torch.tensor([lm.tokenizer.encode("d")])
     for options in ({"must": ["a"]}, {"must": ["a"], "never": ["b c"]}):
-        guide = lm.guide(prompt="d", max_new_tokens=5, ended=False, **options)  # type: ignore[arg-type]
+        guide = lm.guide(prompt="d", max_new_tokens=5, require_eos=False, **options)  # type: ignore[arg-type]
         how = {"max_new_tokens": 16, "do_sample": True, "num_return_sequences": 32, "top_k": 0}
         result = model.generate(prompt, logits_processor=[Steering(*guide)], **how)
         assert result.shape[1] > 6
@@ -231,7 +231,7 @@ def test_text_continues_after_the_tokens_of_the_guide() -> None:
 
 def test_a_satisfied_constraint_costs_nothing() -> None:
     lm = make_lm()
-    guide, position = lm.guide(must=["a"], max_new_tokens=5, ended=False)
+    guide, position = lm.guide(must=["a"], max_new_tokens=5, require_eos=False)
     settled = guide.automaton.settled()
     assert not settled[position.automaton] and settled[guide.automaton.read([2])]  # though <eos> leads elsewhere
     assert settled[guide.automaton.read([2, 1])]
@@ -251,7 +251,7 @@ def test_draft_models_and_prompt_lookup_may_go_back() -> None:
 
 def test_a_language_model_makes_the_processor_of_one_prompt_or_of_several() -> None:
     lm = make_lm()
-    asked: dict[str, Any] = {"must": ["a b"], "regex": "[a-e ]+", "max_new_tokens": 6, "ended": False}
+    asked: dict[str, Any] = {"must": ["a b"], "regex": "[a-e ]+", "max_new_tokens": 6, "require_eos": False}
     for prompts in ("d", ["d", "c"]):
         given = [prompts] if isinstance(prompts, str) else prompts
         ids = torch.tensor([lm.tokenizer.encode(prompt) for prompt in given])

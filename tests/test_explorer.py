@@ -237,8 +237,8 @@ def test_a_union_of_models_has_all_panels() -> None:
 
 def test_samples_are_those_of_the_model(explorer: Explorer) -> None:
     lm = explorer.lm
-    found = answer(explorer, "generate", {"prompt": "the", "seed": 5, "num": 2, "max_new_tokens": 8})
-    expected = lm.generate("the", seed=5, num=2, max_new_tokens=8)
+    found = answer(explorer, "generate", {"prompt": "the", "seed": 5, "num_samples": 2, "max_new_tokens": 8})
+    expected = lm.generate("the", seed=5, num_samples=2, max_new_tokens=8)
     assert [sample["text"] for sample in found["samples"]] == expected
     for sample in found["samples"]:
         assert [token["new"] for token in sample["tokens"]][:2] == [False, True]
@@ -249,9 +249,9 @@ def test_samples_are_those_of_the_model(explorer: Explorer) -> None:
 
 
 def test_constraints_are_followed_token_by_token(explorer: Explorer) -> None:
-    fields = {"seed": 1, "constraints": {"must": ["fish", ["cat", "bird"]], "never": ["dog"]}, "unknown": False}
+    fields = {"seed": 1, "constraints": {"must": ["fish", ["cat", "bird"]], "never": ["dog"]}, "allow_unk": False}
     found = answer(explorer, "generate", fields | {"max_new_tokens": 12})
-    guide, position = explorer.lm.guide(["fish", ("cat", "bird")], ["dog"], 12, unknown=False)
+    guide, position = explorer.lm.guide(["fish", ("cat", "bird")], ["dog"], 12, allow_unk=False)
     assert found["log_prob_accept"] == pytest.approx(guide.log_prob_accept(position), rel=1e-4)
     for sample in found["samples"]:
         assert "fish" in sample["text"] and "dog" not in sample["text"]
@@ -315,7 +315,7 @@ def test_the_run_has_curves_settings_and_files(explorer: Explorer) -> None:
         ("blank", {"text": "the cat", "position": -1}, "position"),
         ("state", {"state": 12}, "there is no state 12: the model has states 0 to 11"),
         ("search", {"word": ""}, "word"),
-        ("generate", {"num": 100}, "num"),
+        ("generate", {"num_samples": 100}, "num_samples"),
         ("generate", {"max_new_tokens": 10**9}, "max_new_tokens"),
         ("generate", {"temperature": math.nan}, "temperature"),
         ("generate", {"constraints": {"prompt": "x"}}, "no constraint 'prompt'"),
@@ -334,9 +334,9 @@ def test_bad_requests_are_refused(explorer: Explorer, name: str, fields: dict[st
 
 
 def test_samples_that_take_too_long_are_refused(blocked: Explorer) -> None:
-    size = {"num": 8, "max_new_tokens": 200}
+    size = {"num_samples": 8, "max_new_tokens": 200}
     assert answer(blocked, "generate", size)["samples"]
-    for slow in ({"unknown": False}, {"temperature": 0.5}, {"top_k": 2}):
+    for slow in ({"allow_unk": False}, {"temperature": 0.5}, {"top_k": 2}):
         with pytest.raises(InputError, match="take too long here"):
             answer(blocked, "generate", size | slow)
 

@@ -208,19 +208,19 @@ def test_compiled_functions_leave_queries_alone(kind: str) -> None:
 
 MISTAKES: dict[str, tuple[Callable[[HMM], object], str]] = {
     "length": (lambda hmm: hmm.sample(2, 10**40), r"length must be at most .*, not 10{40}"),
-    "num": (lambda hmm: hmm.sample(10**40, 1), "num must be at most"),
-    "both": (lambda hmm: hmm.sample(10**6, 10**6), r"num × length must be at most 100,000,000, not 10{12}"),
-    "paths": (lambda hmm: hmm.posterior_sample([[0]], num=10**40), "num must be at most"),
+    "num": (lambda hmm: hmm.sample(10**40, 1), "num_samples must be at most"),
+    "both": (lambda hmm: hmm.sample(10**6, 10**6), r"num_samples × length must be at most 100,000,000, not 10{12}"),
+    "paths": (lambda hmm: hmm.posterior_sample([[0]], num_samples=10**40), "num_samples must be at most"),
     "generator": (lambda hmm: hmm.sample(1, 1, 5), "generator must be a torch.Generator, not 5"),  # type: ignore[arg-type]
     "states": (lambda hmm: HMM.random(10**40, 2), "num_states must be at most"),
     "words": (lambda hmm: HMM.random(10**5, 10**6), "vocab_size\\) must be at most"),
     "seed": (lambda hmm: HMM.random(2, 2, seed="x"), "seed must be an integer, not 'x'"),  # type: ignore[arg-type]
     "large seed": (lambda hmm: HMM.random(2, 2, seed=2**64), "seed must be at most"),
     "hmmlearn": (lambda hmm: HMM.from_hmmlearn(5), "needs a fitted CategoricalHMM: int has no startprob_"),
-    "no samples": (lambda hmm: hmm.sample(0, 2), "num must be at least 1, not 0"),
-    "half a sample": (lambda hmm: hmm.sample(1.5, 2), r"num must be an integer, not 1\.5"),  # type: ignore[arg-type]
-    "no paths": (lambda hmm: hmm.posterior_sample([[0]], num=0), "num must be at least 1, not 0"),
-    "half a path": (lambda hmm: hmm.posterior_sample([[0]], num=1.5), r"not 1\.5"),  # type: ignore[arg-type]
+    "no samples": (lambda hmm: hmm.sample(0, 2), "num_samples must be at least 1, not 0"),
+    "half a sample": (lambda hmm: hmm.sample(1.5, 2), r"num_samples must be an integer, not 1\.5"),  # type: ignore[arg-type]
+    "no paths": (lambda hmm: hmm.posterior_sample([[0]], num_samples=0), "num_samples must be at least 1, not 0"),
+    "half a path": (lambda hmm: hmm.posterior_sample([[0]], num_samples=1.5), r"not 1\.5"),  # type: ignore[arg-type]
     "no length": (lambda hmm: hmm.sample(1, 0), "length must be at least 1, not 0"),
     "blanks": (lambda hmm: hmm.infill_blanks([[-1], [0]], 0), "takes one sequence, not 2"),
     "advance": (lambda hmm: hmm.advance(hmm.begin(), 5), "token 5 "),

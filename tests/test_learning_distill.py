@@ -63,7 +63,7 @@ def test_a_distilled_run_is_an_ordinary_run(run: Path, folder: Path, capsys: pyt
     assert (lm.hmm.num_states, lm.hmm.vocab_size, lm.tokenizer.eos_id) == (6, 13, EOS)
     capsys.readouterr()
     assert main(["eval", str(run)]) == 0
-    assert main(["sample", str(run), "--num", "2", "--seed", "1"]) == 0
+    assert main(["sample", str(run), "--num-samples", "2", "--seed", "1"]) == 0
     assert main(["inspect", str(run), "--text", "the cat sat"]) == 0
     assert main(["ngram", str(run)]) == 0
     assert main(["train", "--resume", str(run), "--quiet"]) == 0

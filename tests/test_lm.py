@@ -329,18 +329,18 @@ def test_batched_samples_follow_the_exact_probabilities(kind: str, how: dict) ->
     """With "proposals" as for models of many states; some rows run out of proposals."""
     hmm = random_hmm(seed=3) if kind == "dense" else blocked_hmm()
     excluded, proposals = how.get("excluded"), how.get("proposals")
-    options = SamplingOptions(2, how.get("temperature", 1.0), how.get("top_k"), seed=0, num=8000)
+    options = SamplingOptions(2, how.get("temperature", 1.0), how.get("top_k"), seed=0, num_samples=8000)
     expected = expected_continuations(hmm, [2, 3], 2, options, excluded)
     assert sum(expected.values()) == pytest.approx(1)
     counts = Counter(map(tuple, sample_continuations(hmm, [2, 3], 1, options, excluded, proposals=proposals)))
     assert set(counts) <= {tokens for tokens, p in expected.items() if p > 0}
     for tokens, p in expected.items():
-        assert abs(counts[tokens] / options.num - p) < 5 * math.sqrt(p / options.num) + 1e-3, tokens
+        assert abs(counts[tokens] / options.num_samples - p) < 5 * math.sqrt(p / options.num_samples) + 1e-3, tokens
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.7}, {"excluded": 0}])
 def test_samples_restart_where_chunks_do(how: dict) -> None:
-    hmm, options = random_hmm(seed=3), SamplingOptions(2, how.get("temperature", 1.0), seed=0, num=8000)
+    hmm, options = random_hmm(seed=3), SamplingOptions(2, how.get("temperature", 1.0), seed=0, num_samples=8000)
     first = expected_continuations(hmm, [2, 3], 1, options, how.get("excluded"))
     second = hmm.emit(hmm.begin()).exp().double()
     if "excluded" in how:
@@ -349,9 +349,9 @@ def test_samples_restart_where_chunks_do(how: dict) -> None:
     second /= second.sum()
     sampled = sample_continuations(hmm, [2, 3], 1, options, how.get("excluded"), chunk=3)
     counts = Counter(tokens[1] if len(tokens) == 2 else 1 for tokens in sampled if tokens)
-    assert sum(not tokens for tokens in sampled) / options.num == pytest.approx(first[()], abs=0.03)
+    assert sum(not tokens for tokens in sampled) / options.num_samples == pytest.approx(first[()], abs=0.03)
     for token, p in enumerate(second.tolist()):
-        assert abs(counts[token] / sum(counts.values()) - p) < 5 * math.sqrt(p / options.num) + 1e-3, token
+        assert abs(counts[token] / sum(counts.values()) - p) < 5 * math.sqrt(p / options.num_samples) + 1e-3, token
 
 
 def test_the_next_token_is_that_of_scores_in_chunks() -> None:
@@ -369,24 +369,27 @@ def test_the_next_token_is_that_of_scores_in_chunks() -> None:
 
 
 def test_samples_of_a_batch_are_those_of_single_calls(lm: LanguageModel) -> None:
-    for how in ({}, {"temperature": 0.7}, {"unknown": False}, {"must": ["cat"], "never": ["dog"]}):
+    for how in ({}, {"temperature": 0.7}, {"allow_unk": False}, {"must": ["cat"], "never": ["dog"]}):
         alone = [lm.generate("the", max_new_tokens=12, seed=7 + i, **how) for i in range(9)]
-        assert lm.generate("the", max_new_tokens=12, seed=7, num=9, **how) == alone
+        assert lm.generate("the", max_new_tokens=12, seed=7, num_samples=9, **how) == alone
         assert len(set(alone)) > 3
-    options = [SamplingOptions(12, 0.7, seed=7, num=9), *(SamplingOptions(12, 0.7, seed=7 + i) for i in range(9))]
+    options = [
+        SamplingOptions(12, 0.7, seed=7, num_samples=9),
+        *(SamplingOptions(12, 0.7, seed=7 + i) for i in range(9)),
+    ]
     together, *alone = (sample_continuations(lm.hmm, [2], 1, each, None, proposals=8) for each in options)
     assert together == [tokens for (tokens,) in alone]
     with pieces.limit(2 * len(WORDS)):  # two samples at a time
-        assert lm.generate("the", max_new_tokens=12, seed=7, num=9) == [
+        assert lm.generate("the", max_new_tokens=12, seed=7, num_samples=9) == [
             lm.generate("the", max_new_tokens=12, seed=7 + i) for i in range(9)
         ]
-    assert len(lm.generate(max_new_tokens=3, num=4)) == 4
+    assert len(lm.generate(max_new_tokens=3, num_samples=4)) == 4
     for seed in range(20):  # a sample does not depend on how long it may be, and may be of any length
         assert lm.generate("the", max_new_tokens=10**12, seed=seed).startswith(
             lm.generate("the", max_new_tokens=3, seed=seed)
         )
-    with pytest.raises(InputError, match="num must be at least 1, not 0"):
-        lm.generate(num=0)
+    with pytest.raises(InputError, match="num_samples must be at least 1, not 0"):
+        lm.generate(num_samples=0)
 
 
 def test_the_cumulative_sum_is_inverted_exactly() -> None:
@@ -523,7 +526,7 @@ def test_unknown_words_can_be_excluded(lm: LanguageModel) -> None:
     expected, num = expected / expected.sum(), 500
     counts = torch.zeros(len(WORDS))
     for seed in range(num):
-        text = lm.generate("the", max_new_tokens=1, seed=seed, unknown=False).removeprefix("the").strip()
+        text = lm.generate("the", max_new_tokens=1, seed=seed, allow_unk=False).removeprefix("the").strip()
         counts[lm.tokenizer.encode(text)[0] if text else 1] += 1
     assert counts[0] == 0
     assert bool(((counts / num - expected).abs() < 5 * (expected / num).sqrt() + 1e-3).all())
@@ -531,7 +534,7 @@ def test_unknown_words_can_be_excluded(lm: LanguageModel) -> None:
     lost = LanguageModel(HMM.from_probs(one, one[None], unk_only), WordTokenizer(WORDS))
     assert lost.generate(max_new_tokens=2) == "<unk> <unk>"
     with pytest.raises(InputError, match="only <unk> can follow here: allow unknown words"):
-        lost.generate(unknown=False)
+        lost.generate(allow_unk=False)
 
 
 @pytest.mark.parametrize(
@@ -539,7 +542,7 @@ def test_unknown_words_can_be_excluded(lm: LanguageModel) -> None:
     [
         ({"seed": 1.5}, "seed must be an integer, not 1.5"),
         ({"seed": 2**64}, "seed must be at most"),
-        ({"num": 10**9}, "num must be at most 1,000,000, not 1000000000"),
+        ({"num_samples": 10**9}, "num_samples must be at most 1,000,000, not 1000000000"),
         ({"temperature": "x"}, "temperature must be a number of at least 0, not 'x'"),
         ({"top_k": 1.5}, "top_k must be an integer, not 1.5"),
         ({"max_new_tokens": "3"}, "max_new_tokens must be an integer, not '3'"),

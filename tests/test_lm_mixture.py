@@ -129,12 +129,14 @@ def test_scores_of_texts() -> None:
 
 def test_samples() -> None:
     lm = mixture()
-    assert lm.generate(seed=3, num=4, max_new_tokens=9) == lm.generate(seed=3, num=4, max_new_tokens=9)
-    assert lm.generate(seed=4, num=1, max_new_tokens=9) == lm.generate(seed=3, num=2, max_new_tokens=9)[1:]
-    assert lm.generate(seed=3, max_new_tokens=9) == lm.generate(seed=3, num=1, max_new_tokens=9)[0]
-    assert all(text.startswith("a b") for text in lm.generate("a b", seed=0, num=3, max_new_tokens=9))
-    assert not any("<unk>" in text for text in lm.generate(seed=0, num=20, max_new_tokens=9, unknown=False))
-    first = [text.split()[0] if text else "<eos>" for text in lm.generate(seed=0, num=2000, max_new_tokens=1)]
+    assert lm.generate(seed=3, num_samples=4, max_new_tokens=9) == lm.generate(seed=3, num_samples=4, max_new_tokens=9)
+    assert (
+        lm.generate(seed=4, num_samples=1, max_new_tokens=9) == lm.generate(seed=3, num_samples=2, max_new_tokens=9)[1:]
+    )
+    assert lm.generate(seed=3, max_new_tokens=9) == lm.generate(seed=3, num_samples=1, max_new_tokens=9)[0]
+    assert all(text.startswith("a b") for text in lm.generate("a b", seed=0, num_samples=3, max_new_tokens=9))
+    assert not any("<unk>" in text for text in lm.generate(seed=0, num_samples=20, max_new_tokens=9, allow_unk=False))
+    first = [text.split()[0] if text else "<eos>" for text in lm.generate(seed=0, num_samples=2000, max_new_tokens=1)]
     for word, p in lm.next_token("", top=WORDS):
         assert first.count(word) / 2000 == pytest.approx(p, abs=0.05)
 
@@ -154,7 +156,7 @@ def test_a_saved_mixture_is_the_same(tmp_path: Path) -> None:
     again = hmmlm.load(tmp_path / "model", "cpu")
     for got, want in zip(again.token_log_probs(texts), lm.token_log_probs(texts), strict=True):
         torch.testing.assert_close(got, want)
-    assert again.generate(seed=1, num=3) == lm.generate(seed=1, num=3)
+    assert again.generate(seed=1, num_samples=3) == lm.generate(seed=1, num_samples=3)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,7 @@ def test_without_unknown_words_nothing_may_be_left() -> None:
     only = LanguageModel(HMM.from_probs([1.0], [[1.0]], emission.tolist()), tokenizer)
     lm = MixtureModel([HmmPredictor(only), HmmPredictor(only)], [0.5, 0.5], tokenizer)
     with pytest.raises(InputError, match="only <unk> can follow"):
-        lm.generate(unknown=False, seed=1, max_new_tokens=3)
+        lm.generate(allow_unk=False, seed=1, max_new_tokens=3)
 
 
 @pytest.fixture(scope="module")

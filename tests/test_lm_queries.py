@@ -257,7 +257,7 @@ def test_a_blank_that_is_almost_surely_unknown() -> None:
         log_emission = torch.tensor([[0.0, never, log_prob], [never, 0.0, never]])
         hmm = HMM(torch.tensor([0.0, never]), torch.tensor([[never, 0.0], [never, 0.0]]), log_emission)
         lm = LanguageModel(hmm, WordTokenizer(["<unk>", "<eos>", "the"]))
-        assert lm.infill("___", unknown=False) == expected
+        assert lm.infill("___", allow_unk=False) == expected
 
 
 def test_representations_are_short() -> None:

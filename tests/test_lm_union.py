@@ -62,7 +62,7 @@ def test_a_union_is_a_model_like_any_other(runs: Path, capsys: pytest.CaptureFix
     # log normalizers of factors exceed 100, where float32 is 8e-6 apart
     assert sum(p for _, p in lm.next_token("3 the", top=100)) == pytest.approx(1, abs=1e-4)
     assert sum(p for _, p in lm.infill("3 the ___ sees", top=100)[0]) == pytest.approx(1, abs=1e-4)
-    assert all("dog" in line for line in lm.generate(must=["dog"], num=3, seed=1))
+    assert all("dog" in line for line in lm.generate(must=["dog"], num_samples=3, seed=1))
     assert lm.nearest("cat")
     for command in (["sample"], ["inspect", "--text", text], ["infill", "the ___ ."], ["compare", str(runs / "two")]):
         name, *rest = command

@@ -31,7 +31,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         ["score", "RUN", "TEXT", "--tokens", "--format", "json"],
         ["compare", "RUN", "RUN", "--data", "TEXT", "--json"],
         ["sample", "RUN", "--seed", "1", "--max-new-tokens", "5"],
-        ["infill", "RUN", "the ___ sees", "--no-unknown"],
+        ["infill", "RUN", "the ___ sees", "--no-allow-unk"],
         ["inspect", "RUN", "--contexts", "--text", "the cat"],
     ],
     ids=lambda argv: argv[0],

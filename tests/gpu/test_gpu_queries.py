@@ -86,7 +86,7 @@ def test_samples_on_the_gpu_follow_the_model(kind: str, device: torch.device) ->
             assert bool(((seen - expected).abs() < 5 * (expected / num).sqrt() + 1e-3).all())
         marginal = marginal @ transition
     given, _ = draw(hmm)
-    paths = there.posterior_sample(given, LENGTHS, num=num, generator=generator).cpu()
+    paths = there.posterior_sample(given, LENGTHS, num_samples=num, generator=generator).cpu()
     posterior = hmm.posterior(given, LENGTHS)
     for row, size in enumerate(LENGTHS.tolist()):
         assert bool((paths[:, row, size:] == -1).all())

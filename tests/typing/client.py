@@ -29,7 +29,7 @@ def use(folder: Path) -> list[str]:
         raise hmmlm.InputError("a mixture is not an HMM")
     perplexity: float = lm.perplexity(["a line"])
     one: str = lm.generate("the", max_new_tokens=5)
-    several: list[str] = lm.generate("the", num=2)
+    several: list[str] = lm.generate("the", num_samples=2)
     words: list[list[tuple[str, float]]] = lm.infill("the ___")
     guide, position = lm.guide(must=["a list"])
     chance: float = guide.log_prob_accept(position)

@@ -16,15 +16,15 @@ word with subword tokenizers. Other blanks are summed over.
 
 examples:
   hmmlm infill runs/mine "The ___ returns a list."
-  hmmlm infill runs/mine "The ___ returns a ___ ." --top 10 --no-unknown"""
+  hmmlm infill runs/mine "The ___ returns a ___ ." --top 10 --no-allow-unk"""
 
 
 class InfillArguments(ModelArguments):
     text: Annotated[CliPositionalArg[str], Field(description="The text; ___ is a blank.")]
     top: PositiveInt = 5
     """Words per blank."""
-    unknown: bool = True
-    """Whether <unk> may fill a blank; --no-unknown: probabilities given that it does not."""
+    allow_unk: bool = True
+    """Whether <unk> may fill a blank; --no-allow-unk: probabilities given that it does not."""
 
 
 def run(argv: list[str]) -> int:
@@ -41,7 +41,7 @@ def run(argv: list[str]) -> int:
     table = Table(box=None, pad_edge=False)
     for name in ("blank", "word", "probability"):
         table.add_column(name, justify="left" if name == "word" else "right")
-    for number, words in enumerate(lm.infill(arguments.text, arguments.top, arguments.unknown), 1):
+    for number, words in enumerate(lm.infill(arguments.text, arguments.top, arguments.allow_unk), 1):
         for rank, (word, p) in enumerate(words):
             # Text, not markup: a word may be "[/b]".
             table.add_row("" if rank else str(number), Text(printable(word)), f"{p:.4f}")

@@ -43,7 +43,7 @@ Hidden Markov language models, exact and large.
   hmmlm train --data my.txt --model.num-states 512 --out runs/mine
   hmmlm train --resume runs/mine
   hmmlm eval runs/mine
-  hmmlm sample runs/mine --num 5 --prompt "The"
+  hmmlm sample runs/mine --num-samples 5 --prompt "The"
   hmmlm infill runs/mine "The ___ returns a list."
   hmmlm inspect runs/mine --text "The function returns a list."
   hmmlm explore runs/mine

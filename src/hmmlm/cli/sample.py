@@ -17,15 +17,15 @@ DESCRIPTION = """Print exact samples from a model, each until <eos>. The same se
 
 examples:
   hmmlm sample runs/mine
-  hmmlm sample runs/mine --num 3 --prompt "The function" --temperature 0.7
-  hmmlm sample runs/mine --no-unknown
+  hmmlm sample runs/mine --num-samples 3 --prompt "The function" --temperature 0.7
+  hmmlm sample runs/mine --no-allow-unk
   hmmlm sample runs/mine --must function --must "a list|a tuple" --never None
   hmmlm sample runs/mine --regex "[A-Z][a-z]+ (is|was) .*" --words 5-12
-  hmmlm sample runs/mine --prompt "The function" --suffix "a list" --num 3"""
+  hmmlm sample runs/mine --prompt "The function" --suffix "a list" --num-samples 3"""
 
 
 class SampleArguments(ModelArguments):
-    num: Annotated[int, Field(gt=0, le=1_000_000)] = 5
+    num_samples: Annotated[int, Field(gt=0, le=1_000_000)] = 5
     """Number of samples."""
     prompt: str = ""
     """What the samples start with."""
@@ -37,8 +37,8 @@ class SampleArguments(ModelArguments):
     """Sample among the k most likely words only."""
     seed: Seed | None = None
     """Sample i uses seed + i; None: different samples every time."""
-    unknown: bool = True
-    """Whether <unk> may be sampled; --no-unknown samples every word given that it is known."""
+    allow_unk: bool = True
+    """Whether <unk> may be sampled; --no-allow-unk samples every word given that it is known."""
     must: tuple[str, ...] = ()
     """A word or phrase that every sample contains, or several separated by |, of which it contains one; may be given
     several times. Samples then end within --max-new-tokens, <eos> counted."""
@@ -83,10 +83,10 @@ def run(argv: list[str]) -> int:
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         seed=arguments.seed,
-        unknown=arguments.unknown,
+        allow_unk=arguments.allow_unk,
         must=[texts.split("|") for texts in arguments.must],
         never=arguments.never,
-        num=arguments.num,
+        num_samples=arguments.num_samples,
         match=arguments.match,
         choice=arguments.choice,
         **constraints,

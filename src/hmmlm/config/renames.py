@@ -48,7 +48,9 @@ RENAMES = (
             "model.states": "model.num_states",
             "optimizer.rate": "optimizer.lr",
             "optimizer.clip": "optimizer.max_grad_norm",
-            "states": "num_states",  # of hmmlm distill and inspect
+            "states": "num_states",  # of hmmlm distill and inspect; the others of sample and infill
+            "num": "num_samples",
+            "unknown": "allow_unk",
         },
     ),
 )
@@ -98,14 +100,15 @@ def present_sections(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def present_options(argv: Sequence[str]) -> list[str]:
     """Return a command line of the last version with the present names of its options."""
-    names = {_option(old): _option(new) for old, new in RENAMES[-1].settings.items()}
+    renamed = RENAMES[-1].settings.items()
+    names = {_option(old, no): _option(new, no) for old, new in renamed for no in ("", "no-")}
     parts = [argument.partition("=") for argument in argv]
     _notice({option: names[option] for option, _, _ in parts if option in names})
     return [names.get(option, option) + equals + value for option, equals, value in parts]
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _option(name: str, no: str = "") -> str:
+    return f"--{no}{name.replace('_', '-')}"
 
 
 def _notice(changed: Mapping[str, str]) -> None:

@@ -191,16 +191,16 @@ class Automaton:
         return ~(~self & ~other)
 
     @check_arguments
-    def until(self, end: int, ended: bool = True) -> Automaton:
+    def until(self, end: int, require_eos: bool = True) -> Automaton:
         """Return the automaton of a sequence that this one accepts and that has no `end`, then `end`, then anything.
 
-        With ended=False, the sequence is also accepted without `end`. Keeps the numbers of automaton states.
+        With require_eos=False, the sequence is also accepted without `end`. Keeps the numbers of automaton states.
         """
         check_words([end], self.vocab_size)
         done, lost = self.num_states, self.num_states + 1
         rows = torch.cat([self.by_class, torch.tensor([[done], [lost]]).expand(-1, self.classes)])
         after = torch.cat([torch.where(self.accepting, done, lost), torch.tensor([done, lost])])
-        before = self.accepting & (not ended)
+        before = self.accepting & (not require_eos)
         return self._with_column([end], rows, after, torch.cat([before, torch.tensor([True, False])]))
 
     @check_arguments

@@ -30,27 +30,27 @@ class GuideCache:
         context: list[int],
         constraint: Constraint,
         max_new_tokens: int,
-        unknown: bool,
-        ended: bool = True,
+        allow_unk: bool,
+        require_eos: bool = True,
     ) -> tuple[Guide, Position]:
         """Return the guide of a constraint on lines, and the position after the tokens of a prompt.
 
         Args:
             given: the tokens of the prompt.
             context: those that the continuation depends on.
-            unknown: whether the new part may have `<unk>`.
-            ended: whether lines end within `max_new_tokens`.
+            allow_unk: whether the new part may have `<unk>`.
+            require_eos: whether lines end within `max_new_tokens`.
         """
         begun, end = split_at(given, self.tokenizer.eos_id)[-1], self.tokenizer.eos_id
         check_count("max_new_tokens", max_new_tokens, 1)
         most = constraint.tokens[1]
         if most is not None:
-            if not ended:
-                raise InputError("tokens: a largest number needs a text that ends: leave out ended=False")
+            if not require_eos:
+                raise InputError("tokens: a largest number needs a text that ends: leave out require_eos=False")
             max_new_tokens = min(max_new_tokens, most + 1)  # with <eos>
         too_short = InputError(
             f"no line of at most {max_new_tokens} token{'s' if max_new_tokens > 1 else ''}"
-            f"{', <eos> counted,' if ended else ''} satisfies "
+            f"{', <eos> counted,' if require_eos else ''} satisfies "
             f"{' and '.join(constraint.names)} under this model: allow more tokens, or relax the constraint"
         )
         words = constraint.words[0]
@@ -65,18 +65,18 @@ class GuideCache:
             raise InputError("the prompt contains a phrase of never: remove it from the prompt, or allow it")
         new = self.phrases.new_text(constraint, begun)
         start = None if new is None else (state, bool(begun), self.phrases.spacing_after(begun))
-        asked = (constraint, max_new_tokens, unknown, ended, start)
+        asked = (constraint, max_new_tokens, allow_unk, require_eos, start)
         kept = self._guide
         if kept is None or kept[0] != asked:
             automaton = line if new is None else (line.starting_at(state) & new).minimized()
-            forbidden = [] if unknown or self.tokenizer.unk_id is None else [self.tokenizer.unk_id]
+            forbidden = [] if allow_unk or self.tokenizer.unk_id is None else [self.tokenizer.unk_id]
             if constraint and constraint.automaton is None:
                 # Inside a phrase they would be part of the text; and a model may end a text with one of them.
                 forbidden += self.phrases.without_text
             if forbidden:
                 automaton = automaton.without(*forbidden)
-            guide = Guide(self.hmm, automaton.until(end, ended), max_new_tokens)
-            guide.end = end if ended else None
+            guide = Guide(self.hmm, automaton.until(end, require_eos), max_new_tokens)
+            guide.end = end if require_eos else None
             kept = self._guide = asked, guide
         guide = kept[1]
         position = guide.begin(context)._replace(automaton=state if new is None else 0, prompt=tuple(begun))

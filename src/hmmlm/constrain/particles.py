@@ -49,22 +49,22 @@ def sample_particles(
     input_ids: Tensor,
     guide: Guide,
     position: Position,
-    num: int = 16,
+    num_particles: int = 16,
     seed: int | None = None,
     resample_below: float = 0.5,
 ) -> Particles:
-    """Sample texts of a causal model of transformers given a constraint, with `num` particles.
+    """Sample texts of a causal model of transformers given a constraint, with `num_particles` particles.
 
     A text is over with the end token of the guide, the only one before the constraint is satisfied. A text whose guide
-    has none (ended=False) goes on, up to an end token of the model or the length of the guide.
+    has none (require_eos=False) goes on, up to an end token of the model or the length of the guide.
 
     Args:
         input_ids: [1, T] the prompt.
         guide: of `lm.guide` for the same prompt.
         position: of `lm.guide`, after the prompt.
-        resample_below: particles are resampled when their effective number is below this share of `num`.
+        resample_below: particles are resampled when their effective number is below this share of `num_particles`.
     """
-    check_count("num", num, 1, _LARGEST)
+    check_count("num_particles", num_particles, 1, _LARGEST)
     check_seed(seed)
     check_number("resample_below", resample_below)
     if not callable(model) or isinstance(model, type):
@@ -82,9 +82,9 @@ def sample_particles(
     ends = end_tokens(model)
     others = [] if guide.end is None else [end for end in ends if end != guide.end and end < words]
     ends |= set() if guide.end is None else {guide.end}
-    states, going, cache = [position.automaton] * num, [True] * num, None
-    texts = given = input_ids.expand(num, -1)
-    log_weights = torch.zeros(num, dtype=torch.float64, device=device)
+    states, going, cache = [position.automaton] * num_particles, [True] * num_particles, None
+    texts = given = input_ids.expand(num_particles, -1)
+    log_weights = torch.zeros(num_particles, dtype=torch.float64, device=device)
     log_ahead = torch.full_like(log_weights, guide.log_prob_accept(position))  # log ψ
     log_evidence = float(log_ahead[0])
     for _ in range(position.remaining):
@@ -123,14 +123,14 @@ def sample_particles(
         log_weights -= torch.where(over, log_ahead, 0.0)
         log_ahead = torch.where(over, 0.0, log_ahead)
         share = log_weights.log_softmax(0)
-        if float((2 * share).logsumexp(0).neg().exp()) < resample_below * num:
-            log_evidence += float(log_weights.logsumexp(0)) - math.log(num)
+        if float((2 * share).logsumexp(0).neg().exp()) < resample_below * num_particles:
+            log_evidence += float(log_weights.logsumexp(0)) - math.log(num_particles)
             kept = _resample(share.exp(), generator)
             texts, given, log_ahead = texts[kept], given[kept], log_ahead[kept]
             states, going = [states[row] for row in kept.tolist()], [going[row] for row in kept.tolist()]
             cache.reorder_cache(kept)
             log_weights = torch.zeros_like(log_weights)
-    log_evidence += float(log_weights.logsumexp(0)) - math.log(num)
+    log_evidence += float(log_weights.logsumexp(0)) - math.log(num_particles)
     return Particles(texts[:, input_ids.shape[1] :], log_weights.log_softmax(0), log_evidence)
 
 

@@ -28,7 +28,7 @@ CONSTRAINT_CHARACTERS = 4_000
 class GenerateQuery(Query):
     prompt: Text = ""
     """What the samples start with."""
-    num: Annotated[int, Field(ge=1, le=8)] = 3
+    num_samples: Annotated[int, Field(ge=1, le=8)] = 3
     """Number of samples."""
     max_new_tokens: Annotated[int, Field(ge=1, le=200)] = 40
     """Maximum number of tokens of a sample."""
@@ -38,7 +38,7 @@ class GenerateQuery(Query):
     """Sample among the k most likely words only."""
     seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
     """Sample i uses seed + i; null: chosen at random, and returned."""
-    unknown: bool = True
+    allow_unk: bool = True
     """Whether `<unk>` may be sampled."""
     constraints: dict[str, Any] = Field(default_factory=dict)
     """Arguments of `LanguageModel.guide` by name: {"must": ["a list"], "never": ["None"]}."""
@@ -49,7 +49,7 @@ class FillQuery(Query):
     """Lines of text; `___` is a blank."""
     top: Count = 8
     """Words per blank."""
-    unknown: bool = True
+    allow_unk: bool = True
     """Whether `<unk>` may fill a blank."""
 
 
@@ -78,20 +78,20 @@ def generate(explorer: Explorer, query: GenerateQuery) -> dict[str, Any]:
     """
     lm, eos = explorer.lm, explorer.lm.tokenizer.eos_id
     seed = secrets.randbelow(2**32) if query.seed is None else query.seed
-    options = SamplingOptions(query.max_new_tokens, query.temperature, query.top_k, seed, query.num)
+    options = SamplingOptions(query.max_new_tokens, query.temperature, query.top_k, seed, query.num_samples)
     given = lm.encode(query.prompt)[: None if query.prompt.endswith("\n") else -1]
     constraints = chosen_constraints(lm, query)
     log_prob_accept: float | None = None
-    log_probs_accept: Sequence[list[float] | None] = [None] * query.num
+    log_probs_accept: Sequence[list[float] | None] = [None] * query.num_samples
     if constraints:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", InputWarning)  # unknown words of the prompt are marked on the page
             guide, position = lm.guide(
-                max_new_tokens=query.max_new_tokens, prompt=query.prompt, unknown=query.unknown, **constraints
+                max_new_tokens=query.max_new_tokens, prompt=query.prompt, allow_unk=query.allow_unk, **constraints
             )
         added = sample_accepted(guide, position, eos, options)
     else:
-        excluded = None if query.unknown else lm.tokenizer.unk_id
+        excluded = None if query.allow_unk else lm.tokenizer.unk_id
         _check_predicted(lm, query, excluded)
         added = sample_continuations(lm.hmm, lm.context(given), eos, options, excluded, lm.chunk)
     ended = [[*tokens, *([eos] if len(tokens) < query.max_new_tokens else [])] for tokens in added]
@@ -132,11 +132,11 @@ def chosen_constraints(lm: LanguageModel, query: GenerateQuery) -> dict[str, Any
 def _check_predicted(lm: LanguageModel, query: GenerateQuery, excluded: int | None) -> None:
     """Raise an InputError if samples would take too long: only those of the model itself need no sum over states."""
     plain = query.temperature == 1 and query.top_k is None and excluded is None
-    work = query.num * query.max_new_tokens * lm.hmm.num_states
+    work = query.num_samples * query.max_new_tokens * lm.hmm.num_states
     if not plain and work > MAX_PREDICTED and lm.hmm.device.type == "cpu":
         raise InputError(
-            f"{query.num} samples of {query.max_new_tokens} tokens of a model with {lm.hmm.num_states:,} states take "
-            "too long here: use temperature 1, all words and <unk>, or fewer tokens"
+            f"{query.num_samples} samples of {query.max_new_tokens} tokens of a model with {lm.hmm.num_states:,} "
+            "states take too long here: use temperature 1, all words and <unk>, or fewer tokens"
         )
 
 
@@ -169,5 +169,5 @@ def _described(
 
 def fill(explorer: Explorer, query: FillQuery) -> dict[str, Any]:
     """Return the most likely words of every blank, given everything else in the text; other blanks are summed over."""
-    found = explorer.lm.infill(query.text, query.top, query.unknown)
+    found = explorer.lm.infill(query.text, query.top, query.allow_unk)
     return {"blanks": [[{"text": word, "p": p} for word, p in words] for words in found]}

@@ -166,14 +166,14 @@ class Queries(Composition):
         return batch.unsort(path), batch.unsort(log_prob).to(self.dtype)
 
     @query
-    def sample(self, num: int, length: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Draw tokens [num, length] and their states [num, length] from the model."""
-        check_count("num", num, 1)
+    def sample(self, num_samples: int, length: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Draw tokens [num_samples, length] and their states [num_samples, length] from the model."""
+        check_count("num_samples", num_samples, 1)
         check_count("length", length, 1)
-        check_count("num × length", num * length, 1, _SAMPLED)
+        check_count("num_samples × length", num_samples * length, 1, _SAMPLED)
         check_generator(generator)
         model = self.detach()
-        path = [draw(model.log_start.expand(num, -1), generator)]
+        path = [draw(model.log_start.expand(num_samples, -1), generator)]
         for _ in range(length - 1):
             path.append(draw(model.transition.log_rows(path[-1]), generator))
         states = torch.stack(path, 1)
@@ -188,24 +188,24 @@ class Queries(Composition):
         self,
         tokens: ArrayLike,
         lengths: ArrayLike | None = None,
-        num: int = 1,
+        num_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Draw whole paths given the tokens: states [num, B, T], −1 beyond a length.
+        """Draw whole paths given the tokens: states [num_samples, B, T], −1 beyond a length.
 
         Forward filtering, backward sampling: p(z_t | z_t+1, x) ∝ p(z_t | x_1..t) A(z_t, z_t+1).
         """
-        check_count("num", num, 1, _SAMPLED)
+        check_count("num_samples", num_samples, 1, _SAMPLED)
         check_generator(generator)
         lattice, model = self._possible(tokens, lengths), self.detach()
-        result = torch.full((num, *lattice.batch.tokens.shape), -1, device=self.device)
+        result = torch.full((num_samples, *lattice.batch.tokens.shape), -1, device=self.device)
         if isinstance(model.transition, Dense) and isinstance(model.emission, Categorical) and not result.is_cuda:
             draw_paths(lattice, model.transition.log_probs.t().contiguous(), result, generator)
             return lattice.batch.unsort(result, 1)
-        states = torch.empty(num, 0, dtype=torch.long, device=self.device)
+        states = torch.empty(num_samples, 0, dtype=torch.long, device=self.device)
         for t in reversed(range(len(lattice.supports))):
             support, rows = lattice.supports[t], states.shape[1]
-            scores = lattice.filtered[t].expand(num, -1, -1)
+            scores = lattice.filtered[t].expand(num_samples, -1, -1)
             if rows:
                 into = model.transition.log_columns(states, first_rows(support, rows))
                 scores = torch.cat([scores[:, :rows] + into, scores[:, rows:]], 1)

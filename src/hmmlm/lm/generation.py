@@ -47,15 +47,15 @@ class SamplingOptions:
     temperature: float = 1.0
     top_k: int | None = None
     seed: int | None = None
-    num: int = 1
+    num_samples: int = 1
 
     def __post_init__(self) -> None:
         check_count("max_new_tokens", self.max_new_tokens, 0)
-        check_count("num", self.num, 1, _SAMPLES)
+        check_count("num_samples", self.num_samples, 1, _SAMPLES)
         check_number("temperature", self.temperature)
         if self.top_k is not None:
             check_count("top_k", self.top_k, 1)
-        check_seed(self.seed, self.num)
+        check_seed(self.seed, self.num_samples)
 
     def plain(self, vocab_size: int) -> bool:
         """Return whether samples are those of the model itself."""
@@ -124,8 +124,8 @@ def sample_continuations(
     before = read_context(model, context)
     size = at_once(max(hmm.num_states, hmm.vocab_size), 2**22)
     sampled: list[list[int]] = []
-    for first in range(0, options.num, size):
-        rows = _Rows(options, range(first, min(first + size, options.num)), end, hmm.device)
+    for first in range(0, options.num_samples, size):
+        rows = _Rows(options, range(first, min(first + size, options.num_samples)), end, hmm.device)
         sampler = _Sampler(model, rows, excluded, proposals)
         sampler.run(before, len(context), chunk)
         sampled += rows.tokens
@@ -284,7 +284,10 @@ def sample_predicted(
         predict: returns log p(next token) [n, V] after n contexts.
         advance: returns the context after one more token.
     """
-    rows, contexts = _Rows(options, range(options.num), end, torch.device("cpu")), [context] * options.num
+    rows, contexts = (
+        _Rows(options, range(options.num_samples), end, torch.device("cpu")),
+        [context] * options.num_samples,
+    )
     for added in range(1, options.max_new_tokens + 1):
         if not len(rows.index):
             break
@@ -306,11 +309,11 @@ def sample_predicted(
 
 def sample_accepted(guide: Guide, position: Position, end: int, options: SamplingOptions) -> list[list[int]]:
     """Sample tokens until `end`, which is not returned, given that the guide's automaton accepts them."""
-    rows = _Rows(options, range(options.num), end, guide.hmm.device)
+    rows = _Rows(options, range(options.num_samples), end, guide.hmm.device)
     if options.plain(guide.hmm.vocab_size) and guide.reads:
         _sample_states(guide, position, rows)
         return rows.tokens
-    positions = [position] * options.num
+    positions = [position] * options.num_samples
     for _ in range(options.max_new_tokens):
         if not positions:
             break

@@ -58,8 +58,8 @@ class Page(Protocol):
 class GuideOptions(ConstraintOptions, total=False):
     """The options of `guide`, beside its constraint."""
 
-    unknown: bool
-    ended: bool
+    allow_unk: bool
+    require_eos: bool
 
 
 class LanguageModel(SequenceModel):
@@ -149,10 +149,10 @@ class LanguageModel(SequenceModel):
         temperature: float = ...,
         top_k: int | None = ...,
         seed: int | None = ...,
-        unknown: bool = ...,
+        allow_unk: bool = ...,
         must: Sequence[Wanted] = ...,
         never: Sequence[str] = ...,
-        num: None = ...,
+        num_samples: None = ...,
         **constraint: Unpack[ConstraintOptions],
     ) -> str: ...
     @overload
@@ -163,11 +163,11 @@ class LanguageModel(SequenceModel):
         temperature: float = ...,
         top_k: int | None = ...,
         seed: int | None = ...,
-        unknown: bool = ...,
+        allow_unk: bool = ...,
         must: Sequence[Wanted] = ...,
         never: Sequence[str] = ...,
         *,
-        num: int,
+        num_samples: int,
         **constraint: Unpack[ConstraintOptions],
     ) -> list[str]: ...
     def generate(
@@ -177,37 +177,37 @@ class LanguageModel(SequenceModel):
         temperature: float = 1.0,
         top_k: int | None = None,
         seed: int | None = None,
-        unknown: bool = True,
+        allow_unk: bool = True,
         must: Sequence[Wanted] = (),
         never: Sequence[str] = (),
-        num: int | None = None,
+        num_samples: int | None = None,
         **constraint: Unpack[ConstraintOptions],
     ) -> str | list[str]:
         """Return `prompt` and an exact sample of its continuation, until `<eos>` or `max_new_tokens`.
 
-        With `num`, return a list of that many samples, drawn together; sample i is the one of seed + i.
+        With `num_samples`, return a list of that many samples, drawn together; sample i is the one of seed + i.
 
         Temperature 0 takes the most likely token every time; `top_k` samples among the k most likely; the same seed
-        gives the same text; with unknown=False every token is drawn given that it is not `<unk>`. A prompt that ends
+        gives the same text; with allow_unk=False every token is drawn given that it is not `<unk>`. A prompt that ends
         with a line break starts a new line; spaces at its end are ignored.
 
         With a constraint (see `hmmlm.Constraint`) the line is drawn given that it satisfies the constraint and ends
         within `max_new_tokens`, `<eos>` counted. The line contains `must` and not `never`, with match="word", "prefix"
         or "substring". The new text is one of `choice`, matches `regex`, is JSON of the schema `json`, has a number of
-        `words` or `tokens` such as (5, 12), ends with `suffix`, or is accepted by `automaton`. With unknown=False it
+        `words` or `tokens` such as (5, 12), ends with `suffix`, or is accepted by `automaton`. With allow_unk=False it
         also has no `<unk>`.
         """
-        check_type("unknown", unknown, bool)
-        options = SamplingOptions(max_new_tokens, temperature, top_k, seed, 1 if num is None else num)
+        check_type("allow_unk", allow_unk, bool)
+        options = SamplingOptions(max_new_tokens, temperature, top_k, seed, 1 if num_samples is None else num_samples)
         given, asked = self._encode_prompt(prompt), Constraint(must, never, **constraint)
         if asked:
-            guide, position = self._guides.after(given, self.context(given), asked, max_new_tokens, unknown)
+            guide, position = self._guides.after(given, self.context(given), asked, max_new_tokens, allow_unk)
             added = sample_accepted(guide, position, self._eos, options)
         else:
-            excluded = None if unknown else self.tokenizer.unk_id
+            excluded = None if allow_unk else self.tokenizer.unk_id
             added = sample_continuations(self.hmm, self.context(given), self._eos, options, excluded, self.chunk)
         texts = self._continued(prompt, given, added)
-        return texts[0] if num is None else texts
+        return texts[0] if num_samples is None else texts
 
     def guide(
         self,
@@ -215,20 +215,20 @@ class LanguageModel(SequenceModel):
         never: Sequence[str] = (),
         max_new_tokens: int = 100,
         prompt: str = "",
-        unknown: bool = True,
-        ended: bool = True,
+        allow_unk: bool = True,
+        require_eos: bool = True,
         **constraint: Unpack[ConstraintOptions],
     ) -> tuple[Guide, Position]:
         """Return the guide of a constraint on lines, and the position after the prompt.
 
-        The constraint is that of `generate`. To steer another model, see `logits_processor`. With `ended`,
+        The constraint is that of `generate`. To steer another model, see `logits_processor`. With `require_eos`,
         lines end within `max_new_tokens`; otherwise they may continue once they satisfy the constraint. The guide is
         cached until another one is requested.
         """
-        check_type("unknown", unknown, bool)
-        check_type("ended", ended, bool)
+        check_type("allow_unk", allow_unk, bool)
+        check_type("require_eos", require_eos, bool)
         given, asked = self._encode_prompt(prompt), Constraint(must, never, **constraint)
-        return self._guides.after(given, self.context(given), asked, max_new_tokens, unknown, ended)
+        return self._guides.after(given, self.context(given), asked, max_new_tokens, allow_unk, require_eos)
 
     def logits_processor(
         self,
@@ -273,17 +273,17 @@ class LanguageModel(SequenceModel):
         return context
 
     @torch.no_grad()
-    def infill(self, text: str, top: int = 5, unknown: bool = True) -> list[list[tuple[str, float]]]:
+    def infill(self, text: str, top: int = 5, allow_unk: bool = True) -> list[list[tuple[str, float]]]:
         """Return, for every blank `___` of a text, the `top` most likely words with their probabilities.
 
         `lm.infill("The ___ returns a list.")[0]` may start with ("function", 0.31). Exact: given all text before and
         after the blank, including the end of the line; other blanks are summed over. A blank is one token, and never
         `<eos>`. With subword tokenizers it may be the first part of a word, or continue the word before it: "…ing".
-        With unknown=False the probabilities are those given that the blank is not `<unk>`.
+        With allow_unk=False the probabilities are those given that the blank is not `<unk>`.
         """
         check_text("the text", text)
         check_count("top", top, 1)
-        check_type("unknown", unknown, bool)
+        check_type("allow_unk", allow_unk, bool)
         units = split_units(text, self._unit)
         tokens = [token for unit in units for token in (*encode_blanks(self.tokenizer, unit), self._eos)]
         if -1 not in tokens:
@@ -293,7 +293,7 @@ class LanguageModel(SequenceModel):
         found: list[list[tuple[str, float]]] = []
         for sequence in self.sequences(tokens):
             for log_probs in self.hmm.infill_blanks([sequence], self._eos) if -1 in sequence else ():
-                if not unknown and self.tokenizer.unk_id is not None:
+                if not allow_unk and self.tokenizer.unk_id is not None:
                     log_probs[self.tokenizer.unk_id] = -math.inf
                     log_probs -= log_probs.logsumexp(0).clamp_min(torch.finfo(log_probs.dtype).min)
                 found.append(self._most_likely(log_probs.exp(), top, next(inside)))

@@ -129,23 +129,23 @@ class MixtureModel(TextModel):
         temperature: float = 1.0,
         top_k: int | None = None,
         seed: int | None = None,
-        unknown: bool = True,
+        allow_unk: bool = True,
         must: Sequence[Wanted] = (),
         never: Sequence[str] = (),
-        num: int | None = None,
+        num_samples: int | None = None,
         **constraint: Unpack[ConstraintOptions],
     ) -> str | list[str]:
-        """Return a sample that continues a prompt until `<eos>`, or a list of `num`; see `LanguageModel.generate`."""
-        check_type("unknown", unknown, bool)
+        """Return a sample that continues a prompt until `<eos>`, or several; see `LanguageModel.generate`."""
+        check_type("allow_unk", allow_unk, bool)
         if Constraint(must, never, **constraint):
             raise InputError("a mixture is not an HMM, so it cannot sample under a constraint: use one of its HMMs")
-        options = SamplingOptions(max_new_tokens, temperature, top_k, seed, 1 if num is None else num)
+        options = SamplingOptions(max_new_tokens, temperature, top_k, seed, 1 if num_samples is None else num_samples)
         given = self._encode_prompt(prompt)
-        excluded = None if unknown else self.tokenizer.unk_id
+        excluded = None if allow_unk else self.tokenizer.unk_id
         context = self._read(given)
         added = sample_predicted(self._predict, self._advance, context, self._eos, options, excluded)
         texts = self._continued(prompt, given, added)
-        return texts[0] if num is None else texts
+        return texts[0] if num_samples is None else texts
 
     def _read(self, tokens: Sequence[int]) -> tuple[Any, ...]:
         context = tuple(part.begin() for part in self.predictors)

@@ -16,8 +16,8 @@ Generate.fields = function fields() {
     else constraints[name] = phrases(input.value, name === "must");
   }
   const optional = (id) => ($(id).value === "" ? null : Number($(id).value));
-  return { prompt: $("prompt").value, num: Number($("num").value), max_new_tokens: Number($("max").value), temperature: Number($("temperature").value),
-    top_k: optional("top-k"), seed: optional("seed"), unknown: $("unknown").checked || !App.model.has_unknown, constraints };
+  return { prompt: $("prompt").value, num_samples: Number($("num").value), max_new_tokens: Number($("max").value), temperature: Number($("temperature").value),
+    top_k: optional("top-k"), seed: optional("seed"), allow_unk: $("unknown").checked || !App.model.has_unknown, constraints };
 };
 
 /** "3-8" → [3, 8]; "3-" and "-8" are open, "5" is both. */
@@ -85,7 +85,7 @@ Generate.chart = function chart(log_prob_accept, tokens) {
 Generate.fill = latest(async (text) => {
   if (!text.trim()) { fill($("filled")); return; }
   try {
-    const { blanks } = await ask("fill", { text, unknown: $("unknown").checked || !App.model.has_unknown });
+    const { blanks } = await ask("fill", { text, allow_unk: $("unknown").checked || !App.model.has_unknown });
     fill($("filled"), blanks.map((words, i) => {
       const scale = barScale(words);
       return el("div", {}, el("h3", {}, blanks.length > 1 ? `Blank ${i + 1}` : "The blank"), rows(words.map((w) => row(word(w.text), w.p, percent(w.p), {
