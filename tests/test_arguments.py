@@ -122,8 +122,8 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             | {"resample_below": 0.5},
         ),
         "particles.draw": (particles.draw, {"seed": 1}),
-        "save_control": (
-            hmmlm.save_control,
+        "save_ctrlg": (
+            hmmlm.save_ctrlg,
             {"hmm": dense, "path": folder / "control", "eos_token_id": 1, "tokenizer": tokenizer},
         ),
         "LanguageModel": (LanguageModel, {"hmm": dense, "tokenizer": tokenizer, "config": {}}),

@@ -21,7 +21,7 @@ from hmmlm.config.run import RunConfig
 from hmmlm.errors import InputError
 from hmmlm.learning.prepare import reopen
 from hmmlm.learning.train import train
-from hmmlm.lm.control import save_control
+from hmmlm.lm.ctrlg import save_ctrlg
 from hmmlm.lm.lm import load
 from hmmlm.runs.checkpoint import read_checkpoint
 from hmmlm.runs.folders import saved_config
@@ -330,7 +330,7 @@ def test_samples_under_constraints(trained: Path, tmp_path: Path, capsys: pytest
 def test_bad_models(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("eval", "sample", "inspect"):
         assert "the folder does not exist" in failure(capsys, command, str(tmp_path / "nothing"))
-    save_control(load(trained).hmm, tmp_path / "foreign", 1)
+    save_ctrlg(load(trained).hmm, tmp_path / "foreign", 1)
     assert "no tokenizer in" in failure(capsys, "sample", str(tmp_path / "foreign"))
     load(trained).save(tmp_path / "cut")
     whole = (tmp_path / "cut" / "model.safetensors").read_bytes()

@@ -272,14 +272,14 @@ def test_shares_are_the_rows_of_the_whole_batch(count: int, reset: bool) -> None
     ):
         shares = [make(share=Share(rank, count)).epoch(1) for rank in range(count)]
         for whole, *parts in zip(make().epoch(1), *shares, strict=True):
-            assert [part.spare for part in parts] == [rank >= len(whole.tokens) for rank in range(count)]
+            assert [part.is_padding for part in parts] == [rank >= len(whole.tokens) for rank in range(count)]
             for rank, part in enumerate(parts):
                 assert part.whole is not None and part.whole_tokens() == whole.num_tokens()
                 assert (part.whole.rows, part.whole.length) == tuple(whole.tokens.shape)
-                rows = whole.tokens[:1] if part.spare else whole.tokens[rank::count]
+                rows = whole.tokens[:1] if part.is_padding else whole.tokens[rank::count]
                 width = part.tokens.shape[1]
                 assert torch.equal(part.tokens, rows[:, :width]) and bool((rows[:, width:] == -1).all())
-                if whole.restart is not None and part.restart is not None and not part.spare:
+                if whole.restart is not None and part.restart is not None and not part.is_padding:
                     assert torch.equal(part.restart, whole.restart[rank::count, :width])
 
 

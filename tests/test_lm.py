@@ -23,7 +23,7 @@ from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.lm.blanks import encode_blanks
-from hmmlm.lm.control import load_control, save_control
+from hmmlm.lm.ctrlg import load_ctrlg, save_ctrlg
 from hmmlm.lm.generation import SamplingOptions, invert, sample_continuations
 from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.ops import pieces
@@ -460,22 +460,22 @@ def test_bad_sampling_options_are_named(lm: LanguageModel, options: dict, messag
 
 def test_control_layout_round_trip(tmp_path: Path) -> None:
     hmm = random_hmm(dtype=torch.float32)
-    save_control(hmm, tmp_path, eos_token_id=1)
+    save_ctrlg(hmm, tmp_path, eos_token_id=1)
     tensors = load_file(tmp_path / "model.safetensors")
     torch.testing.assert_close(tensors["alpha_exp"].sum(1), torch.ones(5))
     assert tensors["beta"].shape == (5, len(WORDS))
     torch.testing.assert_close(tensors["gamma"].exp().sum(), torch.tensor(1.0))
-    again, config = load_control(tmp_path)
+    again, config = load_ctrlg(tmp_path)
     assert config == {"hidden_states": 5, "vocab_size": len(WORDS), "eos_token_id": 1}
     for before, after in zip(matrices(hmm), matrices(again), strict=True):
         torch.testing.assert_close(before, after)
 
 
 def test_folders_of_control_libraries_are_models(lm: LanguageModel, tmp_path: Path) -> None:
-    hmmlm.save_control(lm.hmm, tmp_path, lm.tokenizer.eos_id)
+    hmmlm.save_ctrlg(lm.hmm, tmp_path, lm.tokenizer.eos_id)
     with pytest.raises(InputError, match=r"no tokenizer in .*: it should contain tokenizer.json or tokenizer.model"):
         hmmlm.load(tmp_path)
-    hmmlm.save_control(lm.hmm, tmp_path, lm.tokenizer.eos_id, lm.tokenizer)
+    hmmlm.save_ctrlg(lm.hmm, tmp_path, lm.tokenizer.eos_id, lm.tokenizer)
     again = hmmlm.load(tmp_path)
     torch.testing.assert_close(again.score(["the cat"]), lm.score(["the cat"]))
     rewrite_json(tmp_path / "config.json", eos_token_id=0)
@@ -486,31 +486,31 @@ def test_folders_of_control_libraries_are_models(lm: LanguageModel, tmp_path: Pa
 def test_control_layout_needs_the_end_token(lm: LanguageModel, tmp_path: Path) -> None:
     for tokenizer, message in ((None, "from 0 to"), (lm.tokenizer, "that of the tokenizer")):
         with pytest.raises(InputError, match=f"eos_token_id is 999: give .*{message}"):
-            hmmlm.save_control(lm.hmm, tmp_path / "new", 999, tokenizer)
+            hmmlm.save_ctrlg(lm.hmm, tmp_path / "new", 999, tokenizer)
     assert not (tmp_path / "new").exists()
 
 
 def test_control_layout_needs_the_tokenizer_of_the_model(lm: LanguageModel, tmp_path: Path) -> None:
     other = WordTokenizer(["<unk>", "<eos>", "a"])
     with pytest.raises(InputError, match="the tokenizer has 3 words and the model has"):
-        hmmlm.save_control(lm.hmm, tmp_path / "new", other.eos_id, other)
+        hmmlm.save_ctrlg(lm.hmm, tmp_path / "new", other.eos_id, other)
     assert not (tmp_path / "new").exists()
 
 
 def test_control_layout_errors(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="hidden_states is None, not an integer of at least 1"):
-        load_control(saved)
+        load_ctrlg(saved)
     with pytest.raises(InputError, match=r"config.json: No such file"):
-        load_control(tmp_path / "nothing")
-    save_control(random_hmm(), tmp_path, 1)
+        load_ctrlg(tmp_path / "nothing")
+    save_ctrlg(random_hmm(), tmp_path, 1)
     rewrite_json(tmp_path / "config.json", hidden_states=7)
     with pytest.raises(InputError, match=r"alpha_exp has shape \[5, 5\], config.json has \[7, 7\]"):
-        load_control(tmp_path)
+        load_ctrlg(tmp_path)
     rewrite_json(tmp_path / "config.json", hidden_states=5)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "alpha_exp": 2 * tensors["alpha_exp"]}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=r"model.safetensors: alpha_exp row 0 sums to 2, not to one"):
-        load_control(tmp_path)
+        load_ctrlg(tmp_path)
 
 
 def test_a_prompt_that_ends_with_a_space_is_continued_without_another(lm: LanguageModel) -> None:

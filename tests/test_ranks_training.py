@@ -18,7 +18,7 @@ from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
 from hmmlm.data.batches import Batch
 from hmmlm.distillation.kmeans import Clusters
-from hmmlm.learning.learners import mask_spare_rows
+from hmmlm.learning.learners import mask_padding
 from hmmlm.learning.train import PERPLEXITY, train, train_baseline
 from hmmlm.runs.checkpoint import read_checkpoint
 
@@ -108,9 +108,9 @@ def test_a_baseline_learns_in_two_processes(tmp_path: Path) -> None:
     assert scores["valid"] == pytest.approx(min(r["perplexity"] for r in records(tmp_path / "run", "valid")), rel=1e-5)
 
 
-def test_spare_rows_count_nothing_even_if_they_are_impossible() -> None:
+def test_padding_counts_nothing_even_if_it_is_impossible() -> None:
     scores = torch.tensor([-2.0, -torch.inf], requires_grad=True)
-    spare = Batch(torch.zeros(2, 1, dtype=torch.long), None, None, carry=False, spare=True)
-    (gradient,) = torch.autograd.grad(mask_spare_rows(scores, spare).sum(), scores)
-    assert mask_spare_rows(scores, spare).tolist() == [0.0, 0.0] and gradient.tolist() == [0.0, 0.0]
-    assert mask_spare_rows(scores, spare._replace(spare=False)) is scores
+    padding = Batch(torch.zeros(2, 1, dtype=torch.long), None, None, carry=False, is_padding=True)
+    (gradient,) = torch.autograd.grad(mask_padding(scores, padding).sum(), scores)
+    assert mask_padding(scores, padding).tolist() == [0.0, 0.0] and gradient.tolist() == [0.0, 0.0]
+    assert mask_padding(scores, padding._replace(is_padding=False)) is scores

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hmmlm.explorer.notebook import Display
     from hmmlm.hmm import HMM, Carry, Counts, Filtered
     from hmmlm.learning.run import distill, train
-    from hmmlm.lm.control import save_control
+    from hmmlm.lm.ctrlg import save_ctrlg
     from hmmlm.lm.lm import LanguageModel
     from hmmlm.lm.mixture import MixtureModel
     from hmmlm.runs.loading import load
@@ -33,7 +33,7 @@ _MODULES = {
     "learning.run": "distill train",
     "runs.loading": "load",
     "constrain.constraint": "Constraint",
-    "lm.control": "save_control",
+    "lm.ctrlg": "save_ctrlg",
     "lm.lm": "LanguageModel",
     "lm.mixture": "MixtureModel",
     "constrain.particles": "Particles sample_particles",
@@ -43,7 +43,7 @@ _MODULE_OF = {name: f"hmmlm.{module}" for module, names in _MODULES.items() for 
 __all__ = [
     "HMM", "Automaton", "Carry", "Constraint", "Counts", "Display", "Filtered", "Guide", "InputError", "InputWarning",
     "LanguageModel", "MixtureModel", "Particles", "Steering", "__version__", "distill", "emissions", "load", "padded",
-    "sample_particles", "save_control", "set_threads", "train", "transitions",
+    "sample_particles", "save_ctrlg", "set_threads", "train", "transitions",
 ]  # fmt: skip
 
 

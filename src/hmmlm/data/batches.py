@@ -26,8 +26,8 @@ from hmmlm.pages import release_pages
 class Share:
     """The rows of every batch that one of several processes reads: `rank`, `rank` + `count`, …
 
-    If a batch ends with fewer rows than before, so does each share, except one of no row: it reads the first one as a
-    spare (see `Batch.spare`).
+    If a batch ends with fewer rows than before, so does each share, except one of no row: it repeats the first one, as
+    padding (see `Batch.is_padding`).
     """
 
     rank: int = 0
@@ -42,7 +42,7 @@ class Share:
         if self.count == 1:
             return {}
         whole = WholeBatch(len(lengths), int(lengths.max()), int(lengths.sum()))
-        return {"whole": whole, "spare": self.rank >= len(lengths)}
+        return {"whole": whole, "is_padding": self.rank >= len(lengths)}
 
 
 ALL_ROWS = Share()
@@ -84,8 +84,8 @@ class Batch(NamedTuple):
     next_words: Tensor | None = None  # [B, T, S] int64 words that a teacher draws in place of each token
     whole: WholeBatch | None = None
     """The batch of which these rows are the share of one process; None: they are all of it."""
-    spare: bool = False
-    """Whether the share has no row, and this one, which is another's, counts nothing."""
+    is_padding: bool = False
+    """Whether the share has no row of its own; it repeats that of another rank, with weight 0."""
 
     def num_tokens(self) -> int:
         """Return the number of tokens here; call it before the batch is moved to a GPU."""

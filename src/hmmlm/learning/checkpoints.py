@@ -161,7 +161,7 @@ class Checkpoints:
         own = self.learner.carry_tensors(carry)
         if self.ranks.count == 1 or not own:
             return own
-        count = len(range(self.ranks.rank, rows, self.ranks.count))  # without a spare one
+        count = len(range(self.ranks.rank, rows, self.ranks.count))  # without padding
         parts = self.ranks.gather({name: tensor[:count].cpu() for name, tensor in own.items()})
         gathered = {name: tensor.new_empty(rows, *tensor.shape[1:], device="cpu") for name, tensor in own.items()}
         for rank, part in enumerate(parts):

@@ -44,7 +44,7 @@ def evaluate(hmm: HMM, batches: Iterable[Batch], on_batch: Callable[[int], None]
         batch = given.to(hmm.device)
         result = hmm.scan(batch.tokens, batch.lengths, select_carry(batch, carry), batch.restart)
         carry = result.carry
-        if not given.spare:
+        if not given.is_padding:
             total += result.log_likelihood.sum(dtype=torch.float64)
         tokens, shared = tokens + given.whole_tokens(), given.whole is not None
         if on_batch is not None:

@@ -81,14 +81,14 @@ def count_parameters(learner: Learner[Any]) -> int:
     return sum(parameter.numel() for parameter in learner.parameters().values())
 
 
-def mask_spare_rows(log_likelihood: Tensor, batch: Batch) -> Tensor:
-    """Return log-likelihoods [B], where a spare row is 0 without a gradient, possible or not."""
-    return log_likelihood.nan_to_num(neginf=0.0) * 0.0 if batch.spare else log_likelihood
+def mask_padding(log_likelihood: Tensor, batch: Batch) -> Tensor:
+    """Return log-likelihoods [B]; those of padding are 0 without a gradient, possible or not."""
+    return log_likelihood.nan_to_num(neginf=0.0) * 0.0 if batch.is_padding else log_likelihood
 
 
 def sum_log_likelihood(log_likelihood: Tensor, batch: Batch) -> Tensor:
-    """Return the sum [] of log-likelihoods [B] without spare rows, in float64."""
-    return mask_spare_rows(log_likelihood.detach(), batch).sum(dtype=torch.float64)
+    """Return the sum [] of log-likelihoods [B] without padding, in float64."""
+    return mask_padding(log_likelihood.detach(), batch).sum(dtype=torch.float64)
 
 
 @contextmanager
@@ -203,7 +203,7 @@ class AdamWLearner(HmmLearner):
         objective = result.log_likelihood
         if result.next_word_score is not None:
             objective = torch.lerp(objective, result.next_word_score, self.next_word_weight)
-        self.optimizer.update(mask_spare_rows(objective, batch), batch)
+        self.optimizer.update(mask_padding(objective, batch), batch)
         return StepOutput(sum_log_likelihood(result.log_likelihood, batch), result.carry)
 
 
@@ -241,7 +241,7 @@ class BaumWelchLearner(HmmLearner):
                 )
             else:
                 scan = joint_scan(hmm, batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
-        counts = torch.autograd.grad(mask_spare_rows(scan.log_likelihood, batch).sum(), list(leaves.values()))
+        counts = torch.autograd.grad(mask_padding(scan.log_likelihood, batch).sum(), list(leaves.values()))
         with torch.no_grad():
             self.optimizer.add(*counts)
         return StepOutput(sum_log_likelihood(scan.log_likelihood, batch), scan.carry, leaves)
@@ -267,7 +267,7 @@ class NetworkLearner(Generic[AnyNetwork]):
         batch = batch.to(self.device)
         with separate_randomness(self.device, apart=True):
             scores, hidden = self._score(batch, carry)
-        self.optimizer.update(mask_spare_rows(scores, batch), batch)
+        self.optimizer.update(mask_padding(scores, batch), batch)
         return StepOutput(sum_log_likelihood(scores, batch), hidden)
 
     @torch.no_grad()

@@ -34,7 +34,7 @@ from hmmlm.device import pick_device
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.lm.blanks import encode_blanks, readable_token
-from hmmlm.lm.control import control_tokenizer, is_control, load_control
+from hmmlm.lm.ctrlg import ctrlg_tokenizer, is_ctrlg_folder, load_ctrlg
 from hmmlm.lm.embeddings import long_run, states_of_words
 from hmmlm.lm.generation import SamplingOptions, sample_accepted, sample_continuations
 from hmmlm.lm.hub import CARD, model_card
@@ -352,9 +352,9 @@ class LanguageModel(SequenceModel):
 def load(path: str | Path, device: str | torch.device = "auto") -> LanguageModel:
     """Return the HMM in the folder `path`, or the best one of a training run there (see `hmmlm.load`)."""
     chosen = pick_device(device)
-    if is_control(as_folder(path)):
-        hmm, header = load_control(path)
-        return LanguageModel(hmm.to(chosen), control_tokenizer(Path(path), header["eos_token_id"]))
+    if is_ctrlg_folder(as_folder(path)):
+        hmm, header = load_ctrlg(path)
+        return LanguageModel(hmm.to(chosen), ctrlg_tokenizer(Path(path), header["eos_token_id"]))
     (folder, header, _, tokenizer), model = load_hmm(as_folder(path))
     training = check_training(folder / CONFIG, header.get("training"))
     if not is_integer(header.get("eos_id", tokenizer.eos_id), tokenizer.eos_id):

@@ -18,7 +18,7 @@ from hmmlm.numerics.distributions import check_distributions
 
 
 @check_arguments
-def save_control(hmm: HMM, path: str | Path, eos_token_id: int, tokenizer: Tokenizer | None = None) -> None:
+def save_ctrlg(hmm: HMM, path: str | Path, eos_token_id: int, tokenizer: Tokenizer | None = None) -> None:
     """Write `alpha_exp` [Z, Z] transition probabilities, `beta` [Z, V] log-emissions and `gamma` [Z] log-start.
 
     With the tokenizer's file, which those libraries ignore, `hmmlm.load` reads the folder.
@@ -35,7 +35,7 @@ def save_control(hmm: HMM, path: str | Path, eos_token_id: int, tokenizer: Token
     write_folder(as_folder(path), tensors, header, {"format": "pt"}, tokenizer)
 
 
-def is_control(path: Path) -> bool:
+def is_ctrlg_folder(path: Path) -> bool:
     """Return whether a folder has this layout."""
     if not (path / CONFIG).is_file() or not (path / MODEL).is_file():
         return False
@@ -43,7 +43,7 @@ def is_control(path: Path) -> bool:
     return "format" not in header and "hidden_states" in header and "eos_token_id" in header
 
 
-def load_control(path: str | Path) -> tuple[HMM, dict[str, Any]]:
+def load_ctrlg(path: str | Path) -> tuple[HMM, dict[str, Any]]:
     """Return the HMM in a folder of this layout, and its header (hidden_states, vocab_size, eos_token_id)."""
     folder = Path(path)
     header = read_json(folder / CONFIG)
@@ -59,7 +59,7 @@ def load_control(path: str | Path) -> tuple[HMM, dict[str, Any]]:
     return HMM(logs["gamma"], logs["alpha_exp"], logs["beta"]), header
 
 
-def control_tokenizer(folder: Path, eos_token_id: object) -> Tokenizer:
+def ctrlg_tokenizer(folder: Path, eos_token_id: object) -> Tokenizer:
     """Return the tokenizer in a folder of Ctrl-G; raise an InputError if its end of text is another token."""
     tokenizer = load_tokenizer(folder)
     if tokenizer.eos_id != eos_token_id:
