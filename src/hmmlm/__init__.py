@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hmmlm.lm.mixture import MixtureModel
     from hmmlm.runs.loading import load
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _MODULES = {
     "checks": "padded",
