@@ -120,23 +120,25 @@ class Fit:
         self.carry = result.carry
         self.carry_rows = batch.whole_rows()
         self.losses.add(result.log_likelihood, tokens, self.carry_rows)
-        position.step, position.index, position.tokens = position.step + 1, position.index + 1, position.tokens + tokens
+        position.step += 1
+        position.index += 1
+        position.tokens += tokens
         self.display.advance(tokens)
 
     def between_steps(self, phase: Phase, request: StopRequest) -> None:
         """Do whatever is due at this step, in an order that a resumed run repeats."""
         train, position = self.config.train, self.position
         position.seconds = self.clock.seconds
-        steps = len(self.losses.tokens)
-        if steps == train.log_every or (
-            steps and position.tokens >= phase.end
-        ):  # losses of two phases are not averaged
+        unlogged, phase_ends = len(self.losses.tokens), position.tokens >= phase.end
+        if unlogged == train.log_every or (unlogged and phase_ends):  # losses of two phases are not averaged
             self.log(phase)
         with self.clock.paused():
             if self.validation_is_due():
                 self.validate(request)
             if position.index == self.train.steps_per_epoch:
-                position.epoch, position.index, self.carry, self.carry_rows = position.epoch + 1, 0, None, 0
+                position.epoch += 1
+                position.index = 0
+                self.carry, self.carry_rows = None, 0  # an epoch starts anew
             if position.step % train.checkpoint_every == 0 or position.checked == position.step:
                 self.save()
         request.raise_if_asked()

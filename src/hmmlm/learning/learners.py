@@ -92,21 +92,20 @@ def sum_log_likelihood(log_likelihood: Tensor, batch: Batch) -> Tensor:
 
 
 @contextmanager
-def separate_randomness(device: torch.device, apart: bool) -> Iterator[None]:
-    """Draw random numbers for the rows of this process from a generator of its own, as its rows may be more or fewer.
+def fork_rng(device: torch.device, per_rank: bool) -> Iterator[None]:
+    """Draw random numbers from a generator of a seed that all ranks draw, as the rows of some are more than of others.
 
-    All processes draw its seed before, so that their own generators remain equal, and a checkpoint stores one of them.
-    A process that is the only one keeps its generator.
+    Their own generators remain equal, so that a checkpoint stores one of them. A single process keeps its generator.
 
     Args:
-        apart: whether the numbers differ between processes, such as dropout masks of their rows.
+        per_rank: whether the numbers differ between ranks, such as dropout masks of their rows.
     """
     if world().count == 1:
         yield
         return
     seed = int(torch.randint(2**62, ()))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed + world().rank if apart else seed)
+        torch.manual_seed(seed + world().rank if per_rank else seed)
         yield
 
 
@@ -129,8 +128,8 @@ class HmmLearner(ABC):
         result: StepOutput | None = None if self.graphed is None else self.graphed(batch, carry)
         if result is not None:
             return result
-        # All processes drop the same states.
-        with separate_randomness(self.device, apart=False) if self.model.draws_for_rows else nullcontext():
+        # All ranks drop the same states.
+        with fork_rng(self.device, per_rank=False) if self.model.draws_for_rows else nullcontext():
             return self.learn(batch.to(self.device), carry)
 
     @abstractmethod
@@ -265,7 +264,7 @@ class NetworkLearner(Generic[AnyNetwork]):
     def step(self, batch: Batch, carry: Hidden | None, lr: float) -> StepOutput:
         self.optimizer.set_lr(lr)
         batch = batch.to(self.device)
-        with separate_randomness(self.device, apart=True):
+        with fork_rng(self.device, per_rank=True):
             scores, hidden = self._score(batch, carry)
         self.optimizer.update(mask_padding(scores, batch), batch)
         return StepOutput(sum_log_likelihood(scores, batch), hidden)

@@ -5,7 +5,7 @@ result by more than TOLERANCE; where it may have, the result is "suspect" and is
 
 - A sum of products of n values of which each may be lost is sure from `least_sum` on: queries, constraints, and the
   upper bound of the dense scan.
-- `hmmlm.scan.generic_scan` follows what each state lacks through the steps, and so do the kernels of blocked models
+- `hmmlm.scan.generic_filter` follows what each state lacks through the steps, and so do the kernels of blocked models
   (`hmmlm.ops.blocked_scan.problem.Limits`).
 - The dense scan bounds the loss by the least mass of a step and by how much a column of the transition varies
   (`hmmlm.ops.scan.scaled.suspect_by_ratio`).
