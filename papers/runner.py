@@ -35,8 +35,12 @@ from papers.settings import configuration, identity
 from papers.study import Combination, Study, StudyRun
 
 if TYPE_CHECKING:
+    from hmmlm.data.tokenfile import TokenFile
+    from hmmlm.learning.evaluate import Evaluation
+    from hmmlm.lm.lm import LanguageModel
     from hmmlm.lm.textmodel import TextModel
 
+STREAM_LENGTH = 4096  # tokens of a single stream that are read at once
 SPEEDS = ("tokens_per_second", "step_ms", "train_seconds", "seconds")
 """Metrics that depend on what else runs on the machine."""
 
@@ -270,11 +274,27 @@ def _evaluate(folder: Path, on_gpu: bool) -> dict[str, float]:
     """Return the perplexities of a run's best model on valid and test."""
     from hmmlm.learning.prepare import reopen
     from hmmlm.lm.lm import load
-    from hmmlm.report.results import evaluate_tokens
 
     lm, data = load(folder), reopen(folder)
     lm = lm.to("cuda") if on_gpu else lm
     return {split: evaluate_tokens(lm, data.tokens[split]).perplexity for split in ("valid", "test")}
+
+
+def evaluate_tokens(lm: LanguageModel, tokens: TokenFile) -> Evaluation:
+    """Evaluate a model on a text, which is read as `lm.perplexity` reads it.
+
+    Validation during training reads a text through which the chain continues as several streams, each from the start
+    distribution, because that is faster. Here it is one stream. At the end of a window it loses states whose
+    probability is below the range of the dtype; `hmmlm.report.results.score_tokens` keeps them.
+    """
+    from hmmlm.config.sections import StreamConfig
+    from hmmlm.learning.evaluate import evaluate
+    from hmmlm.learning.prepare import evaluation_batches, trained_batches
+
+    batches = trained_batches(lm.config)
+    if isinstance(batches, StreamConfig) and not batches.eval_reset_at_eos:
+        batches = batches.model_copy(update={"batch_size": 1, "length": STREAM_LENGTH})
+    return evaluate(lm.hmm, evaluation_batches(batches, tokens, lm.tokenizer.eos_id).epoch(0))
 
 
 def _refuse_interrupted(finished: bool) -> None:

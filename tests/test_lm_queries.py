@@ -22,7 +22,8 @@ from hmmlm.errors import InputError, InputWarning
 from hmmlm.hmm import HMM
 from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.ops import pieces
-from hmmlm.report.results import evaluate_tokens, score_tokens
+from hmmlm.report.results import score_tokens
+from papers.runner import evaluate_tokens
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "dog", "sat"]
 READINGS: dict[str, dict[str, Any]] = {

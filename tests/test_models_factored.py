@@ -22,7 +22,7 @@ from hmmlm.hmm import HMM
 from hmmlm.learning.train import train
 from hmmlm.models.capacity import transformer_layers
 from hmmlm.models.factored import Factored, LinearConfig, MlpConfig, TransformerConfig
-from hmmlm.models.networks import CHIU_RUSH_2020, CHIU_RUSH_2025, Mlp, MlpForm, Residual, Transformer, default_heads
+from hmmlm.models.networks import Mlp, MlpForm, Residual, Transformer, default_heads
 from hmmlm.models.scalar import Scalar
 from hmmlm.runs.history import read_history
 from hmmlm.scan.composition import matrices
@@ -164,7 +164,7 @@ def test_the_seed_decides_every_parameter() -> None:
 
 def test_network_of_2020_is_that_of_the_blocked_model() -> None:
     torch.manual_seed(0)
-    mine, other = Mlp(WIDTH, CHIU_RUSH_2020), Residual(WIDTH)
+    mine, other = Mlp(WIDTH, MlpForm(skip="layer")), Residual(WIDTH)
     own = dict(mine.named_parameters())
     for theirs, name in (("first", "linears.0"), ("second", "linears.1"), ("norm", "norms.0")):
         getattr(other, theirs).load_state_dict({part: own[f"{name}.{part}"] for part in ("weight", "bias")})
@@ -174,7 +174,7 @@ def test_network_of_2020_is_that_of_the_blocked_model() -> None:
 
 def test_network_of_2025_joins_around_the_activation() -> None:
     torch.manual_seed(0)
-    network, embedding = Mlp(WIDTH, CHIU_RUSH_2025), torch.randn(5, WIDTH)
+    network, embedding = Mlp(WIDTH, MlpForm(skip="activation")), torch.randn(5, WIDTH)
     inner = network.linears[1](network.linears[0](embedding).relu())
     expected = torch.nn.functional.layer_norm(inner.relu() + inner, (WIDTH,))
     torch.testing.assert_close(network(embedding), expected)

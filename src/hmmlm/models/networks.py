@@ -97,12 +97,6 @@ class MlpForm:
             raise InputError("skip = 'activation' skips the ReLU, and relu is false: set skip to 'none'")
 
 
-CHIU_RUSH_2020 = MlpForm(skip="layer")
-"""LN(ReLU(D W2) + D), D = ReLU(E W1): the network of 2020."""
-CHIU_RUSH_2025 = MlpForm(skip="activation")
-"""LN(ReLU(D W2) + D W2), D = ReLU(E W1): the network that the study of 2025 calls "Chiu and Rush"."""
-
-
 class Mlp(nn.Module):
     """[..., h] → [..., h]."""
 

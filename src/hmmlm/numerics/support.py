@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hmmlm.ops.common import NEG_INF
-
-AnyRow = TypeVar("AnyRow", slice, Tensor)
 
 
 class BlockSupport(NamedTuple):

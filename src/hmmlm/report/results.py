@@ -14,12 +14,10 @@ from torch import Tensor
 from hmmlm.baselines.mixture import fit_weights_by_class, mix
 from hmmlm.baselines.ngram import FloatArray, NgramModel
 from hmmlm.config.run import RunConfig
-from hmmlm.config.sections import StreamConfig
 from hmmlm.data.files import RESULTS, write_bytes
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.distributed.ranks import world
-from hmmlm.learning.evaluate import Evaluation, evaluate
-from hmmlm.learning.prepare import Prepared, evaluation_batches, reopen, trained_batches
+from hmmlm.learning.prepare import Prepared, reopen
 from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.lm.scoring import TextScore, score_of
 from hmmlm.lm.textmodel import TextModel
@@ -32,7 +30,6 @@ MIXTURE = "HMM + 5-gram"
 """The linear interpolation of the model with the last baseline."""
 BASELINE_TOKENS = 8_000_000  # training tokens of the n-grams at most: their counts take almost a gigabyte
 PART_TOKENS = 1 << 20
-STREAM_LENGTH = 4096  # tokens of a single stream that are read at once
 SENTENCE_TOKENS = range(9, 16)  # tokens of a sentence to explain, <eos> included
 
 
@@ -98,19 +95,6 @@ def run_folder(path: Path) -> Path | None:
     """Return the training run that `path` is, or is in (run/best, run/checkpoints/…), if its token files exist."""
     candidates = (path, *path.absolute().parents[:2], *path.resolve().parents[:2])
     return next((folder for folder in candidates if (folder / "data" / "test.json").exists()), None)
-
-
-def evaluate_tokens(lm: LanguageModel, tokens: TokenFile) -> Evaluation:
-    """Evaluate the model on a text, which is read as `lm.perplexity` reads it.
-
-    Validation during training reads a text through which the chain continues as several streams, each from the start
-    distribution, because that is faster. Here it is one stream. At the end of a window it
-    loses states whose probability is below the range of the dtype; `score_tokens` keeps them.
-    """
-    batches = trained_batches(lm.config)
-    if isinstance(batches, StreamConfig) and not batches.eval_reset_at_eos:
-        batches = batches.model_copy(update={"batch_size": 1, "length": STREAM_LENGTH})
-    return evaluate(lm.hmm, evaluation_batches(batches, tokens, lm.tokenizer.eos_id).epoch(0))
 
 
 def score_tokens(lm: TextModel, tokens: TokenFile, part_tokens: int = PART_TOKENS) -> TextScore:

@@ -118,7 +118,8 @@ def _dense(impl: Impl) -> Implementation:
     def run(problem: Problem) -> Scan:
         parameters = matrices(problem.hmm)
         assert parameters is not None
-        if problem.tokens.is_cuda:
+        learns = torch.is_grad_enabled() and problem.hmm.requires_grad
+        if problem.tokens.is_cuda and not learns:
             replayed = RecordedScans.of(problem.hmm).run(parameters, problem.evidence, impl, problem.wanted == "exact")
             if replayed is not None:
                 return replayed
