@@ -24,7 +24,7 @@ from hmmlm.distillation.transfer import (
 )
 from hmmlm.errors import InputError
 from hmmlm.learning.train import train
-from hmmlm.models.factored import Factored, LinearConfig, MlpConfig
+from hmmlm.models.factored import DenseFactored, LinearConfig, MlpConfig
 from hmmlm.runs.checkpoint import read_checkpoint
 from hmmlm.teachers.gpt import GPT, GPTShape
 from hmmlm.teachers.teacher import open_teacher
@@ -128,7 +128,7 @@ def test_with_its_words_a_state_emits_what_the_language_model_predicts(folder: P
 
 
 def test_scales_do_not_depend_on_those_of_network_and_words(folder: Path) -> None:
-    def made(gain: float) -> Factored:
+    def made(gain: float) -> DenseFactored:
         teacher = open_teacher(str(folder), device="cpu")
         words = teacher.head().clone() / gain
         with torch.no_grad():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hmmlm.emissions import Blocked
 from hmmlm.hmm import HMM, Carry
 from hmmlm.models.base import Model
-from hmmlm.scan.generic_filter import Problem, run_scaled
+from hmmlm.scan.generic_filter import GenericProblem, run_scaled
 from hmmlm.scan.generic_scan import generic_scan
 from hmmlm.scan.recursions import sort_batch
 from hmmlm.transitions import Dense, Factored
@@ -95,7 +95,7 @@ def test_only_what_underflow_may_have_changed_is_computed_again(log_second: floa
     emission = torch.tensor([[1e-3, 1 - 1e-3], [1.0, 0.0]])
     hmm = HMM(torch.tensor([0.0, log_second]), torch.eye(2).log(), emission.log())
     batch = sort_batch(hmm, torch.zeros(1, 40, dtype=torch.long), None)
-    problem = Problem(hmm, batch, None, exact_carry=False, in_log_space=False, learns=False)
+    problem = GenericProblem(hmm, batch, None, exact_carry=False, in_log_space=False, learns=False)
     run = run_scaled(problem, hmm.log_start[None])
     assert run.rows.tolist() == computed_again
     want = max(40 * math.log(1e-3), log_second)

@@ -21,7 +21,7 @@ from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.learning.train import train
 from hmmlm.models.capacity import transformer_layers
-from hmmlm.models.factored import Factored, LinearConfig, MlpConfig, TransformerConfig
+from hmmlm.models.factored import DenseFactored, LinearConfig, MlpConfig, TransformerConfig
 from hmmlm.models.networks import Mlp, MlpForm, Residual, Transformer, default_heads
 from hmmlm.models.scalar import Scalar
 from hmmlm.runs.history import read_history
@@ -30,7 +30,7 @@ from hmmlm.scan.composition import matrices
 STATES, WORDS, WIDTH = 6, 9, 8
 
 
-def small(kind: str = "linear", **options: Any) -> Factored:
+def small(kind: str = "linear", **options: Any) -> DenseFactored:
     return make_dense(kind, STATES, WORDS, **{"hidden": WIDTH, **options})
 
 
@@ -232,7 +232,7 @@ def test_autocast_rounds_products_but_not_the_softmax(kind: str) -> None:
 # --- capacity ---
 
 
-def count(model: Factored) -> int:
+def count(model: DenseFactored) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -288,7 +288,7 @@ def test_depth_and_heads_by_rule() -> None:
 
 def test_options_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(InputError, match="mono needs a network"):
-        Factored(STATES, WORDS, WIDTH, mono=True)
+        DenseFactored(STATES, WORDS, WIDTH, mono=True)
     with pytest.raises(InputError, match="needs a second layer, and layers is 1"):
         MlpForm(layers=1)
     with pytest.raises(InputError, match="skips the ReLU, and relu is false"):
@@ -326,10 +326,10 @@ def test_baum_welch_needs_a_model_of_tables() -> None:
 def test_every_option_of_the_configuration_reaches_the_model() -> None:
     vocabulary = WordTokenizer(["<unk>", "<eos>", "a", "b"])
 
-    def made(**values: Any) -> Factored:
+    def made(**values: Any) -> DenseFactored:
         config = read_config(RunConfig, {"model": {"num_states": 5, **values}})
         model = config.model.build(vocabulary, None, 1, torch.device("cpu"))
-        assert isinstance(model, Factored)
+        assert isinstance(model, DenseFactored)
         return model
 
     mlp = made(kind="mlp", hidden=16, split=False, layers=3, skip="none", relu=False, norm=False)

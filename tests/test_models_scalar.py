@@ -51,5 +51,5 @@ def test_assign_refuses_other_sizes() -> None:
 
 
 def test_assign_to_another_family_names_the_one_to_use() -> None:
-    with pytest.raises(InputError, match="Factored model cannot be set to given probabilities: use the scalar"):
+    with pytest.raises(InputError, match="DenseFactored model cannot be set to given probabilities: use the scalar"):
         make_dense("linear", 3, 4, hidden=2).assign(random_hmm(3, 4, seed=0))

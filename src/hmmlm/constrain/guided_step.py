@@ -39,7 +39,7 @@ _EMIT = {
 }
 
 
-class Packed(NamedTuple):
+class PackedTargets(NamedTuple):
     """Targets for the kernels."""
 
     rows: int  # for many tokens, rounded up to a power of 2
@@ -49,7 +49,7 @@ class Packed(NamedTuple):
     addresses: tuple[int, int]  # of number_of and numbers
 
 
-def pack(targets: Targets) -> Packed:
+def pack(targets: Targets) -> PackedTargets:
     """Return targets for the kernels, which keep them."""
     if targets.packed is None:
         alone = torch.stack([targets.tokens, targets.token_rows], 1).flatten().tolist()
@@ -58,7 +58,7 @@ def pack(targets: Targets) -> Packed:
         numbers = torch.tensor([count, *filled, *alone], device=targets.tokens.device)
         programs = next((size for size in _PROGRAMS if size >= count), _PROGRAMS[-1])
         addresses = targets.number_of.data_ptr(), numbers.data_ptr()
-        targets.packed = Packed(_power_of_2(max(1, len(targets.rows))), count, programs, numbers, addresses)
+        targets.packed = PackedTargets(_power_of_2(max(1, len(targets.rows))), count, programs, numbers, addresses)
     return targets.packed  # type: ignore[no-any-return]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.distillation.kmeans import Clusters
 from hmmlm.errors import InputError
-from hmmlm.models.factored import Factored
+from hmmlm.models.factored import DenseFactored
 from hmmlm.teachers.alignment import same_tokens, token_pieces
 from hmmlm.teachers.gpt import GPT
 from hmmlm.teachers.teacher import Teacher
@@ -86,12 +86,12 @@ def from_pretrained(
     words: Tensor | None = None,
     max_initial_similarity: float = 0.2,
     device: torch.device | str = "cpu",
-) -> Factored:
+) -> DenseFactored:
     """Make a transformer parameterization whose single network is the teacher's.
 
     State embeddings are drawn with the mean and standard deviation of the teacher's token embeddings, then spread by
     `spread_states`. Network outputs are scaled to a mean square of 1, and heads, word vectors and start vector have the
-    scale of a `Factored` with init="unit".
+    scale of a `DenseFactored` with init="unit".
 
     With `words`, a state initially emits what the language model predicts after the state's embedding. Heads and word
     vectors then share one scale: pretrained networks have large hidden states and small word vectors, and a learning
@@ -125,11 +125,11 @@ def from_pretrained(
             f"the network of {teacher.name} has {positions} positions, and there are {states} states to read: use "
             "fewer states, or a teacher with rotary positions"
         )
-    result = Factored(
+    result = DenseFactored(
         states,
         vocab_size,
         teacher.hidden_size,
-        make_network=nn.Identity,  # type: ignore[arg-type] # replaced below, because Factored would reinitialize it
+        make_network=nn.Identity,  # type: ignore[arg-type] # replaced below, because DenseFactored would reinitialize it
         split=False,
         mono=True,
         init="normal",
@@ -210,7 +210,7 @@ def _position_tables(stack: PretrainedStack) -> list[nn.Embedding]:
     ]
 
 
-def check_width(model: Factored, width: int, what: str) -> None:
+def check_width(model: DenseFactored, width: int, what: str) -> None:
     """Raise an InputError if vectors of this width do not fit the model's embeddings."""
     hidden = model.embeddings[0].shape[1]
     if hidden != width:
@@ -218,7 +218,7 @@ def check_width(model: Factored, width: int, what: str) -> None:
 
 
 @torch.no_grad()
-def set_state_embeddings(model: Factored, clusters: Clusters) -> None:
+def set_state_embeddings(model: DenseFactored, clusters: Clusters) -> None:
     """Set every table of state embeddings to the centroids."""
     centroids = clusters.centroids.flatten(0, 1) + clusters.mean
     check_width(model, centroids.shape[1], "a centroid")
@@ -227,7 +227,7 @@ def set_state_embeddings(model: Factored, clusters: Clusters) -> None:
 
 
 @torch.no_grad()
-def set_word_vectors(model: Factored, teacher: Teacher, tokenizer: Tokenizer) -> None:
+def set_word_vectors(model: DenseFactored, teacher: Teacher, tokenizer: Tokenizer) -> None:
     """Set the word vectors to the teacher's language-model head."""
     head = word_vectors(teacher, tokenizer)
     check_width(model, head.shape[1], "the teacher's head")

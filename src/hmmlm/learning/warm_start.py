@@ -40,7 +40,7 @@ from hmmlm.distributed.ranks import world
 from hmmlm.errors import InputError
 from hmmlm.learning.prepare import Prepared
 from hmmlm.models.base import Model
-from hmmlm.models.factored import Factored
+from hmmlm.models.factored import DenseFactored
 from hmmlm.runs.progress import Progress
 from hmmlm.teachers.checks import layer_index
 from hmmlm.teachers.embeddings import student_embeddings
@@ -86,7 +86,7 @@ def check_start(start: LabelConfig, model: Model, tokens: int, teacher: Teacher)
             f"the training text has {tokens:,} tokens, fewer than the {model.num_states:,} states to find in it"
         )
     if isinstance(start, LvdConfig) and (start.centroids or start.head):
-        assert isinstance(model, Factored)  # the configuration was validated
+        assert isinstance(model, DenseFactored)  # the configuration was validated
         check_width(model, teacher.hidden_size, "a centroid")
 
 
@@ -277,10 +277,10 @@ class WarmStart:
             self.assign_counts(self.start, source)
         elif isinstance(self.start, LvdConfig):
             if self.start.centroids:
-                assert isinstance(self.model, Factored)
+                assert isinstance(self.model, DenseFactored)
                 set_state_embeddings(self.model, self.clusters)
             if self.start.head:
-                assert isinstance(self.model, Factored) and self.teacher is not None
+                assert isinstance(self.model, DenseFactored) and self.teacher is not None
                 set_word_vectors(self.model, self.teacher, self.tokenizer)
 
     def assign_counts(self, start: CountsConfig, source: LabelSource) -> None:
@@ -310,7 +310,7 @@ class WarmStart:
 
 def freeze_embeddings(model: Model, start: LabelConfig, frozen: bool) -> None:
     """Exclude the embeddings that centroids and head set from training, or include them again."""
-    if isinstance(start, LvdConfig) and isinstance(model, Factored):
+    if isinstance(start, LvdConfig) and isinstance(model, DenseFactored):
         tables = [*model.embeddings] if start.centroids else []
         for parameter in [*tables, model.emission] if start.head else tables:
             parameter.requires_grad_(not frozen)

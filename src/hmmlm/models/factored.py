@@ -89,9 +89,9 @@ class FactoredConfig(ModelConfig):
         parameters = self.capacity or embeddings + self.network_weights
         return ModelSize(parameters, super().size(words).probabilities)
 
-    def make_dense(self, vocab_size: int, hidden: int, generator: torch.Generator | None) -> Factored:
+    def make_dense(self, vocab_size: int, hidden: int, generator: torch.Generator | None) -> DenseFactored:
         """Create the dense model with embeddings of width `hidden`."""
-        return Factored(
+        return DenseFactored(
             self.num_states,
             vocab_size,
             hidden,
@@ -205,7 +205,7 @@ class TransformerConfig(FactoredConfig):
         return partial(Transformer, hidden, depth, self.heads)
 
 
-class Factored(Model):
+class DenseFactored(Model):
     """Logits a = H_in H_outᵀ [Z, Z], b = H_emit Vᵀ [Z, W] and π = H_in s [Z]; a softmax over each row.
 
     Rows of a are the states that are left: H_in is their side, H_out that of the states entered.
@@ -311,12 +311,12 @@ class Factored(Model):
 
 
 class BlockedFactored(FactoredBlockedModel):
-    """H_in, H_out, H_emit of a `Factored` model of the same size, of which a batch computes only the states it keeps.
+    """H_in, H_out, H_emit of a `DenseFactored` model of the same size; a batch computes only the states it keeps.
 
     Everything is factored, and networks are MLPs: a transformer over the states would see others with every sample.
     """
 
-    def __init__(self, blocks: Blocks, dense: Factored, dropout: float = 0.5) -> None:
+    def __init__(self, blocks: Blocks, dense: DenseFactored, dropout: float = 0.5) -> None:
         super().__init__(blocks, dropout)
         if not all(dense.is_factored.values()):
             free = ", ".join(name for name, factored in dense.is_factored.items() if not factored)

@@ -23,7 +23,7 @@ from hmmlm.scan.steps import Steps, add_step, between, steps_of
 from hmmlm.transitions.tiled import TiledTransition
 
 
-class Problem(NamedTuple):
+class GenericProblem(NamedTuple):
     """What a scan computes, and how."""
 
     hmm: Composition  # detached
@@ -60,7 +60,7 @@ class Run(NamedTuple):
     model: Composition  # in float64
 
 
-def run_scaled(problem: Problem, first: Tensor) -> Run:
+def run_scaled(problem: GenericProblem, first: Tensor) -> Run:
     hmm, batch = problem.hmm, problem.batch
     lattice, steps, words = None, Steps(PROBABILITY, hmm.transition), None
     if problem.in_log_space:
@@ -123,7 +123,7 @@ def _relative(scores: Tensor) -> tuple[Tensor, Tensor]:
     return flush(root * (root * lift)), largest.double() - math.log(lift)
 
 
-def _score_words(problem: Problem, lattice: Lattice) -> Words:
+def _score_words(problem: GenericProblem, lattice: Lattice) -> Words:
     """Score the words in place of tokens; all steps at once."""
     hmm, words = problem.hmm, problem.words
     assert words is not None and isinstance(hmm.transition, TiledTransition)
@@ -161,7 +161,7 @@ def _select(batch: SortedBatch, rows: Tensor) -> SortedBatch:
 
 
 def _find_suspect(
-    problem: Problem, steps: Steps, lattice: Lattice, first: Tensor, predicted: dict[int, Tensor]
+    problem: GenericProblem, steps: Steps, lattice: Lattice, first: Tensor, predicted: dict[int, Tensor]
 ) -> Tensor:
     """Return a mask [B] of the sequences that underflow may have changed by more than TOLERANCE."""
     hmm, batch, dtype = problem.hmm, lattice.batch, problem.hmm.dtype

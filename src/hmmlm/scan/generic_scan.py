@@ -28,7 +28,7 @@ from hmmlm.ops.common import (
     without_autocast,
 )
 from hmmlm.scan.composition import Composition, parameters_of
-from hmmlm.scan.generic_filter import Problem, is_narrow, run_scaled
+from hmmlm.scan.generic_filter import GenericProblem, is_narrow, run_scaled
 from hmmlm.scan.generic_gradient import Gradient
 from hmmlm.scan.lattice import Packed
 from hmmlm.scan.recursions import predict_first, sort_batch
@@ -79,7 +79,7 @@ def generic_scan(
             again = None if cut.restart is None else cut.restart[batch.order, :1, None]
             first = continued if again is None else torch.where(again, first, continued)
         learns = torch.is_grad_enabled() and (hmm.requires_grad or first.requires_grad)
-        problem = Problem(hmm.detach(), batch, words, exact_carry, in_log_space, learns)
+        problem = GenericProblem(hmm.detach(), batch, words, exact_carry, in_log_space, learns)
         names, parameters = zip(*parameters_of(hmm).items(), strict=True)
         log_likelihood, score, last, suspect = _GenericScan.apply(problem, names, first[:, 0], *parameters)
         total = cut.add_up(batch.unsort(log_likelihood)).to(hmm.dtype)
@@ -174,7 +174,7 @@ class _GenericScan(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, problem: Problem, names: tuple[str, ...], first: Tensor, *parameters: Tensor
+        ctx: Any, problem: GenericProblem, names: tuple[str, ...], first: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         run = run_scaled(problem, first)
         if problem.learns:

@@ -43,7 +43,7 @@ class RecordedScans:
     def __init__(self) -> None:
         self._model: tuple[object, ...] = ()
         self._fixed: dict[torch.dtype, FixedModel | None] = {}  # by the dtype of products
-        self._shapes: OrderedDict[tuple[object, ...], _Shape] = OrderedDict()
+        self._shapes: OrderedDict[tuple[object, ...], _Replay] = OrderedDict()
         self._lock = Lock()  # buffers are shared by all threads that use this model
 
     def run(self, parameters: Parameters, evidence: Evidence, impl: Impl, exact_carry: bool = False) -> Scan | None:
@@ -66,7 +66,7 @@ class RecordedScans:
                 self._model = model
                 self._fixed.clear()
                 self._shapes.clear()
-            shape = self._shapes.pop((given, products), None) or _Shape()
+            shape = self._shapes.pop((given, products), None) or _Replay()
             self._shapes[given, products] = shape
             if len(self._shapes) > _SHAPES:
                 self._shapes.popitem(last=False)
@@ -82,7 +82,7 @@ class RecordedScans:
         return self._fixed[products]
 
 
-class _Shape:
+class _Replay:
     """Buffers and graph of the batches of one shape."""
 
     def __init__(self) -> None:

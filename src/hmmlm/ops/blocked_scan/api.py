@@ -12,9 +12,9 @@ from hmmlm.ops.blocked_scan.problem import (
     ENTRY,
     LIMITS,
     BlockedForward,
+    BlockedProblem,
     Factors,
     NextWords,
-    Problem,
     lay_out,
     one_step_problem,
 )
@@ -73,7 +73,7 @@ def blocked_scan(
     return Scan(log_likelihood, Carry(carry), suspect, None if next_words is None else score)
 
 
-def log_carry(problem: Problem, result: BlockedForward) -> tuple[Tensor, Tensor]:
+def log_carry(problem: BlockedProblem, result: BlockedForward) -> tuple[Tensor, Tensor]:
     """Return log p(z | all words) [B, k] of the last words in float64, and whether a state of it may be missing [B].
 
     The last step is taken in log space, so that no emission underflows.
@@ -93,7 +93,7 @@ class _BlockedScan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, problem: Problem, words: NextWords | None, exact_carry: bool, *given: Tensor | None
+        ctx: Any, problem: BlockedProblem, words: NextWords | None, exact_carry: bool, *given: Tensor | None
     ) -> tuple[Tensor, ...]:
         from hmmlm.ops.blocked_scan import triton as kernels  # only where Triton is
 
@@ -120,22 +120,25 @@ class _BlockedScan(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from hmmlm.ops.blocked_scan import triton as kernels
 
-        saved, size = iter(ctx.saved_tensors), len(Problem._fields)
-        problem, result = Problem(*islice(saved, size)), BlockedForward(*islice(saved, len(BlockedForward._fields)))
+        saved, size = iter(ctx.saved_tensors), len(BlockedProblem._fields)
+        problem, result = (
+            BlockedProblem(*islice(saved, size)),
+            BlockedForward(*islice(saved, len(BlockedForward._fields))),
+        )
         if ctx.words is None:
             out = kernels.backward(problem, result, grads[0])
             layout = [*out[:5], out.entry[:, None]]
         else:
-            steps, scored = Problem(*islice(saved, size)), BlockedForward(*saved)
+            steps, scored = BlockedProblem(*islice(saved, size)), BlockedForward(*saved)
             layout = _backward_with_words(problem, result, steps, scored, ctx.words, grads[0], grads[3])
         shaped = (None if x is None else g.reshape(x[1]).to(x[0]) for g, x in zip(layout, ctx.given, strict=True))
         return None, None, None, *shaped
 
 
 def _backward_with_words(
-    problem: Problem,
+    problem: BlockedProblem,
     result: BlockedForward,
-    steps: Problem,
+    steps: BlockedProblem,
     scored: BlockedForward,
     shape: torch.Size,
     grad: Tensor,

@@ -26,7 +26,7 @@ class Factors(NamedTuple):
     log_emission: Tensor  # [V, k] row = word, over the states of its block
 
 
-class Problem(NamedTuple):
+class BlockedProblem(NamedTuple):
     """A blocked scan in a layout that all its steps share."""
 
     word: Tensor  # [B, T] −1 beyond the length
@@ -70,7 +70,7 @@ class NextWords(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients in the layout of `Problem`, in the wide dtype."""
+    """Gradients in the layout of `BlockedProblem`, in the wide dtype."""
 
     u: Tensor  # [M, k, h]
     w: Tensor  # [M, k, h]
@@ -115,8 +115,8 @@ def lay_out(
     lengths: Tensor | None,
     restart: Tensor | None,
     dtype: torch.dtype,
-) -> Problem:
-    """Convert the inputs to the layout of `Problem`, without synchronizing with the device."""
+) -> BlockedProblem:
+    """Convert the inputs to the layout of `BlockedProblem`, without synchronizing with the device."""
     block_of_word, u, w, log_normalizer, log_start, log_emission = (x.detach() for x in factors)
     (batch, time), (states, h), kept = tokens.shape, u.shape, log_emission.shape[1]
     blocks, exact = states // kept, wide(dtype)
@@ -133,7 +133,7 @@ def lay_out(
     if restart is not None:
         source = source.masked_fill_(restart & (source != NOTHING), START)
     nothing = torch.zeros(batch, kept, dtype=exact, device=u.device)
-    return Problem(
+    return BlockedProblem(
         word=word.contiguous(),
         block=block.contiguous(),
         source=source.contiguous(),
@@ -148,7 +148,7 @@ def lay_out(
     )
 
 
-def one_step_problem(problem: Problem, filtered: Tensor, words: NextWords) -> Problem:
+def one_step_problem(problem: BlockedProblem, filtered: Tensor, words: NextWords) -> BlockedProblem:
     """Return the problem of scoring `words` given the words before them: B·T·S sequences of one step each.
 
     Args:

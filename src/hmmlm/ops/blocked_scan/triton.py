@@ -19,7 +19,7 @@ from hmmlm.ops.blocked_scan.kernels import (
     stray_kernel,
     tiles_kernel,
 )
-from hmmlm.ops.blocked_scan.problem import ENTRY, LIMITS, BlockedForward, Gradients, Problem
+from hmmlm.ops.blocked_scan.problem import ENTRY, LIMITS, BlockedForward, BlockedProblem, Gradients
 from hmmlm.ops.common import dot_precision
 
 _TILE_BUDGET = 2**29  # elements of the transition tiles held at a time: 1 GB in bfloat16
@@ -39,7 +39,7 @@ class _Segments(NamedTuple):
 _BY_SOURCE, _BY_BLOCK, _BY_WORD = range(3)
 
 
-def _segments(problem: Problem, first: int, end: int) -> _Segments:
+def _segments(problem: BlockedProblem, first: int, end: int) -> _Segments:
     """Sort positions by source, block and word; negative keys (positions without one) precede all segments."""
     keys = torch.stack([x[:, first:end].flatten() for x in (problem.source, problem.block, problem.word)])
     keys, order = keys.int().sort(dim=1, stable=True)
@@ -48,7 +48,7 @@ def _segments(problem: Problem, first: int, end: int) -> _Segments:
     return _Segments(order, torch.searchsorted(keys, edges))
 
 
-def _tiles(problem: Problem, first: int, end: int) -> Tensor:
+def _tiles(problem: BlockedProblem, first: int, end: int) -> Tensor:
     """Compute the tiles [B·span, k, k] in the dtype of products; positions that are not steps are not written."""
     batch, time = problem.word.shape
     _, kept, h = problem.u.shape
@@ -80,7 +80,7 @@ def _product(dtype: torch.dtype) -> int:
     return 64 if dtype == torch.float32 else 128
 
 
-def _recursion(problem: Problem) -> dict[str, int]:
+def _recursion(problem: BlockedProblem) -> dict[str, int]:
     """Return the options of the recursion kernels: a tile at once if it fits, else in chunks of rows."""
     kept = problem.w.shape[1]
     width = triton.next_power_of_2(kept)
@@ -91,7 +91,7 @@ def _recursion(problem: Problem) -> dict[str, int]:
     return {"KEPT": kept, "WIDTH": width, "CHUNK": chunk, "STAGES": stages, "num_warps": warps}
 
 
-def forward(problem: Problem) -> BlockedForward:
+def forward(problem: BlockedProblem) -> BlockedForward:
     """Compute filtered distributions and log-likelihoods; see `Limits` for what is suspect."""
     (batch, time), kept = problem.word.shape, problem.w.shape[1]
     filtered = problem.initial.new_zeros(batch, time + 1, kept)
@@ -147,7 +147,7 @@ def forward(problem: Problem) -> BlockedForward:
     return BlockedForward(log_likelihood, filtered, predicted, suspect.view(torch.bool))
 
 
-def backward(problem: Problem, result: BlockedForward, grad: Tensor, extra: Tensor | None = None) -> Gradients:
+def backward(problem: BlockedProblem, result: BlockedForward, grad: Tensor, extra: Tensor | None = None) -> Gradients:
     """Compute expected counts weighted by `grad` [B]; suspect sequences contribute nothing.
 
     Args:
