@@ -235,7 +235,7 @@ def test_bad_input(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     failure = partial(commands.failure, capsys, "baseline")
 
     assert "--model.order for --model.kind = 'lstm'; it is a setting of 'feedforward'" in failure("--model.order", "3")
-    assert "--optimizer.lr: Input should be greater than 0 (given '-1')" in failure("--optimizer.lr", "-1")
+    assert "--optimizer.lr: Input should be greater than or equal to 0.0" in failure("--optimizer.lr", "-1")
     betas = failure("--optimizer.betas", "[0.9,1.0]")
     assert "--optimizer.betas.1: Input should be less than 1 (given 1.0)" in betas
     assert "no run to resume" in failure("--resume", str(tmp_path / "none"))

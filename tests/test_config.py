@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import BaseModel
 
 from hmmlm.config.networks import BaselineConfig, TeacherConfig
@@ -204,6 +206,14 @@ def test_every_number_has_an_upper_bound(kind: type[BaseModel]) -> None:
                 yield from unbounded(value, f"{path}/{i}")
 
     assert list(unbounded(kind.model_json_schema(), "")) == []
+
+
+@pytest.mark.parametrize("kind", [RunConfig, TeacherConfig, BaselineConfig])
+def test_a_number_that_has_to_be_positive_is_so_in_float32(kind: type[BaseModel]) -> None:
+    schema = json.dumps(kind.model_json_schema())
+    assert not re.findall(r'"exclusiveMinimum": 0[^{}]*"type": "number"', schema), "give the least number with ge="
+    least = [float(value) for value in re.findall(r'"minimum": ([\d.e-]+)[^{}]*"type": "number"', schema)]
+    assert least and all(value == 0 or torch.tensor(value) > torch.finfo(torch.float32).tiny for value in least)
 
 
 def test_settings_that_full_batches_imply() -> None:

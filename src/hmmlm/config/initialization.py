@@ -77,7 +77,7 @@ class CountsConfig(LabelConfig):
     kind: Literal["counts"] = "counts"
     tokens: TokenCount | None = None
     """Tokens that are counted, before training; None: those clustered."""
-    pseudocount: Annotated[Pseudocount, Field(gt=0)] = 0.01
+    pseudocount: Annotated[Pseudocount, Field(ge=1e-12)] = 0.01
     """Added to every count."""
 
 

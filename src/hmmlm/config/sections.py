@@ -118,11 +118,11 @@ class AdamWConfig(Section):
     """Gradients of the mean negative log-likelihood per token."""
 
     kind: Literal["adamw"] = "adamw"
-    lr: Annotated[float, Field(gt=0, le=1_000)] = 0.01
+    lr: Annotated[float, Field(ge=1e-12, le=1_000)] = 0.01
     """Peak learning rate. The default depends on the model family."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.95)
     """Decay of the running means of gradient and squared gradient."""
-    eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
+    eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8
     """Added to the denominator. The default depends on the model family."""
     weight_decay: Annotated[float, Field(ge=0, le=1_000)] = 0.0
     """Decoupled weight decay. The default depends on the model family."""
@@ -137,7 +137,7 @@ class BaumWelchConfig(Section):
     full_batch: bool = False
     """One update per epoch from all of its counts, which never lowers the likelihood of the training chunks; otherwise
     one per batch. Full batches have other defaults: step 1, pseudocount 0 and a constant schedule."""
-    step: Annotated[float, Field(gt=0, le=1)] = 0.1
+    step: Annotated[float, Field(ge=1e-12, le=1)] = 0.1
     """α in θ ← α θ_new + (1 − α) θ; multiplied by the schedule."""
     pseudocount: Pseudocount = 1e-4
     """Added to every expected count before normalizing; keeps words unseen in a mini-batch possible."""
