@@ -129,7 +129,7 @@ def test_emissions_without_a_matrix_of_gradients_learn_alike(
     kind: str, settings: dict[str, float], recorded: bool, device: torch.device
 ) -> None:
     """`FusedAdamWLearner` against a gradient by autograd and torch's AdamW."""
-    batches, optimizer = make_batches(kind), {"rate": 0.05, "eps": 1e-4, **settings}
+    batches, optimizer = make_batches(kind), {"lr": 0.05, "eps": 1e-4, **settings}
     fused, plain = (make_learner({**SCALAR, "optimizer": optimizer}, device, fused) for fused in (True, False))
     assert isinstance(fused, FusedAdamWLearner) and isinstance(plain, AdamWLearner)
     if not recorded:
