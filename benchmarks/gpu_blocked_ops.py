@@ -23,7 +23,7 @@ from torch import Tensor
 from hmmlm.models.base import from_factors
 from hmmlm.ops.blocked_scan import Factors, blocked_scan
 from hmmlm.ops.blocked_scan import triton as scan_kernels
-from hmmlm.ops.blocked_scan.problem import Problem, lay_out
+from hmmlm.ops.blocked_scan.problem import BlockedProblem, lay_out
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
 from hmmlm.ops.linear_logsumexp import triton as linear_kernels
 from hmmlm.scan.generic_scan import generic_scan
@@ -272,7 +272,7 @@ def time_scan(*size: int, dtype: torch.dtype, label: str = "", parts: bool = Fal
     report(**row)
 
 
-def laid_out(case: dict[str, Any], dtype: torch.dtype) -> Problem:
+def laid_out(case: dict[str, Any], dtype: torch.dtype) -> BlockedProblem:
     """Return a case in the layout of the kernels."""
     factors = Factors(case["block_of_word"], *case["parameters"])
     return lay_out(factors, case["tokens"], case["entry"][:, 0], None, case["restart"], dtype)

@@ -1,11 +1,19 @@
 """Earlier names of settings under their present ones, and settings that were removed."""
 
+import warnings
+
 import pytest
 
-from hmmlm.config.renames import RENAMES, Renames, present_names, present_options
+from hmmlm.config.distill import DistillConfig
+from hmmlm.config.renames import _NOTICED, RENAMES, Renames, present_names, present_options
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
 from hmmlm.errors import InputError, InputWarning
+
+
+@pytest.fixture(autouse=True)
+def nothing_noticed() -> None:
+    _NOTICED.clear()
 
 
 def test_names_and_values_of_earlier_versions_are_translated() -> None:
@@ -30,13 +38,25 @@ def test_configurations_of_the_last_version_are_read_with_a_notice() -> None:
         read_config(RunConfig, {"optimizer": {"rate": 0.5, "lr": 0.5}})
 
 
-def test_options_of_the_last_version_are_read_with_a_notice() -> None:
+def test_options_of_the_last_version_are_read_with_one_notice() -> None:
     with pytest.warns(InputWarning, match="^renamed since 0.2: --optimizer.clip is now --optimizer.max-grad-norm$"):
         assert present_options(["--optimizer.clip=2", "--out", "--x"]) == [
             "--optimizer.max-grad-norm=2",
             "--out",
             "--x",
         ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert present_options(["--optimizer.clip", "2"]) == ["--optimizer.max-grad-norm", "2"]  # no second one
+        assert present_options(["x", "--", "--num"]) == ["x", "--", "--num"]  # a value
+        assert present_options(["--num", "3"], known=["--out"]) == ["--num", "3"]  # of another command
+    with pytest.raises(InputError, match=r"--model\.states is now --model\.num-states: give one of them"):
+        present_options(["--model.states", "3", "--model.num-states=4"])
+
+
+def test_a_distillation_of_the_last_version_is_read() -> None:
+    with pytest.warns(InputWarning, match="states is now num_states"):
+        assert DistillConfig.model_validate({"model": "m", "states": 8}).num_states == 8
 
 
 def test_a_removed_setting_is_dropped_unless_it_is_in_use() -> None:

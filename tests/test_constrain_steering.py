@@ -259,7 +259,7 @@ def test_a_language_model_makes_the_processor_of_one_prompt_or_of_several() -> N
         expected = Steering.batch([lm.guide(prompt=prompt, **asked) for prompt in given], 0.7)(ids, scores.clone())
         found = lm.logits_processor(prompt=prompts, weight=0.7, **asked)(ids, scores.clone())
         assert torch.equal(found, expected) and not torch.equal(found, scores)
-    with pytest.raises(InputError, match="at least one pair"):
+    with pytest.raises(InputError, match="prompt must be a string, or a list of one for each row"):
         lm.logits_processor(prompt=[])
 
 

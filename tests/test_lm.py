@@ -554,7 +554,7 @@ def test_sampling_options_of_the_wrong_type_are_named(lm: LanguageModel, options
 
 
 def test_repr_shows_size_and_kind(lm: LanguageModel) -> None:
-    assert repr(lm) == "LanguageModel(states=5, words=8, kind='dense × categorical')"
+    assert repr(lm) == "LanguageModel(num_states=5, words=8, kind='dense × categorical')"
     assert repr(LanguageModel(blocked_hmm(), lm.tokenizer)).endswith("kind='factored × blocked')")
 
 

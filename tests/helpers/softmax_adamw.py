@@ -102,13 +102,13 @@ def check_updates(settings: Settings, device: torch.device | str, size: tuple[in
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * (number + 1)
         want = theirs.grad.norm().hypot(other.grad.norm())
-        if settings.clip:
-            torch.nn.utils.clip_grad_norm_([theirs, other], settings.clip)
+        if settings.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_([theirs, other], settings.max_grad_norm)
         optimizer.step()
         parts = parts._replace(others=torch.tensor([0.05], device=device))
         norm, plan = kernels.plan_step(gradient, parts, moments, settings, rate.fill_(0.01 * (number + 1)))
         kernels.update(ours, gradient, moments, settings, plan)
-        if settings.clip:
+        if settings.max_grad_norm:
             torch.testing.assert_close(norm.cpu().double(), want, rtol=1e-5, atol=1e-7)
     assert moments.step.item() == 4
     for found, name in zip(moments[1:], ("exp_avg", "exp_avg_sq"), strict=True):

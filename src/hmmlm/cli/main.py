@@ -172,10 +172,10 @@ def _dispatch(argv: list[str]) -> int:
     if rest in (["-h"], ["--help"]) and hasattr(command, "OVERVIEW"):
         print(wrap_help(command.OVERVIEW), end="")
         return 0
-    from hmmlm.cli.parse import check_options
+    from hmmlm.cli.parse import check_options, known_options
     from hmmlm.config.renames import present_options
 
-    rest = present_options(rest)
+    rest = present_options(rest, known_options(name))
     check_options(name, rest)
     return int(command.run(rest) or 0)
 

@@ -104,12 +104,15 @@ class Parser(argparse.ArgumentParser):
         return formatter.format_help()
 
 
-def check_options(command: str, argv: Sequence[str]) -> None:
-    """Raise an InputError for an option that the command does not have.
+def known_options(command: str) -> list[str] | None:
+    """Return the options of a command whose configuration, and so whose parser, imports torch; None for others."""
+    known: dict[str, list[str]] = json.loads(resources.files("hmmlm.cli").joinpath("options.json").read_text())
+    return known.get(command)
 
-    `options.json` has the options of commands whose configuration, and so whose parser, imports torch.
-    """
-    known = json.loads(resources.files("hmmlm.cli").joinpath("options.json").read_text()).get(command)
+
+def check_options(command: str, argv: Sequence[str]) -> None:
+    """Raise an InputError for an option that a command of `known_options` does not have."""
+    known = known_options(command) or []
     for argument in takewhile(lambda argument: argument != "--", argv if known else ()):
         option = argument.partition("=")[0]
         if option.startswith("--") and " " not in option and option not in known:
@@ -117,7 +120,8 @@ def check_options(command: str, argv: Sequence[str]) -> None:
 
 
 def _unknown_option(option: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(option, known, n=1)
+    ending = [other for other in known if other.rpartition(".")[2].endswith(option.lstrip("-"))]
+    near = ending or difflib.get_close_matches(option, known, n=1)
     return f"unknown option {option}" + (f"; did you mean {near[0]}?" if near else "")
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from hmmlm.config.renames import present_sections
 from hmmlm.section import Section, Seed, States, TokenCount
 
 
@@ -46,6 +48,11 @@ class DistillConfig(Section):
     """Seed of the samples and of training."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if there is one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _present_names(cls, values: Any) -> Any:
+        return present_sections(values) if isinstance(values, Mapping) else values
 
     def resolve(self, device: str) -> DistillConfig:
         """Return the configuration with the defaults of a type of device."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from hmmlm.errors import InputError, warn
@@ -72,6 +73,9 @@ REMOVED = {
 """By dotted name."""
 
 
+_NOTICED = set[str]()
+
+
 def present_sections(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a nested configuration of the last version under present names, without removed settings.
 
@@ -79,13 +83,13 @@ def present_sections(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     result, changed = dict(values), dict[str, str]()
     for old, new in RENAMES[-1].settings.items():
-        section, _, field = old.partition(".")
-        given = result.get(section)
-        if field and isinstance(given, Mapping) and field in given:
-            present = new.partition(".")[2]
+        section, _, field = old.rpartition(".")
+        given, present = result.get(section) if section else result, new.rpartition(".")[2]
+        if isinstance(given, Mapping) and field in given:
             if present in given:
                 raise InputError(f"{old} is now {new}: give one of them")
-            result[section] = {present if name == field else name: value for name, value in given.items()}
+            renamed = {present if name == field else name: value for name, value in given.items()}
+            result = {**result, section: renamed} if section else renamed
             changed[old] = new
     _notice(changed)
     for name, (unused, advice) in REMOVED.items():
@@ -98,13 +102,23 @@ def present_sections(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def present_options(argv: Sequence[str]) -> list[str]:
-    """Return a command line of the last version with the present names of its options."""
+def present_options(argv: Sequence[str], known: Collection[str] | None = None) -> list[str]:
+    """Return a command line of the last version with the present names of its options.
+
+    Args:
+        known: the options of the command; None: all of them may be its own.
+    """
     renamed = RENAMES[-1].settings.items()
     names = {_option(old, no): _option(new, no) for old, new in renamed for no in ("", "no-")}
-    parts = [argument.partition("=") for argument in argv]
-    _notice({option: names[option] for option, _, _ in parts if option in names})
-    return [names.get(option, option) + equals + value for option, equals, value in parts]
+    options = list(takewhile(lambda argument: argument != "--", argv))  # values follow
+    parts = [argument.partition("=") for argument in options]
+    used = {option for option, _, _ in parts if option in names and (known is None or names[option] in known)}
+    for option in used & names.keys():
+        if any(names[option] == other for other, _, _ in parts):
+            raise InputError(f"{option} is now {names[option]}: give one of them")
+    _notice({option: names[option] for option, _, _ in parts if option in used})
+    present = [(names[option] if option in used else option) + equals + value for option, equals, value in parts]
+    return [*present, *argv[len(options) :]]
 
 
 def _option(name: str, no: str = "") -> str:
@@ -112,6 +126,9 @@ def _option(name: str, no: str = "") -> str:
 
 
 def _notice(changed: Mapping[str, str]) -> None:
+    """Warn of names that changed, of each once in a process."""
+    changed = {old: new for old, new in changed.items() if new.strip("-") not in _NOTICED}
+    _NOTICED.update(new.strip("-") for new in changed.values())
     if changed:
         warn(f"renamed since {RENAMES[-1].until}: " + ", ".join(f"{old} is now {new}" for old, new in changed.items()))
 

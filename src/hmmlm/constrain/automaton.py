@@ -68,7 +68,7 @@ class Automaton:
         self.class_of, self.accepting = merged[class_of], accepting
 
     def __repr__(self) -> str:
-        return f"Automaton(states={self.num_states}, vocab_size={self.vocab_size})"
+        return f"Automaton(num_states={self.num_states}, vocab_size={self.vocab_size})"
 
     @property
     def next(self) -> Tensor:

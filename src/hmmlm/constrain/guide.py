@@ -46,7 +46,7 @@ class Position(NamedTuple):
     """The tokens before the first of them."""
 
     def __repr__(self) -> str:
-        return f"Position(automaton={self.automaton}, remaining={self.remaining}, states={len(self.log_state)})"
+        return f"Position(automaton={self.automaton}, remaining={self.remaining}, num_states={len(self.log_state)})"
 
 
 @dataclass(slots=True, eq=False)

@@ -122,7 +122,7 @@ class HMM(Queries):
     # --- representation ---
 
     def __repr__(self) -> str:
-        sizes = f"states={self.num_states}, vocab_size={self.vocab_size}, dtype={self.dtype}, device={self.device}"
+        sizes = f"num_states={self.num_states}, vocab_size={self.vocab_size}, dtype={self.dtype}, device={self.device}"
         return f"HMM({self.kind}, {sizes})"
 
     def _repr_html_(self) -> str:

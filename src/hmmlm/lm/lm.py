@@ -17,8 +17,8 @@ from typing import Any, Protocol, Unpack, overload
 import torch
 from torch import Tensor
 
-from hmmlm.arguments import check_arguments, check_type
-from hmmlm.checks import check_count, check_text, check_texts
+from hmmlm.arguments import check_arguments, check_type, describe, is_sequence
+from hmmlm.checks import check_count, check_text
 from hmmlm.constrain.automaton import Automaton
 from hmmlm.constrain.constraint import Constraint, ConstraintOptions, Wanted
 from hmmlm.constrain.guide import Guide, Position
@@ -83,7 +83,7 @@ class LanguageModel(SequenceModel):
         self._guides = GuideCache(hmm, tokenizer)
 
     def __repr__(self) -> str:
-        return f"LanguageModel(states={self.hmm.num_states}, words={self.hmm.vocab_size}, kind={self.hmm.kind!r})"
+        return f"LanguageModel(num_states={self.hmm.num_states}, words={self.hmm.vocab_size}, kind={self.hmm.kind!r})"
 
     def _repr_html_(self) -> str:
         """Return a table for notebooks."""
@@ -248,7 +248,8 @@ class LanguageModel(SequenceModel):
             weight: of the log-probability that the constraint will be satisfied; 0 only forbids what would violate it.
         """
         prompts = [prompt] if isinstance(prompt, str) else prompt
-        check_texts(prompts)
+        if not is_sequence(prompts) or not len(prompts):
+            raise InputError(f"prompt must be a string, or a list of one for each row, not {describe(prompt)}")
         guided = [self.guide(must, never, max_new_tokens, each, **options) for each in prompts]
         return Steering.batch(guided, weight)
 
