@@ -55,7 +55,7 @@ FASTER = {
 """Options that make commands short, and end."""
 SMALLER = {"--model.num-states": "16", "--train.devices": "2", "--workers": "2"}
 """Values in place of those of the guides."""
-FEWER_TOKENS = ("tokens=1_000_000", "tokens=2_000, length=20, states=4")
+FEWER_TOKENS = ("tokens=1_000_000", "tokens=2_000, length=20, num_states=4")
 WORDS = "the a of list None text line another returns value is returned sentence sequence item"
 STORY = ["Once", "upon", "a", "time", "Lily", "Tom", "had", "park", "ice", "cream", "dog", "ran", "."]
 

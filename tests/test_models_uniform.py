@@ -229,5 +229,5 @@ def test_trains_saves_and_resumes(tmp_path: Path) -> None:
     assert max(losses[-3:]) < losses[0] - 0.2
     models = [hmmlm.load(tmp_path / run / "final").hmm for run in ("whole", "parts")]
     assert isinstance(models[0], HMM) and isinstance(models[1], HMM)
-    for a, b in zip(*(model.parameters().values() for model in models), strict=True):
+    for a, b in zip(*(model.tensors().values() for model in models), strict=True):
         assert torch.equal(a, b)
