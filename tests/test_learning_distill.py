@@ -128,7 +128,8 @@ def test_texts_are_whole_documents_and_prompts_are_left_out(folder: Path, tmp_pa
 
 def test_a_model_that_ends_texts_with_its_first_token(tmp_path: Path) -> None:
     save_causal(tmp_path / "model", end=BOS)
-    lm = hmmlm.distill(tmp_path / "model", tmp_path / "run", tokens=3000, length=30, num_states=4, epochs=1, device="cpu")
+    sizes = {"tokens": 3000, "length": 30, "num_states": 4, "epochs": 1}
+    lm = hmmlm.distill(tmp_path / "model", tmp_path / "run", **sizes, device="cpu")
     assert lm.tokenizer.eos_id == BOS
     assert hmmlm.load(tmp_path / "run" / "best").tokenizer.eos_id == BOS
 
