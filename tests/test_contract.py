@@ -460,6 +460,41 @@ def test_impossible_sequences_are_named_and_not_counted(pair: tuple[str, str]) -
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("sets", [False, True], ids=["states", "sets of states"])
+def test_labels_leave_the_paths_that_they_allow(pair: tuple[str, str], sets: bool) -> None:
+    hmm, states = make(*pair, seed=12), torch.arange(STATES)
+    labels = torch.full_like(TOKENS, -1)
+    best = hmm.viterbi(TOKENS, LENGTHS)[0]
+    labels[0, 1], labels[1, 1:3], labels[2, 0] = best[0, 1], best[1, 1:3], best[2, 0]  # one of a missing token
+    allowed = (labels < 0)[..., None] | (labels[..., None] == states)
+    if sets:
+        allowed |= states % 2 == 0
+        labels = allowed
+    posterior, (path, log_prob) = hmm.posterior(TOKENS, LENGTHS, labels), hmm.viterbi(TOKENS, LENGTHS, labels)
+    log_likelihood = hmm.log_likelihood(TOKENS, LENGTHS, labels)
+    for b, tokens in enumerate(SEQUENCES):
+        own = Paths(matrices(hmm), tokens)
+        inside = allowed[b, torch.arange(len(tokens)), own.states].all(1)
+        own.joint = own.joint.masked_fill(~inside, -torch.inf)
+        torch.testing.assert_close(log_likelihood[b], own.total())
+        torch.testing.assert_close(posterior[b, : len(tokens)], own.posterior())
+        torch.testing.assert_close(log_prob[b], own.joint.max())
+        torch.testing.assert_close(own.joint_of(path[b, : len(tokens)]), own.joint.max())
+
+
+def test_impossible_labels_are_named() -> None:
+    hmm = HMM.from_probs([1, 0], [[0.5, 0.5], [0.5, 0.5]], [[1, 0], [0, 1]])
+    for labels, message in (
+        ([[0, 1], [0, 0]], r"sequence 1 is impossible .* token 1 with its label at position 1 "),
+        ([[0, 1], [0, 2]], r"label 2 in sequence 1 at position 1 is no state: there are 0 to 1"),
+        ([[[1, 0], [0, 1]], [[1, 0], [0, 0]]], r"labels allow no state in sequence 1 at position 1"),
+        ([[0.0, 1.0], [0.0, 1.0]], r"labels must be integers \[2, 2\]"),
+    ):
+        given = torch.tensor(labels).bool() if isinstance(labels[0][0], list) else torch.tensor(labels)
+        with pytest.raises(InputError, match=message):
+            hmm.viterbi([[0, 1], [0, 1]], labels=given)
+
+
 def test_baum_welch_raises_the_likelihood(pair: tuple[str, str]) -> None:
     hmm = make(*pair, seed=10)
     tokens = hmm.sample(20, 9, torch.Generator().manual_seed(1))[0]

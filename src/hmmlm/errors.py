@@ -12,6 +12,17 @@ class InputError(ValueError):
     """
 
 
+class ImpossibleError(InputError):
+    """A sequence has probability zero."""
+
+    def __init__(self, sequence: int, position: int, what: str) -> None:
+        super().__init__(
+            f"sequence {sequence} is impossible under this model: {what} at position {position} has probability zero "
+            "given the tokens before it"
+        )
+        self.sequence, self.position = sequence, position
+
+
 class QueryError(InputError, AttributeError):
     """A model is asked what its kind cannot answer; an AttributeError too, so that `hasattr` is False."""
 

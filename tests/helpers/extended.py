@@ -115,8 +115,12 @@ class Paths:
         carry: Array | None = None,
         restart: Sequence[bool] | None = None,
         missing: Array | None = None,
+        allowed: Array | None = None,
     ) -> None:
-        """`carry` [Z] is log p(z) before the first, `restart` as in a scan, `missing` [Z] scores a missing one."""
+        """`carry` [Z] is log p(z) before the first, `restart` as in a scan, `missing` [Z] scores a missing one.
+
+        Where `allowed` [T, Z] is False, no path has that state.
+        """
         self.truth, self.tokens, self.carry, self.missing = truth, list(tokens), carry, missing
         states = len(truth.start)
         self.paths = np.array(list(itertools.product(range(states), repeat=len(self.tokens))))  # [Z^T, T]
@@ -132,9 +136,15 @@ class Paths:
             else:
                 entered.append(truth.transition[self.paths[:, t - 1], here] if t else first[here])
             emitted.append(self._score(token)[here])
+            if allowed is not None:
+                emitted[t] = np.where(allowed[t][here], emitted[t], NEG_INF)
         self.emitted, self.total = np.array(emitted), np.array(entered).sum(0)
         self.prefixes = [np.array(entered[: t + 1]).sum(0) + self.emitted[: t + 1].sum(0) for t in range(len(tokens))]
         self.log_joint = self.prefixes[-1]
+
+    def labelled(self, allowed: Array) -> "Paths":
+        """Return those of the paths whose states are allowed [T, Z]."""
+        return Paths(self.truth, self.tokens, allowed=allowed)
 
     def _score(self, token: int) -> Array:
         if token >= 0:

@@ -206,6 +206,7 @@ class Fuzz:
             self._guide()
             if self.rng.random() < 0.1:
                 self._samples()
+            self._labels()
         return self
 
     # --- likelihoods and gradients ---
@@ -412,6 +413,47 @@ class Fuzz:
         for query in (hmm.posterior, hmm.infill, hmm.entropy, hmm.next_token, hmm.viterbi, hmm.posterior_sample):
             message = error_of(lambda query=query: query(batch.tokens, batch.lengths))
             self.check(f"error of {query.__name__}", bool(re.search(want, message)), f"{message!r} should be {want!r}")
+
+    def _labels(self) -> None:
+        """States that are known, or known to be among some: the paths that these labels allow."""
+        batch, hmm, rng, paths = self.batch, self.hmm, self.rng, self._paths(self.batch)
+        allowed = rng.random((*batch.tokens.shape, hmm.num_states)) < rng.choice([0.5, 0.9])
+        known = rng.random(batch.tokens.shape) < 0.5
+        states = np.where(known, rng.integers(hmm.num_states, size=known.shape), -1)
+        for b, own in enumerate(paths):  # most of them agree with some path
+            likely = own.paths[int(own.log_joint.argmax())]
+            if rng.random() < 0.8:
+                states[b, : len(likely)] = np.where(known[b, : len(likely)], likely, -1)
+            np.put_along_axis(allowed[b, : len(likely)], likely[:, None], True, 1)
+        by_state = (states[..., None] < 0) | (states[..., None] == np.arange(hmm.num_states))
+        for name, labels, masks in (("states", states, by_state), ("sets of states", allowed, allowed)):
+            given = torch.from_numpy(labels).to(self.device)
+            own = [path.labelled(masks[b]) for b, path in enumerate(paths)]
+            model = self._leaves()
+            log_likelihood = model.log_likelihood(batch.tokens, batch.lengths, given)
+            for b, path in enumerate(own):
+                self.agree(f"log_likelihood given {name}", log_likelihood[b], path.log_likelihood())
+            self._gradients(f"log_likelihood given {name}", model, log_likelihood, own)
+            counts = hmm.expected_counts(batch.tokens, batch.lengths, given)
+            total = [sum(column) for column in zip(*(path.counts() for path in own), strict=True)]
+            self._counts(counts, total, len(own) * batch.tokens.shape[1])
+            possible = [b for b, path in enumerate(own) if path.impossible_at() is None]
+            if len(possible) < len(own):
+                first = next(b for b in range(len(own)) if b not in possible)
+                message = error_of(lambda given=given: hmm.posterior(batch.tokens, batch.lengths, given))
+                want = f"sequence {first} is impossible .* at position {own[first].impossible_at()} "
+                self.check(f"error given {name}", bool(re.search(want, message)), f"{message!r} should be {want!r}")
+            if not possible:
+                continue
+            some = batch.rows(possible)
+            posterior = hmm.posterior(some.tokens, some.lengths, given[possible])
+            states_found, best = hmm.viterbi(some.tokens, some.lengths, given[possible])
+            for i, b in enumerate(possible):
+                size = len(own[b].tokens)
+                self.agree(f"posterior given {name}", posterior[i, :size], own[b].posterior())
+                self.agree(f"viterbi given {name}", best[i], own[b].log_joint.max())
+                path = own[b].log_joint_of(states_found[i, :size].tolist())
+                self.agree(f"viterbi given {name}, path", best[i], path, 2)
 
     def _sequential(self) -> None:
         """One token at a time, blanks, and joint probabilities of tokens and states."""

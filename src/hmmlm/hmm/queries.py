@@ -26,7 +26,8 @@ from hmmlm.checks import (
     check_words,
 )
 from hmmlm.emissions import Blocked, Categorical
-from hmmlm.errors import InputError
+from hmmlm.errors import ImpossibleError, InputError
+from hmmlm.hmm.labels import counts_of_words, with_labels
 from hmmlm.hmm.sampling import draw, draw_paths
 from hmmlm.hmm.word_products import WordProducts
 from hmmlm.numerics.semirings import LOG
@@ -88,12 +89,33 @@ class Queries(Composition):
     # --- queries ---
 
     @differentiable_query
-    def log_likelihood(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
+    def log_likelihood(
+        self, tokens: ArrayLike, lengths: ArrayLike | None = None, labels: ArrayLike | None = None
+    ) -> Tensor:
         """Compute log p(x) [B], natural log; −inf for an impossible sequence. Differentiable in the parameters.
 
         Under autocast, the products of a dense model have operands in its dtype; all other queries ignore it.
+
+        Args:
+            labels: what is known about states: [B, T] the state of each token (−1: unknown), or [B, T, Z] bool, which
+                states it may have. The result is then log p(x, the states are allowed).
         """
+        if labels is not None:
+            return self._given(labels, tokens, lengths, Queries.log_likelihood)
         return log_likelihood(self, *check_batch(tokens, lengths, self.vocab_size, self.device))
+
+    def _given(self, labels: ArrayLike, tokens: ArrayLike, lengths: ArrayLike | None, query: Callable[..., Any]) -> Any:
+        """Answer a query given labels; see `log_likelihood`."""
+        checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
+        labelled = with_labels(self, checked, sizes, labels)
+        try:
+            found = query(labelled.hmm, labelled.tokens, sizes)
+        except ImpossibleError as error:
+            token = f"token {int(checked[error.sequence, error.position])} with its label"
+            raise ImpossibleError(error.sequence, error.position, token) from None
+        if isinstance(found, Counts):
+            return found._replace(emission=counts_of_words(self.emission, labelled.words, found.emission))
+        return found
 
     @differentiable_query
     def filter(self, tokens: ArrayLike, lengths: ArrayLike | None = None, carry: Carry | None = None) -> Filtered:
@@ -135,14 +157,18 @@ class Queries(Composition):
         return result
 
     @query
-    def expected_counts(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Counts:
+    def expected_counts(
+        self, tokens: ArrayLike, lengths: ArrayLike | None = None, labels: ArrayLike | None = None
+    ) -> Counts:
         """Compute expected counts of starts [Z], transitions [Z, Z] and emissions [Z, V], summed over the batch.
 
         They are the gradient of the log-likelihood with respect to the log-probabilities. Those of a factored
         transition are sparse if emissions are blocked, whose counts are [V, k]; those of other structured transitions
         are a dictionary with the counts of each factor. An impossible sequence adds nothing to the counts; the
-        log-likelihood is then −inf.
+        log-likelihood is then −inf. `labels` are those of `log_likelihood`.
         """
+        if labels is not None:
+            return self._given(labels, tokens, lengths, Queries.expected_counts)
         return expected_counts(self, *check_batch(tokens, lengths, self.vocab_size, self.device))
 
     def _possible(self, tokens: ArrayLike, lengths: ArrayLike | None, log_missing: Tensor | None = None) -> Lattice:
@@ -150,15 +176,27 @@ class Queries(Composition):
         return run_possible(self.detach(), sort_batch(self, tokens, lengths), log_missing)
 
     @query
-    def posterior(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Tensor:
-        """Compute p(z_t | x_1..T) [B, T, Z]; zero beyond a sequence's length."""
+    def posterior(self, tokens: ArrayLike, lengths: ArrayLike | None = None, labels: ArrayLike | None = None) -> Tensor:
+        """Compute p(z_t | x_1..T) [B, T, Z]; zero beyond a sequence's length.
+
+        `labels` are those of `log_likelihood`.
+        """
+        if labels is not None:
+            return self._given(labels, tokens, lengths, Queries.posterior)
         lattice = self._possible(tokens, lengths)
         messages = run_messages(self.detach(), lattice)
         return gather(self, lattice, lattice.filtered.map(exp_of_sum, messages))
 
     @query
-    def viterbi(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> tuple[Tensor, Tensor]:
-        """Find the most likely states [B, T] (−1 beyond a length) and their joint log-probability with the tokens."""
+    def viterbi(
+        self, tokens: ArrayLike, lengths: ArrayLike | None = None, labels: ArrayLike | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Find the most likely states [B, T] (−1 beyond a length) and their joint log-probability with the tokens.
+
+        `labels` are those of `log_likelihood`.
+        """
+        if labels is not None:
+            return self._given(labels, tokens, lengths, Queries.viterbi)
         batch = sort_batch(self, tokens, lengths)
         path, log_prob = find_best_paths(self.detach(), batch)
         if bool((log_prob == NEG_INF).any()):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.checks import ArrayLike, check_batch
-from hmmlm.errors import InputError
+from hmmlm.errors import ImpossibleError
 from hmmlm.numerics.semirings import LOG, MAX_PLUS
 from hmmlm.numerics.support import Support, first_rows, restrict, some_rows, spread, state_ids
 from hmmlm.ops.common import NEG_INF, Carry, log_normalize, logsumexp
@@ -199,10 +199,7 @@ def run_possible(hmm: Composition, batch: SortedBatch, log_missing: Tensor | Non
     if len(impossible):
         row = int(impossible[batch.order[impossible].argmin()])
         position = next(t for t, scale in enumerate(lattice.scales) if float(scale[row]) == NEG_INF)
-        raise InputError(
-            f"sequence {int(batch.order[row])} is impossible under this model: token "
-            f"{int(batch.tokens[row, position])} at position {position} has probability zero given the tokens before it"
-        )
+        raise ImpossibleError(int(batch.order[row]), position, f"token {int(batch.tokens[row, position])}")
     return lattice
 
 
