@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import random
 import re
 import shlex
 import sys
@@ -365,3 +366,37 @@ def test_damaged_results_and_ngrams_and_threads(tmp_path: Path, capsys: pytest.C
         assert main(["runs"]) == 0
     finally:
         results.write_text(before) if before is not None else results.unlink()
+
+
+def test_labels_name_the_states_and_tags_are_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rng = random.Random(0)
+    kinds = [[2, 0, 1, 2, 0][: rng.choice([3, 5])] for _ in range(400)]
+    words = {2: ["the", "a", "this"], 0: ["cat", "dog", "fish"], 1: ["sees", "likes"]}
+    Path("my.txt").write_text("".join(" ".join(rng.choice(words[k]) for k in line) + "\n" for line in kinds))
+    known = [" ".join(str(k) if rng.random() < 0.5 else "_" for k in line) for line in kinds]
+    Path("known.txt").write_text("\n".join(known) + "\n")
+    train = ["train", "--data", "my.txt", "--model.kind", "scalar", "--model.num-states", "4", "--quiet"]
+    train += ["--optimizer.kind", "baum-welch", "--optimizer.full-batch", "--labels"]
+    assert main([*train, "known.txt", "--out", "run", "--train.epochs", "10"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", "run", "--tags", "my.txt"]) == 0
+    tags = capsys.readouterr().out
+    assert [line.split() for line in tags.splitlines()] == [[str(k) for k in line] for line in kinds]
+    Path("tags.txt").write_text(tags)
+    assert main([*train, "tags.txt", "--out", "again", "--train.epochs", "1"]) == 0
+    for labels, message in (
+        (known[:-1], "known.txt has fewer lines than my.txt"),
+        ([*known[:-1], "0 " * 9], "known.txt, line 400: 9 labels for"),
+        (
+            [*known[:-1], " ".join("4" * len(kinds[-1]))],
+            "line 400: '4' is no label: give the number of a state, 0 to 3",
+        ),
+    ):
+        Path("known.txt").write_text("\n".join(labels) + "\n")
+        capsys.readouterr()
+        assert main([*train, "known.txt", "--out", "wrong"]) == 2
+        assert message in capsys.readouterr().err
+        assert not Path("wrong").exists()

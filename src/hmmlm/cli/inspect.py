@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
+from pathlib import Path
 
 from pydantic import PositiveInt
 
@@ -14,12 +16,15 @@ DESCRIPTION = """Print the states of a model: the share of the tokens that each 
 the validation text (of up to 10,000 tokens), if that is in the run's folder; its most telling
 words (by what they add to the mutual information of state and word); and the most likely next
 states. With --contexts also places in the validation text where the model is in them; with --text
-the most likely state of every word of a text, with its probability.
+the most likely state of every word of a text, with its probability. --tags prints these states of
+a whole file instead, a line for each of its lines, as `hmmlm train --labels` reads them.
 
 examples:
   hmmlm inspect runs/mine
   hmmlm inspect runs/mine --contexts
-  hmmlm inspect runs/mine --num-states 40 --text "The function returns a list." """
+  hmmlm inspect runs/mine --num-states 40 --text "The function returns a list."
+  hmmlm inspect runs/mine --tags sentences.txt > states.txt"""
+LINES = 1_000  # tagged together
 
 
 class InspectArguments(ModelArguments):
@@ -31,6 +36,8 @@ class InspectArguments(ModelArguments):
     """Show three places in the validation text for every state."""
     text: str | None = None
     """A sentence to explain."""
+    tags: Path | None = None
+    """A text file: print only the number of the most likely state of every token."""
 
 
 def run(argv: list[str]) -> int:
@@ -38,6 +45,7 @@ def run(argv: list[str]) -> int:
 
     from rich.console import Console
 
+    from hmmlm.data.text import read_lines
     from hmmlm.data.tokenfile import TokenFile
     from hmmlm.lm.lm import load
     from hmmlm.report.contexts import contexts_table, text_share
@@ -49,6 +57,13 @@ def run(argv: list[str]) -> int:
     if arguments.contexts and folder is None:
         raise InputError(f"--contexts needs the text of a run, and {arguments.model} is not in one: leave it out")
     lm = load(arguments.model, arguments.device)
+    if arguments.tags is not None:
+        lines = read_lines(arguments.tags)
+        while some := list(islice(lines, LINES)):
+            found = iter(lm.states([line for line in some if line]))
+            for line in some:
+                print(*(state for _, state, _ in next(found)[:-1]) if line else ())  # without that of <eos>
+        return 0
     summary = explain_states(lm, arguments.words)
     # Everything that can fail comes before anything is printed.
     tables = [] if arguments.text is None else [path_table(lm, summary, arguments.text)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
@@ -52,6 +53,9 @@ class RunConfig(TrainingConfig):
     model: AnyModelConfig = ScalarConfig()
     initialization: InitializationConfig = NoInitialization()
     next_words: NextWordsConfig = NextWordsConfig()
+    labels: Path | None = None
+    """A file with what is known about states: a line for each line of the text (of train.txt in a folder), in it for
+    each token the number of its state, or _ if that is unknown. `hmmlm inspect --tags` writes such lines."""
 
     @model_validator(mode="before")
     @classmethod
@@ -79,6 +83,12 @@ class RunConfig(TrainingConfig):
             raise ValueError(
                 "optimizer.kind = 'baum-welch' needs a model of tables, such as 'scalar' with model.blocks = 0"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _labels_fit(self) -> RunConfig:
+        if self.labels is not None and (isinstance(self.initialization, LabelConfig) or self.next_words.teacher):
+            raise ValueError("labels are learned without a teacher: leave out initialization and next_words.teacher")
         return self
 
     @model_validator(mode="after")

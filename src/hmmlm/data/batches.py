@@ -81,6 +81,8 @@ class Batch(NamedTuple):
     last: bool = False
     """Whether this is the last batch of its epoch."""
     labels: Tensor | None = None  # [B, T] int64 the state of each token, to train on P(O, S); −1 beyond a row's length
+    some_unknown: bool = False
+    """Whether labels are −1 also where a state is unknown, to train on P(O) of the paths that the others allow."""
     next_words: Tensor | None = None  # [B, T, S] int64 words that a teacher draws in place of each token
     whole: WholeBatch | None = None
     """The batch of which these rows are the share of one process; None: they are all of it."""

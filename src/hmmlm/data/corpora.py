@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 from hmmlm.data.embedded import embedded_corpus
@@ -35,6 +36,14 @@ TEXT_SUFFIXES = ("", ".gz", ".xz")
 Document = list[str]
 
 
+class LabelledLine(list[str]):
+    """A document of one line, with what is known of the states of its tokens."""
+
+    def __init__(self, line: str, labels: str, where: str) -> None:
+        super().__init__([line])
+        self.labels, self.where = labels, where
+
+
 @dataclass(frozen=True)
 class Documents:
     """The documents of one split, read from their source at every iteration."""
@@ -54,7 +63,12 @@ class Documents:
 
 
 def load_text(
-    name_or_path: str, *, folder: Path | None = None, download: bool = False, unit: str = "line"
+    name_or_path: str,
+    *,
+    folder: Path | None = None,
+    download: bool = False,
+    unit: str = "line",
+    labels: Path | None = None,
 ) -> dict[str, Documents]:
     """Return the train, valid and test documents of a corpus.
 
@@ -65,7 +79,10 @@ def load_text(
         folder: where to find a named corpus; by default $HMMLM_DATA or the cache.
         download: whether to download a named corpus that is missing.
         unit: "line", "paragraph" or "document" (see `hmmlm.config.sections.TextConfig`); not of named corpora.
+        labels: a file with a line for each of the text (of train.txt in a folder), whose training lines then have them.
     """
+    if labels is not None:
+        return _labelled_text(Path(name_or_path), unit, labels)
     if name_or_path == "embedded":
         return {split: _paragraphs(lines) for split, lines in embedded_corpus().items()}
     for corpus, read in ((PTB, _one_a_line), (WIKITEXT_2, _articles)):
@@ -90,6 +107,27 @@ def file_documents(path: Path, unit: str = "line") -> Documents:
     """Return a whole text file as one split, with one document per unit."""
     source = f"{_file_source(path)} {unit}"
     return Documents(source, partial(_units, path, unit), unit=unit, parts=_parts(path, unit, source, None))
+
+
+def _labelled_text(path: Path, unit: str, labels: Path) -> dict[str, Documents]:
+    """Return the documents of a text whose training lines have labels."""
+    text = _split_file(path, "train") if path.is_dir() else path
+    if unit != "line" or not text.is_file():
+        raise InputError(f"labels are of a text file with one example per line, not of {path} by {unit}")
+    if not labels.is_file():
+        raise InputError(f"no file {labels} with labels")
+
+    def lines() -> Iterator[Document]:
+        for number, (line, own) in enumerate(zip_longest(read_lines(text), read_lines(labels)), 1):
+            if line is None or own is None:
+                raise InputError(f"{labels} has {'more' if line is None else 'fewer'} lines than {text}: one for each")
+            if line:
+                yield LabelledLine(line, own, f"{labels}, line {number}")
+
+    source = f"{_file_source(text)} {_file_source(labels)}"
+    if not path.is_dir():
+        return _held_out_splits(path, source, lines, unit)
+    return {**load_text(str(path)), "train": Documents(source, lines)}
 
 
 def encode_documents(documents: Documents, tokenizer: Tokenizer, path: Path) -> TokenFile:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ from hmmlm.distributed.ranks import world
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 
+LABELS = Path("data", "labels.npy")
+"""Labels of a user, in the folder of a run."""
 Embed = Callable[[Tensor], Tensor]
 """Student tokens [B, T] (−1 beyond a row's length) → the teacher's embeddings of them [B, T, H]."""
 
@@ -74,13 +78,30 @@ class StoredLabels:
 
 
 @dataclass(frozen=True)
+class GivenLabels:
+    """Labels of a user, of some of the tokens of a text."""
+
+    states: np.ndarray  # [N] by place; −1: unknown
+
+    @classmethod
+    def open(cls, path: Path) -> GivenLabels:
+        return cls(np.load(path, mmap_mode="r", allow_pickle=False))
+
+    def labels(self, batch: Batch) -> Tensor:
+        assert batch.places is not None
+        found = torch.from_numpy(self.states[batch.places.clamp(min=0).numpy()].astype(np.int64))
+        return found.masked_fill(batch.places < 0, -1)
+
+
+@dataclass(frozen=True)
 class LabeledBatches(ExtendedBatches):
     """Batches with labels."""
 
     source: LabelSource
 
     def extend(self, batch: Batch, epoch: int, index: int) -> Batch:
-        return batch._replace(labels=self.source.labels(batch))
+        some = isinstance(self.source, GivenLabels)
+        return batch._replace(labels=self.source.labels(batch), some_unknown=some)
 
 
 def nearest_states(clusters: Clusters, points: Tensor, group: Tensor | None, tokens: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from hmmlm.config.sections import AdamWConfig, BaumWelchConfig
 from hmmlm.data.batches import Batch
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.distributed.ranks import world
-from hmmlm.hmm import HMM, Carry
+from hmmlm.hmm import HMM, Carry, Scan
+from hmmlm.hmm.labels import with_labels
 from hmmlm.learning.evaluate import Evaluation, evaluate, select_carry
 from hmmlm.learning.graph import GraphedStep
 from hmmlm.learning.optimizers import AdamW, Optimizer, RunningCounts, maximize
@@ -89,6 +90,17 @@ def mask_padding(log_likelihood: Tensor, batch: Batch) -> Tensor:
 def sum_log_likelihood(log_likelihood: Tensor, batch: Batch) -> Tensor:
     """Return the sum [] of log-likelihoods [B] without padding, in float64."""
     return mask_padding(log_likelihood.detach(), batch).sum(dtype=torch.float64)
+
+
+def scan_labels(hmm: HMM, batch: Batch, carry: Carry | None) -> Scan:
+    """Compute log P(O, S) [B] of a batch with labels; summed over the states that are unknown."""
+    tokens, labels, lengths, restart = batch.tokens, batch.labels, batch.lengths, batch.restart
+    assert labels is not None
+    if not batch.some_unknown:
+        return joint_scan(hmm, tokens, labels, lengths, carry, restart)
+    given = with_labels(hmm, tokens, lengths, labels)
+    scan: Scan = given.hmm.scan(given.tokens, lengths, carry, restart, exact_carry=False)
+    return scan
 
 
 @contextmanager
@@ -193,7 +205,7 @@ class AdamWLearner(HmmLearner):
     def learn(self, batch: Batch, carry: Carry | None) -> StepOutput:
         with self.fabric.autocast():
             if batch.labels is not None:  # the whole model: states are not dropped
-                result = joint_scan(self.model(), batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
+                result = scan_labels(self.model(), batch, carry)
             elif batch.next_words is not None:
                 assert isinstance(self.model, FactoredBlockedModel)  # the configuration was validated
                 result = self.model.scan(batch.tokens, batch.lengths, carry, batch.restart, batch.next_words)
@@ -239,7 +251,7 @@ class BaumWelchLearner(HmmLearner):
                     hmm.scan(batch.tokens, batch.lengths, carry, batch.restart, exact_carry=False)
                 )
             else:
-                scan = joint_scan(hmm, batch.tokens, batch.labels, batch.lengths, carry, batch.restart)
+                scan = scan_labels(hmm, batch, carry)
         counts = torch.autograd.grad(mask_padding(scan.log_likelihood, batch).sum(), list(leaves.values()))
         with torch.no_grad():
             self.optimizer.add(*counts)

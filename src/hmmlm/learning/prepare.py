@@ -29,8 +29,8 @@ from hmmlm.config.sections import (
 )
 from hmmlm.config.training import AnyConfig, TrainingConfig
 from hmmlm.data.batches import ALL_ROWS, Batches, ChunkBatches, Share, StreamBatches
-from hmmlm.data.corpora import NAMES, SPLITS, Documents, encode_documents, load_text
-from hmmlm.data.files import link_or_copy, parse_json, read_json, require_like, write_bytes
+from hmmlm.data.corpora import NAMES, SPLITS, Documents, LabelledLine, encode_documents, load_text
+from hmmlm.data.files import link_or_copy, parse_json, read_json, replacing, require_like, write_bytes
 from hmmlm.data.shards import count_parts, encode_parts
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, Tokenizer, WordTokenizer, find_tokenizer, load_tokenizer
@@ -94,12 +94,37 @@ def with_actual_text(config: AnyConfig, saved: AnyConfig | None) -> AnyConfig:
     return config
 
 
-def find_data(config: TrainingConfig) -> Mapping[str, Documents] | Path:
+def find_data(config: TrainingConfig, labels: Path | None = None) -> Mapping[str, Documents] | Path:
     """Return the splits of a text, or the folder itself if it has token files."""
     folder = Path(config.data)
     if is_prepared(folder):
+        if labels is not None:
+            raise InputError(f"labels are of the lines of a text, and {folder} has token files: give --data the text")
         return folder
-    return load_text(config.data, folder=config.data_folder, download=True, unit=config.text.unit)
+    return load_text(config.data, folder=config.data_folder, download=True, unit=config.text.unit, labels=labels)
+
+
+def write_labels(documents: Documents, tokenizer: Tokenizer, num_states: int, path: Path) -> None:
+    """Write the state of each token of a text with labels, −1 where it is unknown."""
+    states = list[int]()
+    for document in documents:
+        assert isinstance(document, LabelledLine)
+        names, tokens = document.labels.split(), tokenizer.encode(document[0])
+        if len(names) != len(tokens):
+            shown = " ".join(map(tokenizer.token, tokens))
+            raise InputError(
+                f"{document.where}: {len(names)} labels for {len(tokens)} tokens ({shown:.60}): give one for each, "
+                "_ where the state is unknown"
+            )
+        for name in names:
+            if name != "_" and not (name.isdecimal() and int(name) < num_states):
+                raise InputError(
+                    f"{document.where}: {name!r:.20} is no label: "
+                    f"give the number of a state, 0 to {num_states - 1}, or _"
+                )
+        states += [*(-1 if name == "_" else int(name) for name in names), -1]  # of <eos>
+    with replacing(path) as (temporary,), temporary.open("wb") as file:
+        np.save(file, np.array(states, np.int32))
 
 
 def prepare(

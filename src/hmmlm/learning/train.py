@@ -25,7 +25,7 @@ from hmmlm.data.batches import Batches, own_share
 from hmmlm.data.files import write_bytes
 from hmmlm.data.tokenfile import unknown_fraction
 from hmmlm.device import device_name, keep_freed_memory, pick_device
-from hmmlm.distillation.labels import LabeledBatches
+from hmmlm.distillation.labels import LABELS, GivenLabels, LabeledBatches
 from hmmlm.distillation.next_words import NEXT_WORDS, NextWordBatches
 from hmmlm.distributed.ranks import LostRankError, connected, world
 from hmmlm.errors import InputError
@@ -52,6 +52,7 @@ from hmmlm.learning.prepare import (
     reopen,
     text_digests,
     with_actual_text,
+    write_labels,
 )
 from hmmlm.learning.warm_start import (
     WarmStart,
@@ -190,6 +191,11 @@ class Trainer(ABC):
     def check(self) -> None:
         """Raise the errors that can be found before anything is written."""
 
+    @property
+    def labels(self) -> Path | None:
+        """A file with what is known about the states of the training text."""
+        return getattr(self.config, "labels", None)
+
     @abstractmethod
     def make_learner(self, fabric: Fabric, data: Prepared) -> Learner[Any]:
         """Create the learner, with the parameters that training starts from."""
@@ -249,13 +255,16 @@ class Trainer(ABC):
         check_data(config)
         check_memory(config.model.size(1), config.optimizer.kind, self.device)  # whatever the vocabulary will be
         self.check()
-        source = find_data(config)
+        source = find_data(config, self.labels)
         if not self.resume:
             stack.enter_context(lock_run(out))
         with new_run(out, self.settings, begun=self.resume):
             self.progress.note(f"run folder: {out}")
             before = text_digests(out)
-            self.make_fit(prepare(config, source, out, self.progress, config.model))
+            data = prepare(config, source, out, self.progress, config.model)
+            if self.labels is not None and not isinstance(source, Path):
+                write_labels(source["train"], data.tokenizer, config.model.num_states, out / LABELS)
+            self.make_fit(data)
         if before.items() - text_digests(out).items():
             self.progress.note(f"{config.data} has changed since this run was started: the present text is used")
         return False
@@ -324,6 +333,8 @@ class HmmTrainer(Trainer):
         """Return the phases: P(O, S) with labels from a teacher, if there is one, then P(O)."""
         config, fit, model, data, on_work = self.config, self.fit, self.model, self.data, request.raise_if_alone
         start, position, total = config.initialization, fit.position, fit.total_tokens
+        if self.labels is not None:
+            return [Phase("joint", total, LabeledBatches(fit.train, GivenLabels.open(self.out / LABELS)))]
         marginal: Batches = fit.train
         if config.next_words.teacher is not None:
             words = draw_next_words(config, self.out, data, fit.learner.device, self.progress, on_work)
