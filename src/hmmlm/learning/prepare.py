@@ -94,9 +94,9 @@ def with_actual_text(config: AnyConfig, saved: AnyConfig | None) -> AnyConfig:
     return config
 
 
-def find_data(config: TrainingConfig, labels: Path | None = None) -> Mapping[str, Documents] | Path:
+def find_data(config: TrainingConfig) -> Mapping[str, Documents] | Path:
     """Return the splits of a text, or the folder itself if it has token files."""
-    folder = Path(config.data)
+    folder, labels = Path(config.data), getattr(config, "labels", None)
     if is_prepared(folder):
         if labels is not None:
             raise InputError(f"labels are of the lines of a text, and {folder} has token files: give --data the text")

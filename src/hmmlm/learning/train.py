@@ -191,11 +191,6 @@ class Trainer(ABC):
     def check(self) -> None:
         """Raise the errors that can be found before anything is written."""
 
-    @property
-    def labels(self) -> Path | None:
-        """A file with what is known about the states of the training text."""
-        return getattr(self.config, "labels", None)
-
     @abstractmethod
     def make_learner(self, fabric: Fabric, data: Prepared) -> Learner[Any]:
         """Create the learner, with the parameters that training starts from."""
@@ -255,14 +250,14 @@ class Trainer(ABC):
         check_data(config)
         check_memory(config.model.size(1), config.optimizer.kind, self.device)  # whatever the vocabulary will be
         self.check()
-        source = find_data(config, self.labels)
+        source = find_data(config)
         if not self.resume:
             stack.enter_context(lock_run(out))
         with new_run(out, self.settings, begun=self.resume):
             self.progress.note(f"run folder: {out}")
             before = text_digests(out)
             data = prepare(config, source, out, self.progress, config.model)
-            if self.labels is not None and not isinstance(source, Path):
+            if isinstance(config, RunConfig) and config.labels is not None and not isinstance(source, Path):
                 write_labels(source["train"], data.tokenizer, config.model.num_states, out / LABELS)
             self.make_fit(data)
         if before.items() - text_digests(out).items():
@@ -333,7 +328,7 @@ class HmmTrainer(Trainer):
         """Return the phases: P(O, S) with labels from a teacher, if there is one, then P(O)."""
         config, fit, model, data, on_work = self.config, self.fit, self.model, self.data, request.raise_if_alone
         start, position, total = config.initialization, fit.position, fit.total_tokens
-        if self.labels is not None:
+        if config.labels is not None:
             return [Phase("joint", total, LabeledBatches(fit.train, GivenLabels.open(self.out / LABELS)))]
         marginal: Batches = fit.train
         if config.next_words.teacher is not None:
