@@ -91,6 +91,18 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "HMM.from_hmmlearn": (HMM.from_hmmlearn, {"model": None}),
         "HMM.from_dynamax": (HMM.from_dynamax, {"params": None}),
         "HMM.fit": (dense.fit, {"tokens": tokens, "iterations": 2, "tolerance": 1e-4, "pseudocount": 0.1}),
+        "HMM.learn": (
+            HMM.learn,
+            {"sequences": tokens, "num_states": 2, "lengths": lengths, "restarts": 1, "seed": 0, "vocab_size": 6}
+            | {"iterations": 2, "tolerance": 1e-4, "pseudocount": 0.1},
+        ),
+        "HMM.choose": (
+            HMM.choose,
+            {"sequences": tokens, "num_states": [1, 2], "lengths": lengths, "restarts": 1, "seed": 0}
+            | {"pseudocount": 0.1},
+        ),
+        "HMM.save": (dense.save, {"path": folder / "hmm.safetensors"}),
+        "HMM.load": (HMM.load, {"path": folder / "hmm.safetensors"}),
         "HMM.union": (HMM.union, {"models": [dense, blocked], "weights": [0.5, 0.5]}),
         "transitions.Dense": (transitions.Dense, dense.transition.tensors()),
         "transitions.Factored": (transitions.Factored, blocked.transition.tensors()),
@@ -175,14 +187,18 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         found[f"guide.{query}"] = getattr(guide, query), {"positions": [position]}
     for name, hmm in (("dense", dense), ("blocked", blocked), ("union", union)):
         batch = {"tokens": tokens, "lengths": lengths}
-        for query in ("log_likelihood", "posterior", "viterbi", "next_token", "entropy", "infill", "expected_counts"):
+        names = "log_likelihood posterior viterbi next_token entropy infill expected_counts score predict aic bic"
+        for query in (*names.split(), "predict_proba"):
             found[f"{name}.{query}"] = getattr(hmm, query), batch
         carry = hmmlm.Carry(torch.full((2, hmm.num_states), 1 / hmm.num_states).log())
         found |= {
             f"{name}.filter": (hmm.filter, {**batch, "carry": carry}),
             f"{name}.token_log_probs": (hmm.token_log_probs, {**batch, "carry": carry}),
-            f"{name}.sample": (hmm.sample, {"num_samples": 2, "length": 3, "generator": None}),
-            f"{name}.posterior_sample": (hmm.posterior_sample, {**batch, "num_samples": 2, "generator": None}),
+            f"{name}.sample": (hmm.sample, {"num_samples": 2, "length": 3, "generator": None, "seed": 1}),
+            f"{name}.posterior_sample": (
+                hmm.posterior_sample,
+                {**batch, "num_samples": 2, "generator": None, "seed": 1},
+            ),
             f"{name}.infill_at": (hmm.infill_at, {"tokens": tokens[:1], "position": 1}),
             f"{name}.infill_blanks": (hmm.infill_blanks, {"tokens": tokens[:1], "excluded": 1}),
             f"{name}.advance": (hmm.advance, {"log_state": hmm.begin(), "token": 2}),

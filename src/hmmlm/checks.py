@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hmmlm.arguments import check_type, describe, is_sequence
 from hmmlm.errors import InputError
@@ -82,6 +83,27 @@ def check_batch(
             tokens, lengths = padded(tokens)
     checked = check_tokens(tokens, vocab_size, device)
     return checked, check_lengths(lengths, checked)
+
+
+def as_batch(sequences: ArrayLike, lengths: ArrayLike | None) -> tuple[ArrayLike, ArrayLike | None, bool]:
+    """Return tokens and lengths for `check_batch` of sequences in one of the forms of hmmlearn; others as they are.
+
+    These are one sequence after another, [N] or [N, 1], with lengths that sum to N; without lengths, an array of one
+    dimension or column is one sequence. The third result is whether they were in such a form.
+    """
+    if is_sequence(sequences) and (not isinstance(sequences, Tensor | np.ndarray) or sequences.dtype == object):
+        sequences = list(sequences)  # a column of pandas or datasets, too
+        nested = all(isinstance(row, list | tuple | Tensor | np.ndarray) for row in sequences)
+        if nested and (lengths is None or any(len(row) != 1 for row in sequences) or len(lengths) == len(sequences)):
+            return sequences, lengths, False
+    values = as_tensor(sequences, "tokens")
+    if values.dim() not in (1, 2) or values.shape[1:] not in ((), (1,)) or values.dtype.is_floating_point:
+        return sequences, lengths, False
+    sizes = [len(values)] if lengths is None else as_tensor(lengths, "lengths").flatten().tolist()
+    if sum(sizes) != len(values) or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise InputError(f"lengths must be positive integers that sum to the {len(values)} tokens")
+    rows = values.long().flatten().split(sizes)
+    return pad_sequence(rows, batch_first=True, padding_value=-1), torch.tensor(sizes), True
 
 
 def check_tokens(tokens: ArrayLike, vocab_size: int, device: torch.device) -> Tensor:
@@ -167,12 +189,18 @@ def check_seed(seed: int | None, num: int = 1) -> None:
         check_count("seed", seed, -(2**63), 2**64 - num)
 
 
-def check_generator(generator: object) -> None:
-    """Raise an InputError unless `generator` is a torch.Generator or None."""
+def make_generator(generator: object, seed: int | None, device: torch.device) -> torch.Generator | None:
+    """Return the source of random numbers of a query: `generator`, one of `seed`, or None for torch's own."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise InputError(
             f"generator must be a torch.Generator, not {describe(generator)}: use torch.Generator().manual_seed(seed)"
         )
+    check_seed(seed)
+    if seed is None:
+        return generator
+    if generator is not None:
+        raise InputError("give generator or seed, not both")
+    return torch.Generator(device).manual_seed(int(seed))
 
 
 def check_log_state(log_state: Tensor, states: int, device: torch.device) -> None:

@@ -67,6 +67,10 @@ class Blocked(Emission):
         return self.log_probs.shape[1]
 
     @property
+    def num_parameters(self) -> int:
+        return self.log_probs.numel() - self.num_states
+
+    @property
     def num_states(self) -> int:
         return self.num_blocks * self.width
 

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from hmmlm.arguments import check_arguments
-from hmmlm.checks import ArrayLike, as_log_probs, check_batch, check_count, check_number
+from hmmlm.checks import ArrayLike, as_batch, as_log_probs, check_batch, check_count, check_seed
 from hmmlm.emissions import Emission, UnionEmission
 from hmmlm.errors import InputError
-from hmmlm.hmm.queries import Queries
+from hmmlm.hmm.fitting import Fitting
+from hmmlm.hmm.selection import Candidate, Selection
 from hmmlm.numerics.distributions import check_distributions
-from hmmlm.ops.common import NEG_INF, Carry, Impl, Scan
-from hmmlm.ops.maximize_rows import maximize_rows
-from hmmlm.ops.pieces import at_once
-from hmmlm.scan.composition import matrices, parameters_of, with_parts
+from hmmlm.ops.common import Carry, Impl, Scan
+from hmmlm.restarts import best_of
+from hmmlm.scan.composition import kinds_of, layout, matrices, parameters_of, read_parts
 from hmmlm.scan.implementations import Choice, Problem, choose
 from hmmlm.transitions import BlockDiagonal, Transition
 
 _RANDOM_CELLS = 2**30  # probabilities of a random model: 8 GB while they are drawn
 
 
-class HMM(Queries):
+class HMM(Fitting):
     """p(x, z) = start[z_1] Π A[z_t−1, z_t] Π O[z_t, x_t], of Z states and V words.
 
     log_start [Z] is a tensor, the transition one of `hmmlm.transitions` and the emission one of `hmmlm.emissions`;
@@ -170,6 +175,107 @@ class HMM(Queries):
         assert found is not None
         return [log_probs.double().softmax(-1).cpu().numpy() for log_probs in found]
 
+    # --- learning and files ---
+
+    @classmethod
+    def learn(
+        cls,
+        sequences: ArrayLike,
+        num_states: int,
+        lengths: ArrayLike | None = None,
+        restarts: int = 5,
+        seed: int = 0,
+        vocab_size: int | None = None,
+        iterations: int = 500,
+        tolerance: float = 1e-6,
+        pseudocount: float = 0.0,
+    ) -> HMM:
+        """Return the most likely of `restarts` models, each the result of `fit` from a random one, in float64.
+
+        Args:
+            sequences: in every form that `fit` takes.
+            seed: of the first start; the others have seed + 1, seed + 2, …
+            vocab_size: None: one more than the largest token.
+        """
+        check_count("restarts", restarts, 1)
+        check_seed(seed, restarts)
+        given, sizes, _ = as_batch(sequences, lengths)
+        tokens, sizes = check_batch(given, sizes, 2**31 if vocab_size is None else vocab_size, torch.device("cpu"))
+        words = int(tokens.max()) + 1 if vocab_size is None else vocab_size
+
+        def attempt(start: int) -> tuple[HMM, float]:
+            random = cls.random(num_states, words, start).to(torch.float64)
+            model = random.fit(tokens, sizes, iterations, tolerance, pseudocount)
+            return model, model.score(tokens, sizes)
+
+        return best_of(attempt, lambda found: found[1], restarts, seed)[0]
+
+    @classmethod
+    def choose(
+        cls,
+        sequences: ArrayLike,
+        num_states: Sequence[int],
+        lengths: ArrayLike | None = None,
+        restarts: int = 5,
+        seed: int = 0,
+        pseudocount: float = 0.01,
+    ) -> Selection:
+        """Learn a model for each number of states, and choose the one of the highest held-out likelihood.
+
+        A fifth of the sequences is held out, at random. Of fewer than five sequences none is, and the BIC decides.
+        The chosen model is then fitted to all sequences.
+
+        Args:
+            num_states: such as range(1, 9).
+            pseudocount: see `fit`; without, a held-out token may be impossible.
+        """
+        given, sizes, _ = as_batch(sequences, lengths)
+        tokens, sizes = check_batch(given, sizes, 2**31, torch.device("cpu"))
+        shuffled = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(seed))
+        held, kept = shuffled.tensor_split([len(tokens) // 5])
+        parts = [(tokens[rows], None if sizes is None else sizes[rows]) for rows in (kept, held)]
+        words = int(tokens.max()) + 1
+        found = []
+        for states in num_states:
+            model = cls.learn(parts[0][0], states, parts[0][1], restarts, seed, words, pseudocount=pseudocount)
+            found.append(Candidate.of(model, *parts))
+        if not found:
+            raise InputError("num_states is empty: give numbers of states, such as range(1, 9)")
+        best = max(found, key=lambda each: each.held_out if len(held) else -each.bic)
+        return Selection(best.model.fit(tokens, sizes, 500, 1e-6, pseudocount), found)
+
+    def save(self, path: str | Path) -> None:
+        """Write the model into one safetensors file; `HMM.load` reads it. A failure leaves an existing file."""
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            tensors = {name: value.detach().cpu().clone().contiguous() for name, value in self.tensors().items()}
+            save_file(tensors, temporary, kinds_of(self))
+            os.replace(temporary, path)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"cannot write {path}: {error}") from None
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+
+    @classmethod
+    def load(cls, path: str | Path) -> HMM:
+        """Return the model that `save` wrote into a file; the HMM of a model folder is `hmmlm.load(folder).hmm`."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                kinds, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, TypeError, SafetensorError) as error:
+            raise InputError(f"{path} is no file of `HMM.save` ({error}); for a model folder use hmmlm.load") from None
+        try:
+            missing = layout(kinds)[0].keys() - tensors.keys()
+            if missing:
+                raise InputError(f"it lacks {min(missing)}")
+            hmm = cls(*read_parts(tensors, kinds))
+            hmm.validate()
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+        return hmm
+
     # --- likelihood and expected counts ---
 
     def scan(
@@ -196,62 +302,8 @@ class HMM(Queries):
         chosen, refused = choose(Problem(self, checked, sizes, None, None, "none"))
         return Choice(chosen.name, refused)
 
-    def fit(
-        self,
-        tokens: ArrayLike,
-        lengths: ArrayLike | None = None,
-        iterations: int = 100,
-        tolerance: float = 1e-4,
-        pseudocount: float = 0.0,
-    ) -> HMM:
-        """Return the model after expectation maximization (Baum-Welch) on all sequences; this one stays unchanged.
-
-        Every iteration raises the likelihood, unless there are pseudocounts. It stops after `iterations`, or when the
-        log-likelihood per token rises by less than `tolerance`. For a corpus, use `hmmlm.train`.
-
-        Args:
-            pseudocount: added to every expected count.
-        """
-        check_count("iterations", iterations, 1)
-        check_number("tolerance", tolerance)
-        check_number("pseudocount", pseudocount)
-        checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
-        total = int(checked.numel() if sizes is None else sizes.sum())
-        rows = at_once(checked.shape[1] * self.num_states, 2**25)
-        pieces = [
-            (checked[i : i + rows], None if sizes is None else sizes[i : i + rows])
-            for i in range(0, len(checked), rows)
-        ]
-        model, before = self.detach(), NEG_INF
-        for _ in range(iterations):
-            counts = [model.expected_counts(*piece) for piece in pieces]
-            start, transition, emission, log_likelihood = map(_add_up, zip(*counts, strict=True))
-            if float(log_likelihood) == NEG_INF:
-                model._possible(checked, sizes)  # names the impossible token
-            if float(log_likelihood) - before < tolerance * total:
-                break
-            before = float(log_likelihood)
-            model = with_parts(
-                model,
-                maximize_rows(start, model.log_start, pseudocount),
-                model.transition.maximize(_by_name(transition, model.transition), pseudocount),
-                model.emission.maximize(_by_name(emission, model.emission), pseudocount),
-            )
-        return model
-
 
 def side_by_side(log_start: Tensor, models: Sequence[HMM]) -> HMM:
     """Return the union of models with a start distribution over all states [Z]."""
     transition = BlockDiagonal([model.transition for model in models])
     return HMM(log_start, transition, UnionEmission([model.emission for model in models]))
-
-
-def _by_name(counts: Any, part: Transition | Emission) -> dict[str, Tensor]:
-    """Return the counts of each tensor of a transition or emission."""
-    return counts if isinstance(counts, dict) else {next(iter(part.parameters())): counts}
-
-
-def _add_up(counts: Sequence[Any]) -> Any:
-    if isinstance(counts[0], dict):
-        return {name: _add_up([each[name] for each in counts]) for name in counts[0]}
-    return sum(counts[1:], counts[0])

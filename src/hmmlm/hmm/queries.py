@@ -20,10 +20,10 @@ from hmmlm.checks import (
     check_batch,
     check_carry,
     check_count,
-    check_generator,
     check_log_state,
     check_tokens,
     check_words,
+    make_generator,
 )
 from hmmlm.emissions import Blocked, Categorical
 from hmmlm.errors import ImpossibleError, InputError
@@ -204,12 +204,17 @@ class Queries(Composition):
         return batch.unsort(path), batch.unsort(log_prob).to(self.dtype)
 
     @query
-    def sample(self, num_samples: int, length: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Draw tokens [num_samples, length] and their states [num_samples, length] from the model."""
+    def sample(
+        self, num_samples: int, length: int, generator: torch.Generator | None = None, seed: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Draw tokens [num_samples, length] and their states [num_samples, length] from the model.
+
+        The random numbers are those of `generator` or of `seed`.
+        """
         check_count("num_samples", num_samples, 1)
         check_count("length", length, 1)
         check_count("num_samples × length", num_samples * length, 1, _SAMPLED)
-        check_generator(generator)
+        generator = make_generator(generator, seed, self.device)
         model = self.detach()
         path = [draw(model.log_start.expand(num_samples, -1), generator)]
         for _ in range(length - 1):
@@ -228,13 +233,14 @@ class Queries(Composition):
         lengths: ArrayLike | None = None,
         num_samples: int = 1,
         generator: torch.Generator | None = None,
+        seed: int | None = None,
     ) -> Tensor:
         """Draw whole paths given the tokens: states [num_samples, B, T], −1 beyond a length.
 
         Forward filtering, backward sampling: p(z_t | z_t+1, x) ∝ p(z_t | x_1..t) A(z_t, z_t+1).
         """
         check_count("num_samples", num_samples, 1, _SAMPLED)
-        check_generator(generator)
+        generator = make_generator(generator, seed, self.device)
         lattice, model = self._possible(tokens, lengths), self.detach()
         result = torch.full((num_samples, *lattice.batch.tokens.shape), -1, device=self.device)
         if isinstance(model.transition, Dense) and isinstance(model.emission, Categorical) and not result.is_cuda:

@@ -47,6 +47,11 @@ class Tables(ABC):
         """Return the floating-point tensors by name."""
         return {name: value for name, value in self.tensors().items() if value.is_floating_point()}
 
+    @property
+    def num_parameters(self) -> int:
+        """The number of free parameters: one less than its entries for each distribution, a row."""
+        return sum(value.numel() - value.shape[:-1].numel() for value in self.parameters().values())
+
     def replace(self: Self, tensors: Mapping[str, Tensor]) -> Self:
         """Return the same kind with other tensors in place of some."""
         return type(self)(**self.tensors() | dict(tensors))
@@ -174,6 +179,10 @@ class UnionTables(Tables, Generic[AnyPart]):
     @property
     def num_states(self) -> int:
         return sum(self.sizes)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(part.num_parameters for part in self.parts)
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"{i}.{name}": value for i, part in enumerate(self.parts) for name, value in part.tensors().items()}

@@ -43,6 +43,10 @@ class Factored(TiledTransition):
         return len(self.u)
 
     @property
+    def num_parameters(self) -> int:
+        return self.u.numel() + self.w.numel()
+
+    @property
     def keeps_matrix(self) -> bool:
         return fits(self.num_states**2) and not self.requires_grad
 
