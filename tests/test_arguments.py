@@ -215,7 +215,7 @@ def calls(folder: Path) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             f"{name}.generate": (
                 model.generate,
                 {"prompt": "a", "max_new_tokens": 3, "temperature": 1.0, "top_k": 2, "seed": 1, "allow_unk": True}
-                | {"must": (), "never": (), "num_samples": 1, **CONSTRAINT},
+                | {"must": (), "never": (), "num_samples": 1, "top_p": 0.9, "stream": False, **CONSTRAINT},
             ),
             f"{name}.save": (model.save, {"path": folder / "model"}),
         }

@@ -240,7 +240,10 @@ MISTAKES: dict[str, tuple[Callable[[HMM], object], str]] = {
     "emit": (lambda hmm: hmm.emit(torch.zeros(2), torch.tensor([7])), "tokens must be between 0 and 1"),
     "emit list": (lambda hmm: hmm.emit(torch.zeros(2), [0]), r"tokens must be a tensor of integers \[n\]"),  # type: ignore[arg-type]
     "excluded": (lambda hmm: hmm.infill_blanks([[-1]], 5), "excluded must be at most 1, not 5"),
-    "data": (lambda hmm: hmmlm.train(data=5), "data must be a string or a path, not 5"),  # type: ignore[arg-type]
+    "data": (
+        lambda hmm: hmmlm.train(data=5),
+        "data must be a string, a path, a list, each item a string or None, not 5",
+    ),  # type: ignore[arg-type]
     "out": (lambda hmm: hmmlm.train(out=5), "out must be a string, a path or None, not 5"),  # type: ignore[arg-type]
 }
 

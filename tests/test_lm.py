@@ -24,7 +24,7 @@ from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.lm.blanks import encode_blanks
 from hmmlm.lm.ctrlg import load_ctrlg, save_ctrlg
-from hmmlm.lm.generation import SamplingOptions, invert, sample_continuations
+from hmmlm.lm.generation import SamplingOptions, collect, invert, sample_continuations
 from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.ops import pieces
 from hmmlm.scan.composition import matrices
@@ -332,7 +332,7 @@ def test_batched_samples_follow_the_exact_probabilities(kind: str, how: dict) ->
     options = SamplingOptions(2, how.get("temperature", 1.0), how.get("top_k"), seed=0, num_samples=8000)
     expected = expected_continuations(hmm, [2, 3], 2, options, excluded)
     assert sum(expected.values()) == pytest.approx(1)
-    counts = Counter(map(tuple, sample_continuations(hmm, [2, 3], 1, options, excluded, proposals=proposals)))
+    counts = Counter(map(tuple, collect(sample_continuations(hmm, [2, 3], 1, options, excluded, None, proposals))))
     assert set(counts) <= {tokens for tokens, p in expected.items() if p > 0}
     for tokens, p in expected.items():
         assert abs(counts[tokens] / options.num_samples - p) < 5 * math.sqrt(p / options.num_samples) + 1e-3, tokens
@@ -347,11 +347,63 @@ def test_samples_restart_where_chunks_do(how: dict) -> None:
         second[0] = 0
     second = second ** (1 / options.temperature)
     second /= second.sum()
-    sampled = sample_continuations(hmm, [2, 3], 1, options, how.get("excluded"), chunk=3)
+    sampled = collect(sample_continuations(hmm, [2, 3], 1, options, how.get("excluded"), chunk=3))
     counts = Counter(tokens[1] if len(tokens) == 2 else 1 for tokens in sampled if tokens)
     assert sum(not tokens for tokens in sampled) / options.num_samples == pytest.approx(first[()], abs=0.03)
     for token, p in enumerate(second.tolist()):
         assert abs(counts[token] / sum(counts.values()) - p) < 5 * math.sqrt(p / options.num_samples) + 1e-3, token
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.5, "top_k": 4}, {"must": ["cat"], "max_new_tokens": 1}])
+def test_top_p_keeps_the_fewest_most_likely_tokens_that_reach_it(lm: LanguageModel, how: dict) -> None:
+    """Of the distribution given the constraint: one token that must be "cat" is."""
+    options = {"max_new_tokens": 1, "num_samples": 3000, "seed": 0, **how}
+    if "must" in how:
+        options["max_new_tokens"] = 2
+    probs = Counter(lm.generate("the", **options))
+    drawn = Counter(lm.generate("the", top_p=0.6, **options))
+    ranked, kept = [text for text, _ in probs.most_common()], len(drawn)
+    assert set(drawn) == set(ranked[:kept])
+    share = [sum(probs[text] for text in ranked[:n]) / 3000 for n in (kept - 1, kept)]
+    assert share[0] < 0.62 and share[1] > 0.58
+    for text in drawn:
+        assert drawn[text] / 3000 == pytest.approx(probs[text] / 3000 / share[1], abs=0.06)
+    with pytest.raises(InputError, match="top_p must be above 0 and at most 1, not 0"):
+        lm.generate(top_p=0)
+
+
+@pytest.mark.parametrize("how", [{}, {"top_p": 0.8}, {"must": ["cat"]}, {"allow_unk": False, "temperature": 0.7}])
+def test_pieces_of_a_stream_add_up_to_the_text(lm: LanguageModel, how: dict) -> None:
+    how = {"max_new_tokens": 12, "seed": 7, **how}
+    pieces = list(lm.generate("the", stream=True, **how))
+    assert pieces[0] == "the" and len(pieces) > 2 and "".join(pieces) == lm.generate("the", **how)
+    for prompt, number in ((["the", "a"], None), ("the", 3), (["the", "a"], 3)):
+        joined: dict[int, str] = {}
+        for i, piece in lm.generate(prompt, num_samples=number, stream=True, **how):
+            joined[i] = joined.get(i, "") + piece
+        whole = lm.generate(prompt, num_samples=number, **how)
+        flat = [text for texts in whole for text in texts] if isinstance(whole[0], list) else whole
+        assert list(joined.values()) == flat
+    with pytest.raises(InputError, match="the prompt is a NoneType, not a string"):
+        lm.generate(None, stream=True)  # at the call, not at the first piece
+
+
+def test_a_list_of_prompts(lm: LanguageModel) -> None:
+    texts = lm.generate(["the", "a", "the"], seed=5, max_new_tokens=8)
+    assert texts == [lm.generate(each, seed=5 + j, max_new_tokens=8) for j, each in enumerate(["the", "a", "the"])]
+    several = lm.generate(("the", "a"), seed=5, num_samples=2)
+    assert several == [lm.generate("the", seed=5, num_samples=2), lm.generate("a", seed=7, num_samples=2)]
+    assert lm.generate([]) == []
+
+
+def test_an_unknown_keyword_is_named_with_the_nearest(lm: LanguageModel) -> None:
+    for call, near in ((lm.generate, "top_p"), (lm.guide, "json"), (lm.automaton, "words")):
+        with pytest.raises(
+            TypeError, match=rf"^{call.__name__}\(\) has no argument '{near}x'; did you mean '{near}'\?$"
+        ):
+            call(**{f"{near}x": 1})
+    with pytest.raises(InputError, match=r"^generate\(\) has no argument 'beams'; it has prompt, max_new_tokens"):
+        lm.generate(beams=3)
 
 
 def test_the_next_token_is_that_of_scores_in_chunks() -> None:
@@ -377,7 +429,7 @@ def test_samples_of_a_batch_are_those_of_single_calls(lm: LanguageModel) -> None
         SamplingOptions(12, 0.7, seed=7, num_samples=9),
         *(SamplingOptions(12, 0.7, seed=7 + i) for i in range(9)),
     ]
-    together, *alone = (sample_continuations(lm.hmm, [2], 1, each, None, proposals=8) for each in options)
+    together, *alone = (collect(sample_continuations(lm.hmm, [2], 1, each, None, proposals=8)) for each in options)
     assert together == [tokens for (tokens,) in alone]
     with pieces.limit(2 * len(WORDS)):  # two samples at a time
         assert lm.generate("the", max_new_tokens=12, seed=7, num_samples=9) == [

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hmmlm import emissions, transitions
     from hmmlm.checks import padded
+    from hmmlm.cli.python import train
     from hmmlm.constrain.automaton import Automaton
     from hmmlm.constrain.constraint import Constraint
     from hmmlm.constrain.guide import Guide
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from hmmlm.errors import InputError, InputWarning
     from hmmlm.explorer.notebook import Display
     from hmmlm.hmm import HMM, Carry, Counts, Filtered
-    from hmmlm.learning.run import distill, train
+    from hmmlm.learning.run import distill
     from hmmlm.lm.ctrlg import save_ctrlg
     from hmmlm.lm.lm import LanguageModel
     from hmmlm.lm.mixture import MixtureModel
@@ -30,7 +31,8 @@ _MODULES = {
     "hmm": "HMM Carry Counts Filtered",
     "constrain.automaton": "Automaton",
     "constrain.guide": "Guide",
-    "learning.run": "distill train",
+    "cli.python": "train",
+    "learning.run": "distill",
     "runs.loading": "load",
     "constrain.constraint": "Constraint",
     "lm.ctrlg": "save_ctrlg",

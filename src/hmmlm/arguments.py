@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
@@ -9,12 +10,12 @@ from inspect import Parameter, signature
 from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, Unpack, cast, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
-from hmmlm.errors import InputError
+from hmmlm.errors import InputError, KeywordError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _LENGTH = 60  # characters of a value that a message shows
@@ -56,6 +57,26 @@ def check_arguments(function: Function) -> Function:
                 continue
             if name in hints:
                 check_type(name, value, hints[name])
+        return function(*args, **kwargs)
+
+    return cast(Function, checked)
+
+
+def check_keywords(function: Function) -> Function:
+    """Make a function with `**options: Unpack[…]` raise a KeywordError for a keyword that it does not have."""
+
+    @cache
+    def known() -> list[str]:
+        own = [name for name, p in signature(function).parameters.items() if p.kind is not Parameter.VAR_KEYWORD]
+        others = (get_args(hint)[0] for hint in get_type_hints(function).values() if get_origin(hint) is Unpack)
+        return [*own[1:], *(name for options in others for name in options.__annotations__)]
+
+    @wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() - known():
+            near = difflib.get_close_matches(name, known(), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(known())}"
+            raise KeywordError(f"{function.__name__}() has no argument {name!r}; {hint}")
         return function(*args, **kwargs)
 
     return cast(Function, checked)

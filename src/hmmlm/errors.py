@@ -27,6 +27,10 @@ class QueryError(InputError, AttributeError):
     """A model is asked what its kind cannot answer; an AttributeError too, so that `hasattr` is False."""
 
 
+class KeywordError(InputError, TypeError):
+    """A function is given a keyword that it does not have; a TypeError too."""
+
+
 def require(extra: str, *packages: str, reader: str) -> None:
     """Raise an InputError unless the packages of an extra are installed; `reader` is what needs them."""
     missing = [package for package in packages if importlib.util.find_spec(package) is None]

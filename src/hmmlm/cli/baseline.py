@@ -57,11 +57,9 @@ def run(argv: list[str]) -> int:
 
     config = config_of(BaselineConfig, arguments)
     name = arguments.recipe or Path(arguments.config or arguments.data).stem
-    result = run_training("baseline", config, arguments, name, train_baseline)
-    if result is None:
-        return 0
-    if not result.finished:
-        return INTERRUPTED
+    result, reports = run_training("baseline", config, arguments, name, train_baseline)
+    if not (result.finished and reports):
+        return 0 if result.finished else INTERRUPTED
     scores = {split: perplexity_text(value) for split, value in read_json(result.out / PERPLEXITY).items()}
     data = reopen(result.out)
     unknown = unknown_fraction(data.tokens["test"], data.tokenizer.unk_id, data.tokenizer.eos_id)

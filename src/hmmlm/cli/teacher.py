@@ -52,11 +52,9 @@ def run(argv: list[str]) -> int:
         return code
     config = config_of(TeacherConfig, arguments)
     name = Path(arguments.data).stem
-    result = run_training("teacher", config, arguments, name, train_teacher)
-    if result is None:
-        return 0
-    if not result.finished:
-        return INTERRUPTED
+    result, reports = run_training("teacher", config, arguments, name, train_teacher)
+    if not (result.finished and reports):
+        return 0 if result.finished else INTERRUPTED
     print(f"valid perplexity {perplexity_text(result.best_perplexity)}")
     return 0
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,8 @@ from hmmlm.errors import InputError, require
 if TYPE_CHECKING:
     from hmmlm.cli.training import TrainArguments
     from hmmlm.config.run import RunConfig
+    from hmmlm.learning.train import TrainResult
+    from hmmlm.runs.loggers import Logger
 
 OVERVIEW = f"""usage: hmmlm train [OPTIONS]
 
@@ -91,9 +95,8 @@ def time_text(seconds: float) -> str:
 def run(argv: list[str]) -> int:
     from hmmlm.cli.launch import launch
     from hmmlm.cli.main import INTERRUPTED
-    from hmmlm.cli.models import warn_unknown
     from hmmlm.cli.parse import parse
-    from hmmlm.cli.training import TrainArguments, config_of, run_training
+    from hmmlm.cli.training import TrainArguments, config_of
     from hmmlm.config.run import RunConfig
 
     arguments = parse(TrainArguments, argv, "train", OVERVIEW, SHORTCUTS, RunConfig())
@@ -107,6 +110,14 @@ def run(argv: list[str]) -> int:
     if (code := launch("train", argv, arguments.train)) is not None:
         return code
 
+    return 0 if train_and_report(arguments).finished else INTERRUPTED
+
+
+def train_and_report(arguments: TrainArguments, loggers: Sequence[Logger] = ()) -> TrainResult:
+    """Train, evaluate the best model, print its figures and write its report."""
+    from hmmlm.cli.models import warn_unknown
+    from hmmlm.cli.training import config_of, run_training
+    from hmmlm.config.run import RunConfig
     from hmmlm.learning.train import train
     from hmmlm.report.page import write_report
     from hmmlm.report.results import MIXTURE, evaluate_run
@@ -114,11 +125,11 @@ def run(argv: list[str]) -> int:
     from hmmlm.terminal import printable
 
     name = arguments.recipe or Path(arguments.config or arguments.data).stem
-    result = run_training("train", config_of(RunConfig, arguments), arguments, name, train)
-    if result is None:
-        return 0
-    if not result.finished:
-        return INTERRUPTED
+    result, reports = run_training(
+        "train", config_of(RunConfig, arguments), arguments, name, partial(train, loggers=loggers)
+    )
+    if not (result.finished and reports):
+        return result
     results = evaluate_run(result.out)
     score, baselines = results.scores["test"], results.baselines
     others = ", ".join(f"{name} {perplexity_text(scores['test'].perplexity)}" for name, scores in baselines.items())
@@ -136,4 +147,4 @@ def run(argv: list[str]) -> int:
             file=sys.stderr,
         )
     print(printable(f"report: {write_report(results)}"))
-    return 0
+    return result

@@ -119,10 +119,10 @@ def run_training(
     arguments: TrainingArguments,
     name: str,
     train: Callable[[Any, Path, bool, Any], TrainResult],
-) -> TrainResult | None:
+) -> tuple[TrainResult, bool]:
     """Train in the folder of the arguments, or in a new one: FOLDERS[command]/name-TIME; print how it ended.
 
-    Return None if training is finished in a process other than rank 0, which reports.
+    The second result is whether this process, rank 0 of several, reports.
     """
     from hmmlm.data.tokenfile import unknown_fraction
     from hmmlm.device import peak_memory, pick_device
@@ -141,7 +141,7 @@ def run_training(
             out = ranks.on_first(lambda: stack.enter_context(new_folder(arguments.out, FOLDERS[command], name)))
             result = train(config, out, False, progress)
     if not ranks.first:
-        return None if result.finished else result
+        return result, False
     if result.finished:
         memory, data = peak_memory(pick_device(config.train.device)), reopen(result.out)
         unknown = unknown_fraction(data.tokens["valid"], data.tokenizer.unk_id, data.tokenizer.eos_id)
@@ -153,7 +153,7 @@ def run_training(
     else:
         again = f"{program()} {command} --resume {result.out}"
         print(f"stopped at step {result.steps:,}, saved; continue with: {printable(again)}")
-    return result
+    return result, True
 
 
 def config_of(kind: type[TrainingConfig], arguments: TrainingConfig) -> Any:

@@ -17,7 +17,7 @@ from hmmlm.errors import InputError, InputWarning
 from hmmlm.explorer.explorer import Explorer
 from hmmlm.explorer.query import Count, Query, Text
 from hmmlm.explorer.tokens import described
-from hmmlm.lm.generation import SamplingOptions, sample_accepted, sample_continuations
+from hmmlm.lm.generation import SamplingOptions, collect, sample_accepted, sample_continuations
 from hmmlm.lm.lm import LanguageModel
 
 MAX_WORK = 2**33  # states² × tokens of a constraint on a CPU: about ten seconds
@@ -89,11 +89,11 @@ def generate(explorer: Explorer, query: GenerateQuery) -> dict[str, Any]:
             guide, position = lm.guide(
                 max_new_tokens=query.max_new_tokens, prompt=query.prompt, allow_unk=query.allow_unk, **constraints
             )
-        added = sample_accepted(guide, position, eos, options)
+        added = collect(sample_accepted(guide, position, eos, options))
     else:
         excluded = None if query.allow_unk else lm.tokenizer.unk_id
         _check_predicted(lm, query, excluded)
-        added = sample_continuations(lm.hmm, lm.context(given), eos, options, excluded, lm.chunk)
+        added = collect(sample_continuations(lm.hmm, lm.context(given), eos, options, excluded, lm.chunk))
     ended = [[*tokens, *([eos] if len(tokens) < query.max_new_tokens else [])] for tokens in added]
     if constraints:
         log_prob_accept, log_probs_accept = (

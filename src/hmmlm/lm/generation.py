@@ -13,7 +13,7 @@ over all states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,13 +41,14 @@ _SHORT = 4096  # probabilities of a row that is not divided into chunks
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Options of sampling: number of tokens, temperature, top-k, seed of the first sample, number of samples."""
+    """Options of sampling: number of tokens, temperature, top-k, top-p, seed of the first sample, number of samples."""
 
     max_new_tokens: int
     temperature: float = 1.0
     top_k: int | None = None
     seed: int | None = None
     num_samples: int = 1
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
         check_count("max_new_tokens", self.max_new_tokens, 0)
@@ -55,6 +56,9 @@ class SamplingOptions:
         check_number("temperature", self.temperature)
         if self.top_k is not None:
             check_count("top_k", self.top_k, 1)
+        check_number("top_p", self.top_p)
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         check_seed(self.seed, self.num_samples)
 
     def plain(self, vocab_size: int) -> bool:
@@ -63,7 +67,7 @@ class SamplingOptions:
 
     def whole(self, vocab_size: int) -> bool:
         """Return whether tokens are drawn from the whole vocabulary."""
-        return self.top_k is None or self.top_k >= vocab_size
+        return self.top_p == 1 and (self.top_k is None or self.top_k >= vocab_size)
 
     def choose(self, log_probs: Tensor, uniform: Tensor) -> Tensor:
         """Draw a token from each row of log_probs [n, V], by uniform numbers [n]."""
@@ -74,7 +78,12 @@ class SamplingOptions:
         if self.top_k is not None and self.top_k < log_probs.shape[1]:
             best = log_probs.topk(self.top_k)
             log_probs = torch.full_like(log_probs, NEG_INF).scatter(1, best.indices, best.values)
-        return invert(log_probs / self.temperature, uniform)
+        log_probs = log_probs / self.temperature
+        if self.top_p < 1:  # the most likely tokens whose probabilities add up to top_p
+            probs, order = log_probs.softmax(1).sort(1, descending=True)
+            beyond = probs.cumsum(1) - probs >= self.top_p
+            log_probs = log_probs.masked_fill(beyond.gather(1, order.argsort(1)), NEG_INF)
+        return invert(log_probs, uniform)
 
 
 def invert(log_weights: Tensor, uniform: Tensor) -> Tensor:
@@ -112,8 +121,10 @@ def sample_continuations(
     excluded: int | None,
     chunk: int | None = None,
     proposals: int | None = None,
-) -> list[list[int]]:
+) -> Iterator[Rows]:
     """Sample tokens after `context` until `end`, which is not returned; each given that it is not `excluded`.
+
+    Yield samples before the first token and after each; see `collect`.
 
     Args:
         chunk: the chain restarts after every `chunk` tokens, those of the context counted.
@@ -123,19 +134,24 @@ def sample_continuations(
     model = hmm.detach()
     before = read_context(model, context)
     size = at_once(max(hmm.num_states, hmm.vocab_size), 2**22)
-    sampled: list[list[int]] = []
     for first in range(0, options.num_samples, size):
-        rows = _Rows(options, range(first, min(first + size, options.num_samples)), end, hmm.device)
+        rows = Rows(options, range(first, min(first + size, options.num_samples)), end, hmm.device)
         sampler = _Sampler(model, rows, excluded, proposals)
-        sampler.run(before, len(context), chunk)
-        sampled += rows.tokens
-    return sampled
+        yield rows
+        for _ in sampler.run(before, len(context), chunk):
+            yield rows
+
+
+def collect(steps: Iterator[Rows]) -> list[list[int]]:
+    """Return the tokens of all samples."""
+    found = {rows.samples.start: rows.tokens for rows in steps}
+    return [tokens for part in found.values() for tokens in part]
 
 
 class _Sampler:
     """Draws a token for each row at every step, in one of three ways."""
 
-    def __init__(self, hmm: HMM, rows: _Rows, excluded: int | None, proposals: int | None) -> None:
+    def __init__(self, hmm: HMM, rows: Rows, excluded: int | None, proposals: int | None) -> None:
         options = rows.options
         self.hmm, self.rows, self.options, self.excluded = hmm, rows, options, excluded
         self.ancestral = options.plain(hmm.vocab_size) and excluded is None
@@ -143,8 +159,8 @@ class _Sampler:
         self.proposals = proposals or _PROPOSALS
         self.proposing = options.whole(hmm.vocab_size) and lowest <= options.temperature <= 1
 
-    def run(self, before: Reader | None, read: int, chunk: int | None) -> None:
-        """Sample until all rows have ended, after the sequence `before` of `read` tokens."""
+    def run(self, before: Reader | None, read: int, chunk: int | None) -> Iterator[None]:
+        """Sample until all rows have ended, after the sequence `before` of `read` tokens; yield after every token."""
         reader = None if before is None else before.rows(torch.zeros_like(self.rows.index))
         states: Tensor | None = None  # of the ancestral rows, once they have drawn any
         for step in range(self.options.max_new_tokens):
@@ -161,6 +177,7 @@ class _Sampler:
             going = self.rows.add(tokens)
             reader = reader if reader is None or states is not None else reader.rows(going)
             states = None if states is None else states[going]
+            yield
 
     def draw_state(self, reader: Reader | None, states: Tensor | None) -> tuple[Tensor, Tensor]:
         """Draw the next state of each row and its token, from the state before, the filter or the start."""
@@ -232,14 +249,14 @@ class _Sampler:
         return accepted, tokens[accepted], after.log_filtered[likely]
 
 
-class _Rows:
+class Rows:
     """Some of the samples, and which of them have not ended; sample i has the random numbers of seed + i.
 
     They are drawn on the CPU, so that a seed gives the same text on every device, alone or with other samples.
     """
 
     def __init__(self, options: SamplingOptions, samples: range, end: int, device: torch.device) -> None:
-        self.options, self._end, self._generators = options, end, list[torch.Generator]()
+        self.options, self.samples, self._end, self._generators = options, samples, end, list[torch.Generator]()
         for i in samples:
             generator = torch.Generator()
             generator.seed() if options.seed is None else generator.manual_seed(int(options.seed) + i)
@@ -277,17 +294,18 @@ def sample_predicted(
     end: int,
     options: SamplingOptions,
     excluded: int | None,
-) -> list[list[int]]:
-    """Sample tokens until `end`, which is not returned, by any model; each given that it is not `excluded`.
+) -> Iterator[Rows]:
+    """Sample tokens as `sample_continuations` does, by any model.
 
     Args:
         predict: returns log p(next token) [n, V] after n contexts.
         advance: returns the context after one more token.
     """
     rows, contexts = (
-        _Rows(options, range(options.num_samples), end, torch.device("cpu")),
+        Rows(options, range(options.num_samples), end, torch.device("cpu")),
         [context] * options.num_samples,
     )
+    yield rows
     for added in range(1, options.max_new_tokens + 1):
         if not len(rows.index):
             break
@@ -300,19 +318,21 @@ def sample_predicted(
                 raise InputError(ONLY_UNKNOWN)
         tokens = options.choose(log_probs, rows.draw()[:, 2])
         going = rows.add(tokens).tolist()
+        yield rows
         if added == options.max_new_tokens:
             break
         pairs = zip(contexts, tokens.tolist(), going, strict=True)
         contexts = [advance(before, token) for before, token, on in pairs if on]
-    return rows.tokens
 
 
-def sample_accepted(guide: Guide, position: Position, end: int, options: SamplingOptions) -> list[list[int]]:
-    """Sample tokens until `end`, which is not returned, given that the guide's automaton accepts them."""
-    rows = _Rows(options, range(options.num_samples), end, guide.hmm.device)
+def sample_accepted(guide: Guide, position: Position, end: int, options: SamplingOptions) -> Iterator[Rows]:
+    """Sample tokens as `sample_continuations` does, given that the guide's automaton accepts them."""
+    rows = Rows(options, range(options.num_samples), end, guide.hmm.device)
+    yield rows
     if options.plain(guide.hmm.vocab_size) and guide.reads:
-        _sample_states(guide, position, rows)
-        return rows.tokens
+        for _ in _sample_states(guide, position, rows):
+            yield rows
+        return
     positions = [position] * options.num_samples
     for _ in range(options.max_new_tokens):
         if not positions:
@@ -321,11 +341,11 @@ def sample_accepted(guide: Guide, position: Position, end: int, options: Samplin
         going = rows.add(tokens).tolist()
         pairs = zip(positions, tokens.tolist(), going, strict=True)
         before, chosen = zip(*((at, token) for at, token, on in pairs if on), strict=True) if any(going) else ((), ())
+        yield rows
         positions = guide.advance_all(before, chosen) if before else []
-    return rows.tokens
 
 
-def _sample_states(guide: Guide, position: Position, rows: _Rows) -> None:
+def _sample_states(guide: Guide, position: Position, rows: Rows) -> Iterator[None]:
     """Draw states of accepted samples, and a token of each: no sum over states for every word.
 
     After a state, the tokens before it do not matter any more.
@@ -342,6 +362,7 @@ def _sample_states(guide: Guide, position: Position, rows: _Rows) -> None:
         index = invert(log_probs + guide.accepted_words(at, remaining, words, states), uniform[:, 2])
         tokens = words.gather(1, index[:, None])[:, 0]
         going = rows.add(tokens)
+        yield
         if not len(rows.index):
             break
         kept = zip(at, tokens.tolist(), going.tolist(), strict=True)

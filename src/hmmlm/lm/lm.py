@@ -8,16 +8,16 @@ tokenizer's own file. No pickle.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import Any, Protocol, Unpack, overload
+from typing import Any, Protocol, Unpack
 
 import torch
 from torch import Tensor
 
-from hmmlm.arguments import check_arguments, check_type, describe, is_sequence
+from hmmlm.arguments import check_arguments, check_keywords, check_type, describe, is_sequence
 from hmmlm.checks import check_count, check_text
 from hmmlm.constrain.automaton import Automaton
 from hmmlm.constrain.constraint import Constraint, ConstraintOptions, Wanted
@@ -36,7 +36,7 @@ from hmmlm.hmm import HMM
 from hmmlm.lm.blanks import encode_blanks, readable_token
 from hmmlm.lm.ctrlg import ctrlg_tokenizer, is_ctrlg_folder, load_ctrlg
 from hmmlm.lm.embeddings import long_run, states_of_words
-from hmmlm.lm.generation import SamplingOptions, sample_accepted, sample_continuations
+from hmmlm.lm.generation import Rows, SamplingOptions, sample_accepted, sample_continuations
 from hmmlm.lm.hub import CARD, model_card
 from hmmlm.lm.reading import check_training
 from hmmlm.lm.sequences import SequenceModel
@@ -141,74 +141,15 @@ class LanguageModel(SequenceModel):
             raise InputError(f"{word!r} is not a word of the vocabulary")
         return token
 
-    @overload
-    def generate(
-        self,
-        prompt: str = ...,
-        max_new_tokens: int = ...,
-        temperature: float = ...,
-        top_k: int | None = ...,
-        seed: int | None = ...,
-        allow_unk: bool = ...,
-        must: Sequence[Wanted] = ...,
-        never: Sequence[str] = ...,
-        num_samples: None = ...,
-        **constraint: Unpack[ConstraintOptions],
-    ) -> str: ...
-    @overload
-    def generate(
-        self,
-        prompt: str = ...,
-        max_new_tokens: int = ...,
-        temperature: float = ...,
-        top_k: int | None = ...,
-        seed: int | None = ...,
-        allow_unk: bool = ...,
-        must: Sequence[Wanted] = ...,
-        never: Sequence[str] = ...,
-        *,
-        num_samples: int,
-        **constraint: Unpack[ConstraintOptions],
-    ) -> list[str]: ...
-    def generate(
-        self,
-        prompt: str = "",
-        max_new_tokens: int = 100,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        seed: int | None = None,
-        allow_unk: bool = True,
-        must: Sequence[Wanted] = (),
-        never: Sequence[str] = (),
-        num_samples: int | None = None,
-        **constraint: Unpack[ConstraintOptions],
-    ) -> str | list[str]:
-        """Return `prompt` and an exact sample of its continuation, until `<eos>` or `max_new_tokens`.
-
-        With `num_samples`, return a list of that many samples, drawn together; sample i is the one of seed + i.
-
-        Temperature 0 takes the most likely token every time; `top_k` samples among the k most likely; the same seed
-        gives the same text; with allow_unk=False every token is drawn given that it is not `<unk>`. A prompt that ends
-        with a line break starts a new line; spaces at its end are ignored.
-
-        With a constraint (see `hmmlm.Constraint`) the line is drawn given that it satisfies the constraint and ends
-        within `max_new_tokens`, `<eos>` counted. The line contains `must` and not `never`, with match="word", "prefix"
-        or "substring". The new text is one of `choice`, matches `regex`, is JSON of the schema `json`, has a number of
-        `words` or `tokens` such as (5, 12), ends with `suffix`, or is accepted by `automaton`. With allow_unk=False it
-        also has no `<unk>`.
-        """
-        check_type("allow_unk", allow_unk, bool)
-        options = SamplingOptions(max_new_tokens, temperature, top_k, seed, 1 if num_samples is None else num_samples)
-        given, asked = self._encode_prompt(prompt), Constraint(must, never, **constraint)
+    def _sample(self, given: list[int], asked: Constraint, options: SamplingOptions, allow_unk: bool) -> Iterator[Rows]:
         if asked:
-            guide, position = self._guides.after(given, self.context(given), asked, max_new_tokens, allow_unk)
-            added = sample_accepted(guide, position, self._eos, options)
-        else:
-            excluded = None if allow_unk else self.tokenizer.unk_id
-            added = sample_continuations(self.hmm, self.context(given), self._eos, options, excluded, self.chunk)
-        texts = self._continued(prompt, given, added)
-        return texts[0] if num_samples is None else texts
+            most = options.max_new_tokens
+            guide, position = self._guides.after(given, self.context(given), asked, most, allow_unk)
+            return sample_accepted(guide, position, self._eos, options)
+        excluded = None if allow_unk else self.tokenizer.unk_id
+        return sample_continuations(self.hmm, self.context(given), self._eos, options, excluded, self.chunk)
 
+    @check_keywords
     def guide(
         self,
         must: Sequence[Wanted] = (),
@@ -230,6 +171,7 @@ class LanguageModel(SequenceModel):
         given, asked = self._encode_prompt(prompt), Constraint(must, never, **constraint)
         return self._guides.after(given, self.context(given), asked, max_new_tokens, allow_unk, require_eos)
 
+    @check_keywords
     def logits_processor(
         self,
         must: Sequence[Wanted] = (),
@@ -253,6 +195,7 @@ class LanguageModel(SequenceModel):
         guided = [self.guide(must, never, max_new_tokens, each, **options) for each in prompts]
         return Steering.batch(guided, weight)
 
+    @check_keywords
     def automaton(
         self, must: Sequence[Wanted] = (), never: Sequence[str] = (), **constraint: Unpack[ConstraintOptions]
     ) -> Automaton:

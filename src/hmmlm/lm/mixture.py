@@ -13,25 +13,25 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hmmlm.arguments import check_arguments, check_type
+from hmmlm.arguments import check_arguments
 from hmmlm.baselines.mixture import fit_weights_by_class, mix
 from hmmlm.checks import check_count
-from hmmlm.constrain.constraint import Constraint, ConstraintOptions, Wanted
+from hmmlm.constrain.constraint import Constraint
 from hmmlm.data.files import read_json
 from hmmlm.data.modelfolder import CONFIG, MIXTURE, MODEL, as_folder, load_model, save_model
 from hmmlm.data.tensorfiles import check_checksum
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.device import pick_device
 from hmmlm.errors import InputError, QueryError
-from hmmlm.lm.generation import SamplingOptions, sample_predicted
+from hmmlm.lm.generation import Rows, SamplingOptions, sample_predicted
 from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.lm.predictors import (
     CachePredictor,
@@ -122,30 +122,11 @@ class MixtureModel(TextModel):
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return [(self.tokenizer.token(i), p) for i, p in pairs if p > 0]
 
-    def generate(
-        self,
-        prompt: str = "",
-        max_new_tokens: int = 100,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        seed: int | None = None,
-        allow_unk: bool = True,
-        must: Sequence[Wanted] = (),
-        never: Sequence[str] = (),
-        num_samples: int | None = None,
-        **constraint: Unpack[ConstraintOptions],
-    ) -> str | list[str]:
-        """Return a sample that continues a prompt until `<eos>`, or several; see `LanguageModel.generate`."""
-        check_type("allow_unk", allow_unk, bool)
-        if Constraint(must, never, **constraint):
+    def _sample(self, given: list[int], asked: Constraint, options: SamplingOptions, allow_unk: bool) -> Iterator[Rows]:
+        if asked:
             raise InputError("a mixture is not an HMM, so it cannot sample under a constraint: use one of its HMMs")
-        options = SamplingOptions(max_new_tokens, temperature, top_k, seed, 1 if num_samples is None else num_samples)
-        given = self._encode_prompt(prompt)
         excluded = None if allow_unk else self.tokenizer.unk_id
-        context = self._read(given)
-        added = sample_predicted(self._predict, self._advance, context, self._eos, options, excluded)
-        texts = self._continued(prompt, given, added)
-        return texts[0] if num_samples is None else texts
+        return sample_predicted(self._predict, self._advance, self._read(given), self._eos, options, excluded)
 
     def _read(self, tokens: Sequence[int]) -> tuple[Any, ...]:
         context = tuple(part.begin() for part in self.predictors)

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from hmmlm.checks import check_text, check_texts
+from hmmlm.arguments import check_keywords, check_type, is_sequence
+from hmmlm.checks import check_seed, check_text, check_texts
+from hmmlm.constrain.constraint import Constraint, ConstraintOptions, Wanted
 from hmmlm.data.text import split_units
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError, warn
+from hmmlm.lm.generation import Rows, SamplingOptions, collect
 from hmmlm.lm.scoring import perplexity
+
+
+class GenerateOptions(ConstraintOptions, total=False):
+    """The options of `generate`, beside its prompt and number of samples."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float
+    seed: int | None
+    allow_unk: bool
+    must: Sequence[Wanted]
+    never: Sequence[str]
 
 
 class TextModel(ABC):
@@ -65,6 +81,130 @@ class TextModel(ABC):
         if not tokens:
             raise InputError("perplexity needs at least one text")
         return perplexity(float(self.score(texts).double().sum()), tokens)
+
+    @overload
+    def generate(
+        self,
+        prompt: str = ...,
+        max_new_tokens: int = ...,
+        *,
+        stream: Literal[False] = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> str: ...
+    @overload
+    def generate(
+        self,
+        prompt: str = ...,
+        max_new_tokens: int = ...,
+        *,
+        num_samples: int,
+        stream: Literal[False] = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> list[str]: ...
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | tuple[str, ...],
+        max_new_tokens: int = ...,
+        *,
+        stream: Literal[False] = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> list[str]: ...
+    @overload
+    def generate(
+        self,
+        prompt: str = ...,
+        max_new_tokens: int = ...,
+        *,
+        stream: Literal[True],
+        **options: Unpack[GenerateOptions],
+    ) -> Iterator[str]: ...
+    @overload
+    def generate(
+        self,
+        prompt: Any,
+        max_new_tokens: int = ...,
+        *,
+        num_samples: int | None = ...,
+        stream: bool = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> Any: ...
+    @check_keywords
+    def generate(
+        self,
+        prompt: Any = "",
+        max_new_tokens: int = 100,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int | None = None,
+        allow_unk: bool = True,
+        must: Sequence[Wanted] = (),
+        never: Sequence[str] = (),
+        num_samples: int | None = None,
+        top_p: float = 1.0,
+        stream: bool = False,
+        **constraint: Unpack[ConstraintOptions],
+    ) -> Any:
+        """Return `prompt` and an exact sample of its continuation, until `<eos>` or `max_new_tokens`.
+
+        With `num_samples`, return a list of that many samples, drawn together; sample i is the one of seed + i. Of a
+        list of prompts, return a list with one result for each; sample i of prompt j has the seed of number j ·
+        num_samples + i. With stream=True, return an iterator of the pieces of the text, `prompt` first; of several
+        texts, it yields pairs (number of the text, piece), one prompt after another.
+
+        Temperature 0 takes the most likely token every time; `top_k` samples among the k most likely, `top_p` among
+        the fewest most likely whose probabilities, given the constraint, add up to it; the same seed gives the same
+        text; with allow_unk=False every token is drawn given that it is not `<unk>`. A prompt that ends with a line
+        break starts a new line; spaces at its end are ignored.
+
+        With a constraint (see `hmmlm.Constraint`) the line is drawn given that it satisfies the constraint and ends
+        within `max_new_tokens`, `<eos>` counted. The line contains `must` and not `never`, with match="word", "prefix"
+        or "substring". The new text is one of `choice`, matches `regex`, is JSON of the schema `json`, has a number of
+        `words` or `tokens` such as (5, 12), ends with `suffix`, or is accepted by `automaton`. With allow_unk=False it
+        also has no `<unk>`.
+        """
+        check_type("allow_unk", allow_unk, bool)
+        check_type("stream", stream, bool)
+        count = 1 if num_samples is None else num_samples
+        options = SamplingOptions(max_new_tokens, temperature, top_k, seed, count, top_p)
+        asked, several = Constraint(must, never, **constraint), is_sequence(prompt)
+        prompts = list(prompt) if several else [prompt]
+        check_seed(seed, max(count * len(prompts), 1))
+        encoded = [self._encode_prompt(each) for each in prompts]
+
+        def steps(j: int) -> Iterator[Rows]:
+            own = options if seed is None else replace(options, seed=seed + j * count)
+            return self._sample(encoded[j], asked, own, allow_unk)
+
+        if stream:
+            first = steps(0) if prompts else iter(())  # what is wrong is an error of this call
+            pieces = (
+                (j * count + i, piece)
+                for j in range(len(prompts))
+                for i, piece in self._pieces(prompts[j], encoded[j], steps(j) if j else first)
+            )
+            return pieces if several or num_samples is not None else (piece for _, piece in pieces)
+        found = [self._continued(each, encoded[j], collect(steps(j))) for j, each in enumerate(prompts)]
+        results = [texts[0] if num_samples is None else texts for texts in found]
+        return results if several else results[0]
+
+    @abstractmethod
+    def _sample(self, given: list[int], asked: Constraint, options: SamplingOptions, allow_unk: bool) -> Iterator[Rows]:
+        """Yield samples of what follows tokens, after every token; see `sample_continuations`."""
+
+    def _pieces(self, prompt: str, given: list[int], steps: Iterator[Rows]) -> Iterator[tuple[int, str]]:
+        """Yield the number of a sample and a piece of its text, as soon as it is known; incomplete characters wait."""
+        texts: dict[int, tuple[int, str, str]] = {}  # tokens, text so far, and what of it was yielded
+        for rows in steps:
+            for i, tokens in zip(rows.samples, rows.tokens, strict=True):
+                count, _, sent = texts.get(i, (-1, "", ""))
+                if len(tokens) > count:
+                    text = self._continued(prompt, given, [tokens])[0]
+                    if text.startswith(sent) and text != sent and not text.endswith("\ufffd"):
+                        yield i, text[len(sent) :]
+                        sent = text
+                    texts[i] = len(tokens), text, sent
+        yield from ((i, text[len(sent) :]) for i, (_, text, sent) in texts.items() if text != sent)
 
     @property
     def _unit(self) -> str:
