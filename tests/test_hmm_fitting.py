@@ -13,6 +13,7 @@ from helpers.oracle import matrices, random_blocked_hmm
 
 import hmmlm
 from hmmlm import HMM, InputError
+from hmmlm.transitions import LowRank
 
 CASINO = ([0.5, 0.5], [[0.95, 0.05], [0.1, 0.9]], [[1 / 6] * 6, [0.1] * 5 + [0.5]])
 
@@ -162,3 +163,65 @@ def test_the_optimum_is_that_of_hmmlearn(implementation: str) -> None:
         assert getattr(ours, name)(sampled, lengths) == pytest.approx(getattr(theirs, name)(sampled, lengths))
     np.testing.assert_array_equal(ours.predict(sampled, lengths), theirs.predict(sampled, lengths))
     np.testing.assert_allclose(ours.predict_proba(sampled, lengths), theirs.predict_proba(sampled, lengths), atol=1e-9)
+
+
+# --- what is known: labels, allowed transitions, pseudocounts ---
+
+
+def test_labels_of_all_states_give_their_frequencies() -> None:
+    tokens, states = [[0, 1, 1, 0], [2, 0]], [[0, 1, 1, 0], [1, 0]]
+    found = HMM.random(2, 3, 1).fit(tokens, labels=states, iterations=1)
+    start, transition, emission = (part.exp() for part in (found.log_start, *parts_of(found)))
+    torch.testing.assert_close(start, torch.tensor([0.5, 0.5]))
+    torch.testing.assert_close(transition, torch.tensor([[0.0, 1.0], [2 / 3, 1 / 3]]))
+    torch.testing.assert_close(emission, torch.tensor([[1.0, 0.0, 0.0], [0.0, 2 / 3, 1 / 3]]))
+    joined = HMM.random(2, 3, 1).fit([0, 1, 1, 0, 2, 0], [4, 2], labels=[0, 1, 1, 0, 1, 0], iterations=1)
+    torch.testing.assert_close(joined.tensors(), found.tensors())
+
+
+def parts_of(hmm: HMM) -> tuple[torch.Tensor, torch.Tensor]:
+    return hmm.transition.dense(), hmm.emission.dense()
+
+
+def test_a_few_labels_name_the_states() -> None:
+    truth = HMM.from_probs([1, 0], [[0.9, 0.1], [0.2, 0.8]], [[0.8, 0.1, 0.1], [0.1, 0.1, 0.8]])
+    tokens, states = truth.sample(20, 40, seed=0)
+    known = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(0)) < 0.3
+    labels = torch.where(known, states, -1)
+    for seed in range(4):  # without labels the states of half of the seeds are the other way round
+        found = HMM.learn(tokens, 2, restarts=1, seed=seed, labels=labels)
+        assert float((found.predict(tokens) == states).double().mean()) > 0.85
+
+
+@pytest.mark.parametrize("pseudocount", [0.0, 0.5])
+def test_only_allowed_transitions_have_probability(pseudocount: float) -> None:
+    left_to_right = torch.ones(3, 3, dtype=torch.bool).triu()
+    tokens = HMM.random(4, 5, 0).sample(8, 12, seed=1)[0]
+    found = HMM.learn(tokens, 3, restarts=2, pseudocount={"transition": pseudocount}, allowed_transitions=left_to_right)
+    found.validate()
+    probs = found.transition.dense().exp()
+    assert bool((probs[~left_to_right] == 0).all())
+    again = found.fit(tokens, iterations=1, tolerance=0, pseudocount={"transition": pseudocount})
+    if not pseudocount:  # a fixed point of EM with no other transitions stays one
+        assert bool((again.transition.dense().exp()[~left_to_right] == 0).all())
+    counts = (found.expected_counts(tokens).transition + pseudocount) * left_to_right
+    torch.testing.assert_close(probs, counts / counts.sum(1, keepdim=True), atol=2e-3, rtol=0)
+
+
+def test_what_cannot_be_known_is_refused() -> None:
+    hmm = HMM.random(2, 2)
+    upper = torch.ones(2, 2).triu().bool()
+    factors = (torch.randn(shape).log_softmax(1) for shape in ((2, 1), (1, 2)))
+    low_rank = HMM(hmm.log_start, LowRank(*factors), hmm.emission)
+    for call, message in (
+        (lambda: hmm.fit([[0, 1]], labels=[[0, 2]]), "label 2 in sequence 0 at position 1 is no state"),
+        (lambda: hmm.fit([[0, 1]], labels=[[1, 0]], allowed_transitions=upper), "sequence 0 .* position 1 "),
+        (lambda: hmm.fit([[0, 1]], allowed_transitions=~upper), "leaves state 0 without a transition"),
+        (lambda: hmm.fit([[0, 1]], allowed_transitions=[[1.0]]), r"must be booleans \[2, 2\]"),
+        (lambda: low_rank.fit([[0, 1]], allowed_transitions=upper), "needs a dense transition, not a low-rank one"),
+        (lambda: hmm.fit([[0, 1]], pseudocount={"emissions": 1}), "pseudocount is for start, transition, emission"),
+        (lambda: hmm.fit([[0, 1]], pseudocount={"start": -1}), "pseudocount of start must be a number of at least 0"),
+        (lambda: hmm.fit([0, 1, 0], [2, 1], labels=[0, 1]), "2 labels for 3 tokens"),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()

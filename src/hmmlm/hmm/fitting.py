@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from hmmlm.checks import ArrayLike, as_batch, check_batch, check_count, check_number
+from hmmlm.checks import ArrayLike, as_batch, as_tensor, check_batch, check_count, check_number
 from hmmlm.emissions import Emission
+from hmmlm.errors import InputError
+from hmmlm.hmm.labels import labels_as_rows
 from hmmlm.hmm.queries import Queries
 from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.maximize_rows import maximize_rows
 from hmmlm.ops.pieces import at_once
 from hmmlm.scan.composition import with_parts
-from hmmlm.transitions import Transition
+from hmmlm.transitions import Dense, Transition
 
 Self = TypeVar("Self", bound="Fitting")
 
@@ -34,7 +36,9 @@ class Fitting(Queries):
         lengths: ArrayLike | None = None,
         iterations: int = 100,
         tolerance: float = 1e-4,
-        pseudocount: float = 0.0,
+        pseudocount: float | Mapping[str, float] = 0.0,
+        labels: ArrayLike | None = None,
+        allowed_transitions: ArrayLike | None = None,
     ) -> Self:
         """Return the model after expectation maximization (Baum-Welch) on all sequences; this one stays unchanged.
 
@@ -42,33 +46,40 @@ class Fitting(Queries):
         log-likelihood per token rises by less than `tolerance`. For a corpus, use `hmmlm.train`.
 
         Args:
-            pseudocount: added to every expected count.
+            pseudocount: added to every expected count, or one for each of "start", "transition" and "emission".
+            labels: what is known about states, as in `log_likelihood`; one after another, [N] or [N, Z], if tokens are.
+            allowed_transitions: [Z, Z] bool, of a dense transition; the others have probability zero.
         """
         check_count("iterations", iterations, 1)
         check_number("tolerance", tolerance)
-        check_number("pseudocount", pseudocount)
-        checked, sizes, _ = self._batch(tokens, lengths)
+        added = _each_table(pseudocount)
+        checked, sizes, inside = self._batch(tokens, lengths)
+        known = None if labels is None else labels_as_rows(labels, checked, sizes if inside is not None else None)
         total = int(checked.numel() if sizes is None else sizes.sum())
         rows = at_once(checked.shape[1] * self.num_states, 2**25)
         pieces = [
-            (checked[i : i + rows], None if sizes is None else sizes[i : i + rows])
+            tuple(None if part is None else part[i : i + rows] for part in (checked, sizes, known))
             for i in range(0, len(checked), rows)
         ]
         model, before = self.detach(), NEG_INF
+        if allowed_transitions is not None:
+            model = _restrict(model, allowed_transitions)
         for _ in range(iterations):
             counts = [model.expected_counts(*piece) for piece in pieces]
             start, transition, emission, log_likelihood = map(_add_up, zip(*counts, strict=True))
             if float(log_likelihood) == NEG_INF:
-                model._possible(checked, sizes)  # names the impossible token
+                model._given(known, checked, sizes, Queries._possible)  # names the impossible token
             if float(log_likelihood) - before < tolerance * total:
                 break
             before = float(log_likelihood)
             model = with_parts(
                 model,
-                maximize_rows(start, model.log_start, pseudocount),
-                model.transition.maximize(_by_name(transition, model.transition), pseudocount),
-                model.emission.maximize(_by_name(emission, model.emission), pseudocount),
+                maximize_rows(start, model.log_start, added["start"]),
+                model.transition.maximize(_by_name(transition, model.transition), added["transition"]),
+                model.emission.maximize(_by_name(emission, model.emission), added["emission"]),
             )
+            if allowed_transitions is not None:
+                model = _restrict(model, allowed_transitions)
         return model
 
     def score(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> float:
@@ -110,6 +121,33 @@ class Fitting(Queries):
         checked, sizes = check_batch(given, own, self.vocab_size, self.device)
         steps = torch.arange(checked.shape[1], device=self.device)
         return checked, sizes, steps < sizes[:, None] if joined and sizes is not None else None
+
+
+def _each_table(pseudocount: float | Mapping[str, float]) -> dict[str, float]:
+    """Return the pseudocount of each table, 0 for those that are left out."""
+    names = ("start", "transition", "emission")
+    given = dict(pseudocount) if isinstance(pseudocount, Mapping) else dict.fromkeys(names, pseudocount)
+    if not given.keys() <= set(names):
+        raise InputError(f"pseudocount is for {', '.join(names)}, not for {', '.join(map(str, given.keys() - names))}")
+    for name, value in given.items():
+        check_number(f"pseudocount of {name}", value)
+    return {name: given.get(name, 0.0) for name in names}
+
+
+def _restrict(model: Self, allowed: ArrayLike) -> Self:
+    """Return the model without the transitions that are not allowed [Z, Z], the others in proportion."""
+    given = as_tensor(allowed, "allowed_transitions").to(model.device)
+    if not isinstance(model.transition, Dense):
+        raise InputError(f"allowed_transitions needs a dense transition, not a {model.transition.kind} one")
+    if given.dtype != torch.bool or given.shape != model.transition.log_probs.shape:
+        raise InputError(f"allowed_transitions must be booleans {list(model.transition.log_probs.shape)}")
+    kept = model.transition.log_probs.masked_fill(~given, NEG_INF)
+    lost = (kept.amax(1) == NEG_INF).nonzero().flatten()
+    if len(lost):
+        raise InputError(
+            f"allowed_transitions leaves state {int(lost[0])} without a transition of positive probability"
+        )
+    return with_parts(model, model.log_start, Dense(kept.log_softmax(1)), model.emission)
 
 
 def _by_name(counts: Any, part: Transition | Emission) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from hmmlm.checks import ArrayLike, as_batch, as_log_probs, check_batch, check_c
 from hmmlm.emissions import Emission, UnionEmission
 from hmmlm.errors import InputError
 from hmmlm.hmm.fitting import Fitting
+from hmmlm.hmm.labels import labels_as_rows
 from hmmlm.hmm.selection import Candidate, Selection
 from hmmlm.numerics.distributions import check_distributions
 from hmmlm.ops.common import Carry, Impl, Scan
@@ -188,7 +189,9 @@ class HMM(Fitting):
         vocab_size: int | None = None,
         iterations: int = 500,
         tolerance: float = 1e-6,
-        pseudocount: float = 0.0,
+        pseudocount: float | Mapping[str, float] = 0.0,
+        labels: ArrayLike | None = None,
+        allowed_transitions: ArrayLike | None = None,
     ) -> HMM:
         """Return the most likely of `restarts` models, each the result of `fit` from a random one, in float64.
 
@@ -196,17 +199,19 @@ class HMM(Fitting):
             sequences: in every form that `fit` takes.
             seed: of the first start; the others have seed + 1, seed + 2, …
             vocab_size: None: one more than the largest token.
+            pseudocount, labels, allowed_transitions: see `fit`.
         """
         check_count("restarts", restarts, 1)
         check_seed(seed, restarts)
-        given, sizes, _ = as_batch(sequences, lengths)
+        given, sizes, joined = as_batch(sequences, lengths)
         tokens, sizes = check_batch(given, sizes, 2**31 if vocab_size is None else vocab_size, torch.device("cpu"))
         words = int(tokens.max()) + 1 if vocab_size is None else vocab_size
+        known = None if labels is None else labels_as_rows(labels, tokens, sizes if joined else None)
 
         def attempt(start: int) -> tuple[HMM, float]:
             random = cls.random(num_states, words, start).to(torch.float64)
-            model = random.fit(tokens, sizes, iterations, tolerance, pseudocount)
-            return model, model.score(tokens, sizes)
+            model = random.fit(tokens, sizes, iterations, tolerance, pseudocount, known, allowed_transitions)
+            return model, float(model.log_likelihood(tokens, sizes, known).sum())
 
         return best_of(attempt, lambda found: found[1], restarts, seed)[0]
 

@@ -78,9 +78,7 @@ def with_labels(hmm: AnyHMM, tokens: Tensor, lengths: Tensor | None, labels: Arr
 
 def check_labels(labels: ArrayLike, inside: Tensor, num_states: int) -> Labels:
     """Return the labels of the tokens inside their sequences, where `inside` [B, T] is True."""
-    if isinstance(labels, (list, tuple)) and len({len(row) for row in labels if hasattr(row, "__len__")}) > 1:
-        labels = padded(labels)[0]
-    given = as_tensor(labels, "labels").to(inside.device)
+    given = _as_tensor(labels).to(inside.device)
     shape = inside.shape if given.dtype != torch.bool else (*inside.shape, num_states)
     if given.shape != shape or given.is_floating_point() or given.is_complex():
         raise InputError(
@@ -100,6 +98,26 @@ def check_labels(labels: ArrayLike, inside: Tensor, num_states: int) -> Labels:
             f"there are 0 to {num_states - 1}, and −1 for an unknown one"
         )
     return Labels(given[inside].long(), None)
+
+
+def _as_tensor(labels: ArrayLike) -> Tensor:
+    """Return labels as a tensor; lists may have different lengths."""
+    if isinstance(labels, list | tuple) and len({len(row) for row in labels if hasattr(row, "__len__")}) > 1:
+        labels = padded(labels)[0]
+    return as_tensor(labels, "labels")
+
+
+def labels_as_rows(labels: ArrayLike, tokens: Tensor, lengths: Tensor | None) -> Tensor:
+    """Return labels with a row for each sequence of tokens [B, T]; with lengths [B], those of one after another."""
+    given = _as_tensor(labels)
+    if lengths is None or given.shape[:2] == tokens.shape:
+        return given
+    inside = torch.arange(tokens.shape[1]) < lengths[:, None].cpu()
+    if len(given) != int(inside.sum()):
+        raise InputError(f"{len(given)} labels for {int(inside.sum())} tokens: give one for each")
+    rows = given.new_full((*inside.shape, *given.shape[1:]), True if given.dtype == torch.bool else -1)
+    rows[inside] = given
+    return rows
 
 
 def _pair(emission: Emission, words: Tensor, labels: Labels, first: int) -> Emission:

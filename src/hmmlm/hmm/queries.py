@@ -104,8 +104,12 @@ class Queries(Composition):
             return self._given(labels, tokens, lengths, Queries.log_likelihood)
         return log_likelihood(self, *check_batch(tokens, lengths, self.vocab_size, self.device))
 
-    def _given(self, labels: ArrayLike, tokens: ArrayLike, lengths: ArrayLike | None, query: Callable[..., Any]) -> Any:
+    def _given(
+        self, labels: ArrayLike | None, tokens: ArrayLike, lengths: ArrayLike | None, query: Callable[..., Any]
+    ) -> Any:
         """Answer a query given labels; see `log_likelihood`."""
+        if labels is None:
+            return query(self, tokens, lengths)
         checked, sizes = check_batch(tokens, lengths, self.vocab_size, self.device)
         labelled = with_labels(self, checked, sizes, labels)
         try:
