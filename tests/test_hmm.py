@@ -242,7 +242,7 @@ MISTAKES: dict[str, tuple[Callable[[HMM], object], str]] = {
     "excluded": (lambda hmm: hmm.infill_blanks([[-1]], 5), "excluded must be at most 1, not 5"),
     "data": (
         lambda hmm: hmmlm.train(data=5),
-        "data must be a string, a path, a list, each item a string or None, not 5",
+        "data must be a string, a path or a list, each item a string, not 5",
     ),  # type: ignore[arg-type]
     "out": (lambda hmm: hmmlm.train(out=5), "out must be a string, a path or None, not 5"),  # type: ignore[arg-type]
 }

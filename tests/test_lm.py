@@ -377,7 +377,7 @@ def test_pieces_of_a_stream_add_up_to_the_text(lm: LanguageModel, how: dict) -> 
     how = {"max_new_tokens": 12, "seed": 7, **how}
     pieces = list(lm.generate("the", stream=True, **how))
     assert pieces[0] == "the" and len(pieces) > 2 and "".join(pieces) == lm.generate("the", **how)
-    for prompt, number in ((["the", "a"], None), ("the", 3), (["the", "a"], 3)):
+    for prompt, number in ((["the", "cat"], None), ("the", 3), (["the", "cat"], 3)):
         joined: dict[int, str] = {}
         for i, piece in lm.generate(prompt, num_samples=number, stream=True, **how):
             joined[i] = joined.get(i, "") + piece
@@ -389,10 +389,10 @@ def test_pieces_of_a_stream_add_up_to_the_text(lm: LanguageModel, how: dict) -> 
 
 
 def test_a_list_of_prompts(lm: LanguageModel) -> None:
-    texts = lm.generate(["the", "a", "the"], seed=5, max_new_tokens=8)
-    assert texts == [lm.generate(each, seed=5 + j, max_new_tokens=8) for j, each in enumerate(["the", "a", "the"])]
-    several = lm.generate(("the", "a"), seed=5, num_samples=2)
-    assert several == [lm.generate("the", seed=5, num_samples=2), lm.generate("a", seed=7, num_samples=2)]
+    texts = lm.generate(["the", "cat", "the"], seed=5, max_new_tokens=8)
+    assert texts == [lm.generate(each, seed=5 + j, max_new_tokens=8) for j, each in enumerate(["the", "cat", "the"])]
+    several = lm.generate(("the", "cat"), seed=5, num_samples=2)
+    assert several == [lm.generate("the", seed=5, num_samples=2), lm.generate("cat", seed=7, num_samples=2)]
     assert lm.generate([]) == []
 
 

@@ -15,6 +15,7 @@ from helpers.oracle import random_blocked_hmm, random_hmm
 from helpers.runs import write_text
 
 import hmmlm
+from hmmlm.cli.main import main
 from hmmlm.data.tokenfile import write_tokens
 from hmmlm.data.tokenizers import HuggingFaceTokenizer
 from hmmlm.data.words import WordTokenizer
@@ -298,4 +299,49 @@ def test_training_from_python(tmp_path: Path) -> None:
     assert load(tmp_path / "run").score(["a"]).tolist() == pytest.approx(lm.score(["a"]).tolist())
     with pytest.raises(InputError, match=r"hmmlm\.train: .*model\.color"):
         hmmlm.train(folder, tmp_path / "other", model={"color": 4})
+    with pytest.raises(InputError, match=r"hmmlm\.train: unknown setting states; did you mean model\.num_states\?"):
+        hmmlm.train(folder, tmp_path / "other", states=64)
+    with pytest.raises(InputError, match="dry_run is an option of the command alone"):
+        hmmlm.train(folder, tmp_path / "other", dry_run=True)
     assert not (tmp_path / "other").exists()
+
+
+def test_training_from_python_is_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its report and figures; a column of texts, which is no list, gives the same run as their file."""
+    monkeypatch.setenv("HMMLM_DATA", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    texts = [f"the {word} sat on the {other}" for word in ["cat", "dog", "man"] for other in ["mat", "hat", "bed"]] * 4
+    Path("my.txt").write_text("\n".join(texts))
+    options = ["--model.num-states", "4", "--train.epochs", "2", "--batches.batch-size", "2", "--batches.length", "8"]
+    assert main(["train", "--data", "my.txt", "--out", "command", *options]) == 0
+    printed = [capsys.readouterr().out]
+    settings = {"model": {"num_states": 4}, "train": {"epochs": 2}, "batches": {"batch_size": 2, "length": 8}}
+    hmmlm.train("my.txt", "python", **settings)
+    printed.append(capsys.readouterr().out)
+    figures = [re.findall("^test perplexity .*", text, re.M) for text in printed]
+    assert figures[0] and figures[0] == figures[1]
+    lm = hmmlm.train(Column(texts), "column", quiet=True, **settings)
+    assert torch.equal(lm.score(["the cat"]), hmmlm.load("python").score(["the cat"]))
+    assert torch.equal(lm.score(["the cat"]), hmmlm.load("command").score(["the cat"]))
+    for run in ("command", "python", "column"):
+        assert (Path(run) / "results.json").read_text() == Path("command/results.json").read_text()
+        assert (Path(run) / "report.html").exists()
+    assert Path(lm.config["data"]).read_text() == Path("my.txt").read_text()
+    assert hmmlm.train(out=None, resume="column", quiet=True).config["data"] == lm.config["data"]
+    with pytest.raises(InputError, match=r"data\[1\] must be a string, not 5"):
+        hmmlm.train(["a", 5])
+
+
+class Column:
+    """A column of texts with its own index, as pandas has it: no list, but a sequence."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts = texts
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, i: int) -> str:
+        return self.texts[i]

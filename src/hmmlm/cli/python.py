@@ -25,7 +25,7 @@ from hmmlm.runs.loggers import Logger
 
 @check_arguments
 def train(
-    data: str | Path | Sequence[str] | None = None,
+    data: str | Path | Sequence[str] = "embedded",
     out: str | Path | None = None,
     recipe: str | None = None,
     loggers: Sequence[Logger] = (),
@@ -37,7 +37,7 @@ def train(
 
     Args:
         data: a corpus by name, a text file (one example per line), a folder with train, valid and test files, or a list
-            of texts, such as a column of pandas or datasets, which is kept in the cache folder; None: "embedded".
+            of texts, such as a column of pandas or datasets, which is kept in the cache folder.
         out: the folder of the run; None: a new one in runs/.
         recipe: the settings to start from, by name or a .toml file; None: those of the command.
         loggers: loggers of Lightning Fabric or Lightning (CSVLogger, WandbLogger, …), or objects with their methods
@@ -48,9 +48,8 @@ def train(
     """
     for name in {"dry_run", "threads"} & settings.keys():
         raise InputError(f"hmmlm.train: {name} is an option of the command alone")
-    given = {"out": out, "recipe": recipe, **present_sections(settings)}
-    if data is not None:
-        given["data"] = str(data) if isinstance(data, str | Path) else str(_keep(data, settings.get("text")))
+    named = str(data if isinstance(data, str | Path) else _keep(data, settings.get("text")))
+    given = {"data": None if named == "embedded" else named, "out": out, "recipe": recipe, **present_sections(settings)}
     try:
         arguments = TrainArguments(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:

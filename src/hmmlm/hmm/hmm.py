@@ -24,7 +24,7 @@ from hmmlm.hmm.selection import Candidate, Selection
 from hmmlm.numerics.distributions import check_distributions
 from hmmlm.ops.common import Carry, Impl, Scan
 from hmmlm.restarts import best_of
-from hmmlm.scan.composition import kinds_of, layout, matrices, parameters_of, read_parts
+from hmmlm.scan.composition import kinds_of, matrices, parameters_of, read_parts
 from hmmlm.scan.implementations import Choice, Problem, choose
 from hmmlm.transitions import BlockDiagonal, Transition
 
@@ -179,6 +179,7 @@ class HMM(Fitting):
     # --- learning and files ---
 
     @classmethod
+    @check_arguments
     def learn(
         cls,
         sequences: ArrayLike,
@@ -216,6 +217,7 @@ class HMM(Fitting):
         return best_of(attempt, lambda found: found[1], restarts, seed)[0]
 
     @classmethod
+    @check_arguments
     def choose(
         cls,
         sequences: ArrayLike,
@@ -234,6 +236,7 @@ class HMM(Fitting):
             num_states: such as range(1, 9).
             pseudocount: see `fit`; without, a held-out token may be impossible.
         """
+        check_seed(seed)
         given, sizes, _ = as_batch(sequences, lengths)
         tokens, sizes = check_batch(given, sizes, 2**31, torch.device("cpu"))
         shuffled = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(seed))
@@ -249,36 +252,34 @@ class HMM(Fitting):
         best = max(found, key=lambda each: each.held_out if len(held) else -each.bic)
         return Selection(best.model.fit(tokens, sizes, 500, 1e-6, pseudocount), found)
 
+    @check_arguments
     def save(self, path: str | Path) -> None:
         """Write the model into one safetensors file; `HMM.load` reads it. A failure leaves an existing file."""
-        path = Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        temporary = Path(f"{path}.{os.getpid()}.tmp")
         try:
             tensors = {name: value.detach().cpu().clone().contiguous() for name, value in self.tensors().items()}
             save_file(tensors, temporary, kinds_of(self))
             os.replace(temporary, path)
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise InputError(f"cannot write {path}: {error}") from None
         finally:
-            with suppress(OSError):
+            with suppress(OSError, ValueError):
                 temporary.unlink()
 
     @classmethod
+    @check_arguments
     def load(cls, path: str | Path) -> HMM:
         """Return the model that `save` wrote into a file; the HMM of a model folder is `hmmlm.load(folder).hmm`."""
         try:
             with safe_open(path, framework="pt") as file:
                 kinds, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise InputError(f"{path} is no file of `HMM.save` ({error}); for a model folder use hmmlm.load") from None
         try:
-            missing = layout(kinds)[0].keys() - tensors.keys()
-            if missing:
-                raise InputError(f"it lacks {min(missing)}")
             hmm = cls(*read_parts(tensors, kinds))
             hmm.validate()
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+        except (KeyError, InputError) as error:
+            raise InputError(f"{path} is damaged, or not of `HMM.save`: {error}") from None
         return hmm
 
     # --- likelihood and expected counts ---

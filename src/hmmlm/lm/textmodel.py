@@ -24,6 +24,7 @@ from hmmlm.lm.scoring import perplexity
 class GenerateOptions(ConstraintOptions, total=False):
     """The options of `generate`, beside its prompt and number of samples."""
 
+    max_new_tokens: int
     temperature: float
     top_k: int | None
     top_p: float
@@ -86,48 +87,31 @@ class TextModel(ABC):
     def generate(
         self,
         prompt: str = ...,
-        max_new_tokens: int = ...,
         *,
+        num_samples: None = ...,
         stream: Literal[False] = ...,
         **options: Unpack[GenerateOptions],
     ) -> str: ...
     @overload
     def generate(
-        self,
-        prompt: str = ...,
-        max_new_tokens: int = ...,
-        *,
-        num_samples: int,
-        stream: Literal[False] = ...,
-        **options: Unpack[GenerateOptions],
+        self, prompt: str = ..., *, num_samples: int, stream: Literal[False] = ..., **options: Unpack[GenerateOptions]
     ) -> list[str]: ...
     @overload
     def generate(
         self,
         prompt: list[str] | tuple[str, ...],
-        max_new_tokens: int = ...,
         *,
+        num_samples: None = ...,
         stream: Literal[False] = ...,
         **options: Unpack[GenerateOptions],
     ) -> list[str]: ...
     @overload
     def generate(
-        self,
-        prompt: str = ...,
-        max_new_tokens: int = ...,
-        *,
-        stream: Literal[True],
-        **options: Unpack[GenerateOptions],
+        self, prompt: str = ..., *, num_samples: None = ..., stream: Literal[True], **options: Unpack[GenerateOptions]
     ) -> Iterator[str]: ...
     @overload
     def generate(
-        self,
-        prompt: Any,
-        max_new_tokens: int = ...,
-        *,
-        num_samples: int | None = ...,
-        stream: bool = ...,
-        **options: Unpack[GenerateOptions],
+        self, prompt: Any, *, num_samples: int | None, stream: bool = ..., **options: Unpack[GenerateOptions]
     ) -> Any: ...
     @check_keywords
     def generate(
@@ -171,22 +155,17 @@ class TextModel(ABC):
         prompts = list(prompt) if several else [prompt]
         check_seed(seed, max(count * len(prompts), 1))
         encoded = [self._encode_prompt(each) for each in prompts]
-
-        def steps(j: int) -> Iterator[Rows]:
-            own = options if seed is None else replace(options, seed=seed + j * count)
-            return self._sample(encoded[j], asked, own, allow_unk)
-
-        if stream:
-            first = steps(0) if prompts else iter(())  # what is wrong is an error of this call
-            pieces = (
-                (j * count + i, piece)
-                for j in range(len(prompts))
-                for i, piece in self._pieces(prompts[j], encoded[j], steps(j) if j else first)
-            )
-            return pieces if several or num_samples is not None else (piece for _, piece in pieces)
-        found = [self._continued(each, encoded[j], collect(steps(j))) for j, each in enumerate(prompts)]
-        results = [texts[0] if num_samples is None else texts for texts in found]
-        return results if several else results[0]
+        sampled = (
+            self._sample(given, asked, options if seed is None else replace(options, seed=seed + j * count), allow_unk)
+            for j, given in enumerate(encoded)
+        )
+        numbered = enumerate(zip(prompts, encoded, sampled, strict=True))
+        if not stream:
+            found = [self._continued(each, given, collect(steps)) for _, (each, given, steps) in numbered]
+            results = [texts[0] if num_samples is None else texts for texts in found]
+            return results if several else results[0]
+        pieces = ((j * count + i, piece) for j, given in numbered for i, piece in self._pieces(*given))
+        return pieces if several or num_samples is not None else (piece for _, piece in pieces)
 
     @abstractmethod
     def _sample(self, given: list[int], asked: Constraint, options: SamplingOptions, allow_unk: bool) -> Iterator[Rows]:
@@ -197,11 +176,11 @@ class TextModel(ABC):
         texts: dict[int, tuple[int, str, str]] = {}  # tokens, text so far, and what of it was yielded
         for rows in steps:
             for i, tokens in zip(rows.samples, rows.tokens, strict=True):
-                count, _, sent = texts.get(i, (-1, "", ""))
+                count, text, sent = texts.get(i, (-1, "", ""))
                 if len(tokens) > count:
                     text = self._continued(prompt, given, [tokens])[0]
-                    if text.startswith(sent) and text != sent and not text.endswith("\ufffd"):
-                        yield i, text[len(sent) :]
+                    if text.startswith(sent) and not text.endswith("\ufffd"):
+                        yield from [(i, text[len(sent) :])] * (text != sent)
                         sent = text
                     texts[i] = len(tokens), text, sent
         yield from ((i, text[len(sent) :]) for i, (_, text, sent) in texts.items() if text != sent)
