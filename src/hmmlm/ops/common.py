@@ -35,7 +35,11 @@ class Carry(NamedTuple):
 
     def rows(self, count: int) -> "Carry":
         """Return the carry of the first `count` sequences."""
-        return Carry(self.log_probs[:count], None if self.states is None else self.states[:count])
+        return self.take(slice(count))
+
+    def take(self, rows: slice | Tensor) -> "Carry":
+        """Return the carry of some sequences."""
+        return Carry(self.log_probs[rows], None if self.states is None else self.states[rows])
 
     def clone(self) -> "Carry":
         """Return a copy."""

@@ -17,16 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from hmmlm.emissions import Blocked
 from hmmlm.numerics.semirings import LOG
-from hmmlm.numerics.support import BlockSupport, Support, some_rows
-from hmmlm.ops.common import (
-    NEG_INF,
-    Carry,
-    Scan,
-    capturing,
-    last_tokens,
-    logsumexp,
-    without_autocast,
-)
+from hmmlm.numerics.support import BlockSupport, Support
+from hmmlm.ops.common import NEG_INF, Carry, Scan, capturing, last_tokens, logsumexp, without_autocast
 from hmmlm.scan.composition import Composition, parameters_of
 from hmmlm.scan.generic_filter import GenericProblem, is_narrow, run_scaled
 from hmmlm.scan.generic_gradient import Gradient
@@ -65,11 +57,10 @@ def generic_scan(
         cut = Segments.of(tokens, lengths, restart)
         batch = sort_batch(hmm, cut.tokens, cut.lengths)
         support, row = hmm.emission.score(batch.tokens[:, 0], batch.missing[0])[0], cut.row[batch.order]
-        continued = None if entry is None else entry[row]
+        continued = None if entry is None else entry[row].to(hmm.dtype)
         if carry is not None:
-            log_probs, source = over_support(hmm, carry)
-            source = some_rows(source, row)
-            continued = hmm.transition.forward_step(LOG, log_probs[row].to(hmm.dtype), source, support)[:, None]
+            log_probs, source = over_support(hmm, carry.take(row))
+            continued = hmm.transition.forward_step(LOG, log_probs.to(hmm.dtype), source, support)[:, None]
         words, supports = None, [support]
         if next_words is not None:
             words = cut.take(next_words)[batch.order]
@@ -128,20 +119,11 @@ def compute_again(
     if not bool(result.suspect.any()):
         return result._replace(suspect=None)
     rows, log_probs = result.suspect.nonzero()[:, 0], result.carry.log_probs
-    given = [None if value is None else value[rows] for value in (lengths, restart, entry, next_words)]
-    before = None
-    if carry is not None:
-        before = Carry(carry.log_probs[rows], None if carry.states is None else carry.states[rows])
-    found = generic_scan(
-        make().to(torch.float64),
-        tokens[rows],
-        given[0],
-        before,
-        given[1],
-        entry=None if given[2] is None else given[2].double() if given[3] is not None else given[2][:, :1].double(),
-        next_words=given[3],
-        exact_carry=exact_carry,
-    )
+    given = (lengths, restart, entry, next_words)
+    lengths, restart, entry, next_words = (None if value is None else value[rows] for value in given)
+    model, carry = make().to(torch.float64), None if carry is None else carry.take(rows)
+    options: dict[str, Any] = {"entry": entry, "next_words": next_words, "exact_carry": exact_carry}
+    found = generic_scan(model, tokens[rows], lengths, carry, restart, **options)
     if log_probs.dim() == 2:  # a carry is wanted
         log_probs = log_probs.index_copy(0, rows, found.carry.log_probs)
     log_likelihood = result.log_likelihood.index_copy(0, rows, found.log_likelihood.to(result.log_likelihood.dtype))
@@ -179,11 +161,7 @@ class _GenericScan(torch.autograd.Function):
         run = run_scaled(problem, first)
         if problem.learns:
             ctx.problem, ctx.names, ctx.run = problem, names, run
-        total, last, suspect = (
-            run.total.clone(),
-            run.last.clone(),
-            run.rows.clone(),
-        )  # ctx must not hold a returned tensor
+        total, last, suspect = (each.clone() for each in (run.total, run.last, run.rows))  # ctx must not hold these
         ctx.mark_non_differentiable(last, suspect)
         score = torch.zeros_like(run.total)
         if run.words is not None:

@@ -93,14 +93,14 @@ def _refuses_union(problem: Problem) -> str:
 
 def _scan_union(problem: Problem) -> Scan:
     parts = problem.hmm.components
+    wanted: CarryKind = "none" if problem.wanted == "none" else "exact"
 
     def scan_of(part: Composition) -> Scanner:
-        return lambda tokens, lengths, carry, restart: run(Problem(part, tokens, lengths, carry, restart, "exact"))
+        return lambda tokens, lengths, carry, restart: run(Problem(part, tokens, lengths, carry, restart, wanted))
 
     batch = (problem.tokens, problem.lengths, problem.carry, problem.restart)
-    return scan_components(
-        [scan_of(part) for part in parts], [part.num_states for part in parts], problem.hmm.log_weights, *batch
-    )
+    sizes = [part.num_states for part in parts]
+    return scan_components([scan_of(part) for part in parts], sizes, problem.hmm.log_weights, *batch)
 
 
 # --- two matrices ---

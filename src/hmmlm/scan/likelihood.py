@@ -17,14 +17,11 @@ from hmmlm.scan.composition import Composition, matrices, parameters_of, with_pa
 from hmmlm.scan.implementations import Problem, run
 from hmmlm.scan.recursions import run_filter, run_messages, sort_batch
 from hmmlm.scan.results import Counts
-from hmmlm.scan.union_scan import split_carry
 from hmmlm.transitions import BlockDiagonal, Dense, Factored
 
 
 def log_likelihood(hmm: Composition, tokens: Tensor, lengths: Tensor | None, carry: Carry | None = None) -> Tensor:
     """Compute log p(x) [B], differentiable."""
-    if isinstance(hmm.transition, BlockDiagonal):
-        return logsumexp(_log_joint(hmm, tokens, lengths, carry), 0).to(hmm.dtype)
     return run(Problem(hmm, _inside(tokens, lengths), lengths, carry, None, "none")).log_likelihood
 
 
@@ -134,20 +131,10 @@ def _of(gradients: dict[str, Tensor], prefix: str) -> Any:
 # --- unions ---
 
 
-def _log_joint(hmm: Composition, tokens: Tensor, lengths: Tensor | None, carry: Carry | None) -> Tensor:
-    """Compute log p(model, x) [K, B] in float64: models may be unlikely."""
-    every = torch.arange(len(tokens), device=tokens.device)
-    given = None if carry is None else split_carry(carry, every, [part.num_states for part in hmm.components])
-    rows = []
-    for k, part in enumerate(hmm.components):
-        log_weight, own = (hmm.log_weights[k], None) if given is None else given[k]
-        rows.append(log_weight.double() + log_likelihood(part, tokens, lengths, own).double())
-    return torch.stack(rows)
-
-
 def _count_union(model: Composition, tokens: Tensor, lengths: Tensor | None, weights: Tensor | None) -> Counts:
     """Compute the expected counts of a union: those of each model, by its share of each sequence."""
-    log_joint = _log_joint(model, tokens, lengths, None)
+    likelihoods = torch.stack([log_likelihood(part, tokens, lengths) for part in model.components])
+    log_joint = model.log_weights.double()[:, None] + likelihoods.double()  # models may be unlikely
     share = log_joint.softmax(0).nan_to_num(0.0).to(model.dtype)
     given = torch.ones_like(share[0]) if weights is None else weights
     parts = zip(model.components, share, strict=True)

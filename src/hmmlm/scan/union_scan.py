@@ -71,26 +71,27 @@ def scan_components(
     A restart chooses a component again, so that each stretch between two restarts is a sequence of its own.
     """
     cut = Segments.of(tokens, lengths, restart)
-    given = None if carry is None else split_carry(carry, cut.row, sizes)
-    results = []
+    given = None if carry is None else split_carry(carry.take(cut.row), sizes)
+    carries, joint = list[Carry](), list[Tensor]()
     for k, scan in enumerate(scans):
-        log_weight, own = log_weights[k], None
+        log_weight, own = log_weights[k].double(), None
         if given is not None:
-            log_mass, own = given[k][0].to(log_weights.dtype), given[k][1]
+            log_mass, own = given[k]
             log_weight = log_mass if cut.restart is None else torch.where(cut.restart[:, 0], log_weight, log_mass)
         result = scan(cut.tokens, cut.lengths, own, cut.restart)
-        results.append((result, log_weight + result.log_likelihood))
-    log_joint = torch.stack([joint for _, joint in results])
-    total = cut.add_up(logsumexp(log_joint, 0))
+        carries.append(result.carry)
+        joint.append(log_weight + result.log_likelihood.double())
+    log_joint = torch.stack(joint)  # in float64: a component may be unlikely
+    total = cut.add_up(logsumexp(log_joint, 0)).to(log_weights.dtype)
     total = torch.where(total.detach() == NEG_INF, NEG_INF, total)  # impossible: no gradient of other segments
-    final = log_normalize(log_joint.detach()[:, cut.last].double().t()).t()  # [K, B]
-    carries = [Carry(result.carry.log_probs[cut.last], result.carry.states) for result, _ in results]
-    carries = [c if c.states is None else Carry(c.log_probs, c.states[cut.last]) for c in carries]
-    return Scan(total, join_carries(carries, final, sizes))
+    if any(own.log_probs.dim() < 2 for own in carries):  # none is wanted
+        return Scan(total, Carry(total.new_empty(0)))
+    final = log_normalize(log_joint.detach()[:, cut.last].t()).t()  # [K, B]
+    return Scan(total, join_carries([own.take(cut.last) for own in carries], final, sizes))
 
 
-def split_carry(carry: Carry, row: Tensor, sizes: Sequence[int]) -> list[tuple[Tensor, Carry]]:
-    """Return the log-mass [S] of each component in a carry, and its carry given the component, for `row` [S]."""
+def split_carry(carry: Carry, sizes: Sequence[int]) -> list[tuple[Tensor, Carry]]:
+    """Return the log-mass [B] of each component in a carry, and its carry given the component."""
     widths, starts = list(sizes), first_states(sizes)
     if carry.states is not None:  # of a scan: the states of a component are side by side, in every row as many
         ends = torch.tensor([*starts[1:], sum(sizes)], device=carry.states.device)
@@ -99,12 +100,10 @@ def split_carry(carry: Carry, row: Tensor, sizes: Sequence[int]) -> list[tuple[T
     states = [None] * len(widths) if carry.states is None else list(carry.states.split(widths, 1))
     result = []
     for own, names, start in zip(log_probs, states, starts, strict=True):
-        log_mass = torch.logsumexp(own[row], 1)
+        log_mass = torch.logsumexp(own, 1)
         # A component without mass has weight zero, so that any distribution will do.
-        conditional = torch.where(
-            log_mass[:, None] > NEG_INF, own[row] - finite(log_mass)[:, None], -math.log(own.shape[1])
-        )
-        result.append((log_mass, Carry(conditional, None if names is None else names[row] - start)))
+        conditional = torch.where(log_mass[:, None] > NEG_INF, own - finite(log_mass)[:, None], -math.log(own.shape[1]))
+        result.append((log_mass, Carry(conditional, None if names is None else names - start)))
     return result
 
 
