@@ -82,7 +82,7 @@ def test_bad_parameters_are_named() -> None:
         ("transition.w", w.half(), "transition.w must be a float32 or float64 tensor, not float16"),
         ("transition.log_normalizer", normalizer.float(), "u, .*w and .*log_normalizer must share one dtype"),
         ("transition.u", u[:, 0], r"transition.u must have shape \[states, width\], not \[12\]"),
-        ("transition.w", w[:, 0], r"transition.w must have shape \[states, width\], not \[12\]"),
+        ("transition.w", w[:, 0], r"transition.w must have shape \[12, 5\], not \[12\]"),
         ("transition.w", w[:3], r"transition.w must have shape \[12, 5\], not \[3, 5\]"),
         ("transition.log_normalizer", normalizer[:3], r"log_normalizer must have shape \[12\], not \[3\]"),
         ("log_start", given["log_start"][None], r"log_start must have shape \[states\], not \[1, 12\]"),

@@ -38,7 +38,7 @@ def load_hmm(path: Path) -> tuple[ModelFolder, HMM]:
         needed, indices = layout(kinds)
     except InputError as error:
         raise InputError(f"{config}: {error}") from None
-    sizes = {"Z": states, "V": words}
+    sizes = {"states": states, "words": words}
     require_tensors(file, tensors, {name: [sizes.get(d) for d in dims] for name, dims in needed.items()})
     require_dtype(file, tensors, indices, torch.int64)
     require_dtype(file, tensors, [n for n in needed if n not in indices], torch.float32, torch.float64)

@@ -33,15 +33,14 @@ class Blocked(Emission):
     """
 
     kind = "blocked"
-    TENSORS: ClassVar[dict[str, str]] = {"log_probs": "V?", "block_of_word": "V"}
+    TENSORS: ClassVar[dict[str, str]] = {"log_probs": "words, states per block", "block_of_word": "words"}
     INDICES: ClassVar[tuple[str, ...]] = ("block_of_word",)
 
     def __init__(self, log_probs: Tensor, block_of_word: Tensor, num_blocks: int | None = None) -> None:
         self.log_probs, self.block_of_word = log_probs, block_of_word
-        self._check(log_probs="words, states per block")
         if not isinstance(block_of_word, Tensor) or block_of_word.dtype not in (torch.int32, torch.int64):
             raise InputError("emission.block_of_word must be an integer tensor: the block of each word")
-        self._check_shape("block_of_word", len(log_probs))
+        self._check()
         check_type("num_blocks", num_blocks, int | None)
         self.num_blocks = int(block_of_word.max()) + 1 if num_blocks is None else num_blocks
         if not 0 < self.num_blocks < 2**31:

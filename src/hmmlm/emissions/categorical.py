@@ -19,11 +19,11 @@ class Categorical(Emission):
     """log O [Z, V]."""
 
     kind = "categorical"
-    TENSORS: ClassVar[dict[str, str]] = {"log_probs": "ZV"}
+    TENSORS: ClassVar[dict[str, str]] = {"log_probs": "states, words"}
 
     def __init__(self, log_probs: Tensor) -> None:
         self.log_probs = log_probs
-        self._check(log_probs="states, words")
+        self._check()
 
     @property
     def num_states(self) -> int:

@@ -27,7 +27,7 @@ class Tables(ABC):
     kind: ClassVar[str]
     """The name of the kind in model files."""
     TENSORS: ClassVar[dict[str, str]]
-    """The tensors and their dimensions: Z states, V words, ? any."""
+    """The tensors and their dimensions: of "states" and "words" there are as many as a model file says."""
     INDICES: ClassVar[tuple[str, ...]] = ()
     """Those of them that are integers; the others are floating-point."""
 
@@ -103,20 +103,20 @@ class Tables(ABC):
     def _name(self, tensor: str) -> str:
         return f"{self.role}.{tensor}"
 
-    def _check(self, **shapes: str) -> None:
-        """Raise an InputError unless the tensors have as many dimensions as their names in `shapes`, and no NaN."""
-        given = {name: value for name, value in self.tensors().items() if name not in self.INDICES}
-        check_parameters({self._name(name): value for name, value in given.items()})
-        for name, layout in shapes.items():
-            value = given[name]
-            if value.dim() != len(layout.split(", ")) or not value.numel():
-                raise InputError(f"{self._name(name)} must have shape [{layout}], not {list(value.shape)}")
-
-    def _check_shape(self, name: str, *shape: int) -> None:
-        """Raise an InputError unless a tensor has a shape."""
-        value = self.tensors()[name]
-        if tuple(value.shape) != shape:
-            raise InputError(f"{self._name(name)} must have shape {list(shape)}, not {list(value.shape)}")
+    def _check(self) -> None:
+        """Raise an InputError unless the tensors have the dimensions of `TENSORS`, equal ones of a size, and no NaN."""
+        check_parameters({self._name(name): getattr(self, name) for name in self.TENSORS if name not in self.INDICES})
+        sizes = dict[str, int]()
+        for name, value in self.tensors().items():
+            dims = self.TENSORS[name].split(", ")
+            if value.dim() == len(dims) and value.numel():
+                for dim, size in zip(dims, value.shape, strict=True):
+                    sizes.setdefault(dim, size)
+            want = [sizes.get(dim, dim) for dim in dims]
+            if list(value.shape) != want:
+                raise InputError(
+                    f"{self._name(name)} must have shape [{', '.join(map(str, want))}], not {list(value.shape)}"
+                )
 
     def _check_rows(self) -> None:
         """Raise an InputError unless the rows of every tensor are log-distributions."""

@@ -136,13 +136,14 @@ class Composition:
         return torch.stack([logsumexp(start, 0) for start in self.log_start.split(sizes)])
 
 
-def layout(kinds: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def layout(kinds: Mapping[str, str]) -> tuple[dict[str, list[str]], list[str]]:
     """Return the tensors of a model file with their dimensions, and those that are integers, from its kinds."""
-    dims, indices = {"log_start": "Z"}, list[str]()
+    dims, indices = {"log_start": ["states"]}, list[str]()
     for prefix, registry in (("transition.", transitions.KINDS), ("emission.", emissions.KINDS)):
         for inner, cls in UnionTables.leaves(prefix, registry, kinds):
-            of_part = inner != prefix
-            dims |= {inner + name: shape.replace("Z", "?") if of_part else shape for name, shape in cls.TENSORS.items()}
+            other = {"states": "states of the component"} if inner != prefix else {}
+            for name, shape in cls.TENSORS.items():
+                dims[inner + name] = [other.get(dim, dim) for dim in shape.split(", ")]
             indices += [inner + name for name in cls.INDICES]
     return dims, indices
 

@@ -17,13 +17,12 @@ class Dense(TiledTransition):
     """log A [Z, Z], row = from-state."""
 
     kind = "dense"
-    TENSORS: ClassVar[dict[str, str]] = {"log_probs": "ZZ"}
+    TENSORS: ClassVar[dict[str, str]] = {"log_probs": "states, states"}
     keeps_matrix = True
 
     def __init__(self, log_probs: Tensor) -> None:
         self.log_probs = log_probs
-        self._check(log_probs="states, states")
-        self._check_shape("log_probs", len(log_probs), len(log_probs))
+        self._check()
         self._prepare()
 
     @property

@@ -26,16 +26,14 @@ class Factored(TiledTransition):
     """
 
     kind = "factored"
-    TENSORS: ClassVar[dict[str, str]] = {"u": "Z?", "w": "Z?", "log_normalizer": "Z"}
+    TENSORS: ClassVar[dict[str, str]] = {"u": "states, width", "w": "states, width", "log_normalizer": "states"}
 
     def __init__(self, u: Tensor, w: Tensor, log_normalizer: Tensor | None = None) -> None:
         self.u, self.w = u, w
         if log_normalizer is None:
             log_normalizer = linear_logsumexp(u, w)
         self.log_normalizer = log_normalizer
-        self._check(u="states, width", w="states, width", log_normalizer="states")
-        self._check_shape("w", *u.shape)
-        self._check_shape("log_normalizer", len(u))
+        self._check()
         self._prepare()
 
     @property

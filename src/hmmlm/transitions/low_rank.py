@@ -26,12 +26,11 @@ class LowRank(Transition):
     """
 
     kind = "low-rank"
-    TENSORS: ClassVar[dict[str, str]] = {"log_left": "Z?", "log_right": "?Z"}
+    TENSORS: ClassVar[dict[str, str]] = {"log_left": "states, rank", "log_right": "rank, states"}
 
     def __init__(self, log_left: Tensor, log_right: Tensor) -> None:
         self.log_left, self.log_right = log_left, log_right
-        self._check(log_left="states, rank", log_right="rank, states")
-        self._check_shape("log_right", *reversed(log_left.shape))
+        self._check()
 
     @property
     def num_states(self) -> int:

@@ -23,16 +23,15 @@ class Monarch(Transition):
     """
 
     kind = "monarch"
-    TENSORS: ClassVar[dict[str, str]] = {"log_left": "???", "log_right": "???"}
+    TENSORS: ClassVar[dict[str, str]] = {
+        "log_left": "groups, states of a group, states of a group",
+        "log_right": "states of a group, groups, groups",
+    }
 
     def __init__(self, log_left: Tensor, log_right: Tensor) -> None:
         self.log_left, self.log_right = log_left, log_right
-        self._check(
-            log_left="groups, states of a group, states of a group", log_right="states of a group, groups, groups"
-        )
+        self._check()
         self.groups, self.width = log_left.shape[:2]
-        self._check_shape("log_left", self.groups, self.width, self.width)
-        self._check_shape("log_right", self.width, self.groups, self.groups)
 
     @property
     def num_states(self) -> int:
