@@ -24,8 +24,3 @@ class Evidence(NamedTuple):
     lengths: Tensor | None = None  # [B]
     carry: Tensor | None = None  # [B, Z] float64
     restart: Tensor | None = None  # [B, T] bool
-
-    def rows(self, index: Tensor) -> "Evidence":
-        """Return the sequences at `index`."""
-        rest = (None if field is None else field[index] for field in self[1:])
-        return Evidence(self.tokens[index], *rest)
