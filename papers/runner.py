@@ -153,7 +153,8 @@ def _with_teacher(run: StudyRun, work: Path) -> TrainingConfig:
 
 def train_teacher_of(run: StudyRun, work: Path) -> Path:
     """Return the run of the row's teacher in `work`; it is trained, or its training resumed, unless it is finished."""
-    from hmmlm.learning.train import PERPLEXITY, train_baseline
+    from hmmlm.data.files import PERPLEXITY
+    from hmmlm.learning.train import train_baseline
     from hmmlm.runs.progress import LineProgress
 
     teacher = teacher_of(run)
@@ -241,8 +242,8 @@ def _train(config: TrainingConfig, folder: Path, on_gpu: bool) -> dict[str, Any]
 
 
 def _train_and_score(config: TrainingConfig, folder: Path, on_gpu: bool) -> dict[str, Any]:
-    from hmmlm.data.files import read_json
-    from hmmlm.learning.train import PERPLEXITY, train, train_baseline
+    from hmmlm.data.files import PERPLEXITY, read_json
+    from hmmlm.learning.train import train, train_baseline
     from hmmlm.runs.history import read_history
     from hmmlm.runs.progress import LineProgress
 

@@ -269,7 +269,7 @@ def test_what_only_an_hmm_answers() -> None:
     mixture = MixtureModel([HmmPredictor(lm)], [1.0], lm.tokenizer)
     for query in ("guide", "infill", "states", "nearest", "embeddings", "automaton", "explore"):
         assert hasattr(lm, query) and not hasattr(mixture, query)
-    with pytest.raises(InputError, match="a mixture is not an HMM, so it has no guide: use one of its HMMs"):
+    with pytest.raises(InputError, match="a mixture is not an HMM, so it has no guide: use an HMM"):
         mixture.guide(must=["a"])
     with pytest.raises(AttributeError, match="'MixtureModel' object has no attribute 'nothing'"):
         _ = mixture.nothing

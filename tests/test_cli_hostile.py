@@ -209,6 +209,13 @@ FILES = [
     ("mix {place}/model --ngram 99 --out {place}/new", "--ngram: Input should be less than or equal to 10"),
     ("ngram {place} --order 5", "has no token files"),
     ("distill {place}/text.txt --out {place}/new", "no teacher at"),
+    ("distill {place}/none.gguf --out {place}/new", "/none.gguf: give a folder, a .gguf file or a name"),
+    ("distill {place}/model --gguf-file none.gguf --out {place}/new", "no file none.gguf in the teacher folder"),
+    ("train --data {place}/text.txt --init lvd --teacher {place}/none", "no teacher at"),
+    (
+        "train --data {place}/text.txt --model.kind pretrained --model.teacher {place}/none",
+        "no teacher at",
+    ),
     ("teacher --convert {place}/text.txt --out {place}/new", "is not a GGUF file"),
     ("baseline --resume {place}/model", "config.json does not belong to a run of `hmmlm baseline`"),
     ("explore {place}/model --port 99999999", "--port: Input should be less than or equal to 65535"),

@@ -173,11 +173,27 @@ def test_score_of_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     rows = output(capsys, "score", "latest", "-").splitlines()
     assert [row.split(maxsplit=4)[4:] for row in rows[1:-1]] == [["the cat sees the dog ."], [], ["the dog"]]
     assert rows[-1].endswith("all lines")
-    perplexity = load("runs/subwords").perplexity(text.splitlines())
+    perplexity = load("runs/subwords").perplexity(["the cat sees the dog .", "the dog"])
     assert float(rows[-1].split()[2].replace(",", "")) == pytest.approx(perplexity, abs=0.06)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\nd\xe9j\xe0\n")))
     assert "standard input is not UTF-8 text: 0xe9 at byte 3" in failure(capsys, "score", "latest", "-")
     assert "no file nothing.txt" in failure(capsys, "score", "latest", "nothing.txt")
+
+
+@pytest.mark.parametrize("lines", ["the cat\n\n \t\nthe dog .\n\n", "\n\nthe cat", "a\n" * 3])
+def test_score_and_eval_agree_on_every_text(lines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text(lines)
+    argv = ["runs/words", str(tmp_path / "text.txt")]
+    rows = [json.loads(row) for row in output(capsys, "score", *argv, "--format", "json").splitlines()]
+    assert [(row["line"], row["text"]) for row in rows] == list(enumerate(map(str.strip, lines.splitlines()), 1))
+    figures = json.loads(output(capsys, "eval", argv[0], "--data", argv[1], "--json"))["results"]["text.txt"]
+    assert sum(row["tokens"] for row in rows) == figures["tokens"]
+    assert sum(row["log_prob"] for row in rows) == pytest.approx(figures["log_likelihood"])
+    blank = {"log_prob": 0.0, "tokens": 0, "perplexity": None, "unknown": 0}
+    assert all(blank.items() <= row.items() for row in rows if not row["text"])
+    for options in ([], ["--tokens"]):  # as many columns in every row
+        table = output(capsys, "score", *argv, "--format", "tsv", *options).splitlines()
+        assert len({row.count("\t") for row in table}) == 1
 
 
 def test_a_text_longer_than_a_batch_is_read_in_windows() -> None:
@@ -255,8 +271,20 @@ def test_runs_lists_results_and_latest_is_the_newest(
         output(capsys, *shlex.split(argv), *(["the ___"] if argv.startswith("infill") else []))
     teacher = ["--model.hidden", "8", "--model.layers", "1", "--model.heads", "1", "--train.epochs", "1", "--quiet"]
     output(capsys, "teacher", "--data", "animals.txt", "--out", "runs/teacher", *teacher)
-    assert json.loads(output(capsys, "runs", "--json"))[-1]["run"] == "runs/subwords"  # not the teacher
-    output(capsys, "sample", "latest", "--num-samples", "1")
+    baseline = ["--model.hidden", "8", "--train.epochs", "1", "--quiet"]
+    output(capsys, "baseline", "--data", "animals.txt", "--out", "baselines/lstm", *baseline)
+    (tmp_path / "results.json").write_bytes(Path("runs/words/results.json").read_bytes())
+    Path("runs/words/results.json").unlink()  # as while the test text is scored
+    found = {run["run"]: run for run in json.loads(output(capsys, "runs", "--json"))}
+    progress = {row.split()[0]: row.rstrip().rpartition("  ")[2] for row in output(capsys, "runs").splitlines()[1:]}
+    Path("runs/words/results.json").write_bytes((tmp_path / "results.json").read_bytes())
+    assert [*found] == ["runs/words", "runs/running", "runs/subwords", "runs/teacher", "baselines/lstm"]
+    assert progress == {name: "not tested yet" if name == "runs/words" else "finished" for name in found}
+    assert [run["finished"] for run in found.values()] == [False, True, True, True, True]
+    test = json.loads(output(capsys, "eval", "baselines/lstm", "--json"))["results"]["test"]
+    assert found["baselines/lstm"]["test_perplexity"] == pytest.approx(test["perplexity"], rel=1e-5)
+    assert "a network is not an HMM" in failure(capsys, "sample", "baselines/lstm", "--must", "cat")
+    output(capsys, "compare", "baselines/lstm", "latest")  # not the teacher, which is newer
     monkeypatch.chdir(tmp_path)
     assert "no runs in the folder runs" in failure(capsys, "eval", "latest")
     assert "no runs in the folder runs" in failure(capsys, "runs")
@@ -265,7 +293,7 @@ def test_runs_lists_results_and_latest_is_the_newest(
 def test_a_finished_run_says_that_it_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     printed = output(capsys, "train", "--resume", "latest")
     assert "run folder: runs/subwords" in printed
-    assert "this run is complete (1 epochs): --train.epochs N trains it longer" in printed
+    assert "this run is complete (1 epoch): --train.epochs N trains it longer" in printed
 
 
 def test_quiet_prints_results_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,14 +216,17 @@ def test_bad_input_is_one_line(
     fails("prompt 2 has 41 tokens", str(folder), "--prompts", str(tmp_path / "long.txt"), *to)
     (tmp_path / "long.txt").write_text("the cat\n" + "the " * 20 + "\n")
     fails("prompt 2 has 21 tokens", str(folder), "--prompts", str(tmp_path / "long.txt"), "--length", "30", *to)
-    fails("100 tokens are too few for 5,000 states", str(folder), "--tokens", "100", "--num-states", "5000", *to)
+    fails("--tokens 100 is too few for 5,000 states", str(folder), "--tokens", "100", "--num-states", "5000", *to)
     fails("leave out num_states", "--resume", str(run), "--num-states", "7")
     fails("no run to resume", "--resume", str(tmp_path))
     fails("no distillation to resume", "--resume", str(other))
     fails("already contains a run", str(folder), "--out", str(run))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name))
-    fails("hmmlm distill needs transformers, which the extra hmmlm[teacher] installs", str(folder), *to)
+    fails(f"the teacher {folder} needs transformers, which the extra hmmlm[teacher] installs", str(folder), *to)
+    fails("no teacher at /no/such/folder", "/no/such/folder", *to)  # whatever is installed
+    fails(f"no teacher at {tmp_path / 'absent.gguf'}", str(tmp_path / "absent.gguf"), *to)
+    fails("there is no folder absent, and a teacher on the hub needs transformers", "absent", *to)
 
 
 def test_another_model_under_the_same_name_is_refused(tmp_path: Path) -> None:

@@ -106,3 +106,12 @@ def test_a_temperature_close_to_zero_takes_the_most_likely_token() -> None:
     lm = sentence_model()
     texts = [lm.generate("the", max_new_tokens=3, temperature=t, seed=0) for t in (0, 1e-320)]
     assert texts[0] == texts[1]
+
+
+def test_decode_leaves_out_the_ends_that_fill_a_row() -> None:
+    lm = line_model()
+    line = lm.encode("the cat runs")
+    eos = lm.tokenizer.eos_id
+    assert lm.decode(line) == lm.decode([*line, *[eos] * 15]) == "the cat runs"
+    assert lm.decode([*line, *line, eos]) == "the cat runs\nthe cat runs"
+    assert lm.decode([eos] * 3) == lm.decode([]) == ""

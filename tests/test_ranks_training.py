@@ -17,9 +17,10 @@ from hmmlm.config.networks import BaselineConfig
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
 from hmmlm.data.batches import Batch
+from hmmlm.data.files import PERPLEXITY
 from hmmlm.distillation.kmeans import Clusters
 from hmmlm.learning.learners import mask_padding
-from hmmlm.learning.train import PERPLEXITY, train, train_baseline
+from hmmlm.learning.train import train, train_baseline
 from hmmlm.runs.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.slow

@@ -67,6 +67,6 @@ def test_live_display_shows_phase_and_figures() -> None:
 
 def test_perplexities_as_text() -> None:
     values = (12.34, 1234.56, 9_999_999.0, 1e7, 1.26e54, float("inf"), float("nan"))
-    shown = ["12.3", "1,234.6", "9,999,999.0", "1.0e7", "1.3e54", "inf", "nan"]
+    shown = ["12.3", "1,234.6", "9,999,999.0", "1.0e7", "1.3e54", "∞", "–"]
     assert [perplexity_text(value) for value in values] == shown
     assert perplexity_text(2.345, 2) == "2.35" and perplexity_text(1234.5, 0) == "1,234"

@@ -20,6 +20,19 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 token, 2,000 tokens."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def time_text(seconds: float) -> str:
+    """Return a time with two digits: 250 ms, 34 s, 5.2 min, 3.1 h."""
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{float(f'{seconds / size:.2g}'):g} {unit}"
+    return f"{float(f'{1e3 * seconds:.2g}'):g} ms" if seconds < 0.995 else f"{float(f'{seconds:.2g}'):g} s"
+
+
 def without_controls(text: str) -> str:
     """Escape the control characters of a text except line breaks and tabs, so that a terminal does not obey them."""
     return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)

@@ -49,10 +49,10 @@ def run(argv: list[str]) -> int:
         return code
 
     from hmmlm.cli.models import warn_unknown
-    from hmmlm.data.files import read_json
+    from hmmlm.data.files import PERPLEXITY, read_json
     from hmmlm.data.tokenfile import unknown_fraction
     from hmmlm.learning.prepare import reopen
-    from hmmlm.learning.train import PERPLEXITY, train_baseline
+    from hmmlm.learning.train import train_baseline
     from hmmlm.runs.progress import perplexity_text
 
     config = config_of(BaselineConfig, arguments)

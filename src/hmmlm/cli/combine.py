@@ -13,7 +13,7 @@ from pydantic_settings import CliPositionalArg
 from hmmlm.cli.parse import Arguments
 from hmmlm.errors import InputError
 from hmmlm.runs.folders import find_run, refuse_used
-from hmmlm.terminal import print_table
+from hmmlm.terminal import counted, print_table
 
 Weight = Annotated[float, Field(ge=0, le=1)]
 ModelPaths = Annotated[
@@ -44,7 +44,9 @@ class CombineArguments(Arguments):
         """Raise an InputError if the folder is in use, or if the weights are not those of `count` components."""
         refuse_used(self.out)
         if self.weights and len(self.weights) != count:
-            raise InputError(f"--weights has {len(self.weights)} numbers for {count} {what}: give one for each")
+            raise InputError(
+                f"--weights has {counted(len(self.weights), 'number')} for {count} {what}: give one for each"
+            )
         if self.weights and abs(sum(self.weights) - 1) > 1e-6:
             raise InputError(f"--weights sum to {sum(self.weights):g}, not to one")
 
@@ -56,5 +58,7 @@ def print_weights(
     from hmmlm.runs.progress import perplexity_text
 
     values = [math.nan] * len(names) if perplexities is None else perplexities
-    shown = ["–" if math.isnan(value) else perplexity_text(value, 2) for value in values]
+    shown = [perplexity_text(value, 2) for value in values]
+    if math.inf in values:
+        caption += f"{'; ' if caption else ''}∞: alone, it gives a token of the text probability zero"
     print_table(("model", "weight", "valid perplexity"), zip(names, [*weights, ""], shown, strict=True), caption)

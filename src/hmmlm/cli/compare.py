@@ -12,6 +12,7 @@ from pydantic import Field
 from hmmlm.cli.models import read_texts, tokens_of_text, warn_unknown
 from hmmlm.cli.parse import Arguments, ModelPath, parse
 from hmmlm.errors import InputError
+from hmmlm.terminal import counted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,7 +81,9 @@ def run(argv: list[str]) -> int:
     for path, found in zip(paths, scored, strict=True):
         impossible = int(np.isinf(found.log_likelihood).sum())
         if impossible:
-            raise InputError(f"{impossible:,} of the {len(texts.sizes):,} texts have probability zero under {path}")
+            raise InputError(
+                f"{impossible:,} of {counted(len(texts.sizes), 'text')} have probability zero under {path}"
+            )
     first, second = (found.log_likelihood for found in scored)
     bits = paired_difference(-first / math.log(2), -second / math.log(2), texts.sizes)
     result: dict[str, Any] = {
@@ -168,6 +171,6 @@ def _print(result: dict[str, Any], unit: str) -> None:
     if "perplexity_ratio" in result:
         ratio = result["perplexity_ratio"]
         print(f"perplexity of A / B: {ratio['mean']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f})")
-    print(f"A is better on {result['first_better_share']:.1%} of {result['texts']:,} texts")
+    print(f"A is better on {result['first_better_share']:.1%} of {counted(result['texts'], 'text')}")
     if bits["low"] <= 0 <= bits["high"]:
         print("no clear difference: the interval contains 0")

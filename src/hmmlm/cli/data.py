@@ -16,7 +16,7 @@ from hmmlm.cli.parse import Arguments, parse
 from hmmlm.config.sections import TextConfig, TokenizerConfig, WordTokenizerConfig
 from hmmlm.config.training import TrainingConfig, fill_in_kinds, with_corpus_words
 from hmmlm.section import Passes
-from hmmlm.terminal import print_table, printable
+from hmmlm.terminal import counted, print_table, printable
 
 if TYPE_CHECKING:
     from hmmlm.data.corpora import Documents
@@ -147,7 +147,7 @@ def run(argv: list[str]) -> int:
                     prepared.tokens["train"], arguments.clusters, arguments.exchange_passes, progress
                 )
                 write_paths(out / "clusters.paths", clustering, words)
-                print(printable(f"{len(clustering.paths)} clusters: {out / 'clusters.paths'}"))
+                print(printable(f"{counted(len(clustering.paths), 'cluster')}: {out / 'clusters.paths'}"))
     rows = []
     for split, tokens in prepared.tokens.items():
         unknown = unknown_fraction(tokens, prepared.tokenizer.unk_id, prepared.tokenizer.eos_id)

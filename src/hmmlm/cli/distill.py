@@ -10,8 +10,9 @@ from pydantic_settings import CliPositionalArg
 
 from hmmlm.cli.parse import Arguments, parse
 from hmmlm.config.distill import DistillConfig
-from hmmlm.errors import InputError, require
+from hmmlm.errors import InputError
 from hmmlm.runs.folders import CONFIG, find_run, new_folder
+from hmmlm.teachers.checks import require_readers
 
 DESCRIPTION = """Distill a causal language model of Hugging Face into a hidden Markov model with the same
 tokens, which steers it (docs/guide/steering.md).
@@ -53,7 +54,8 @@ class DistillArguments(Arguments, DistillConfig):  # type: ignore[misc]
 
 def run(argv: list[str]) -> int:
     arguments = parse(DistillArguments, argv, "distill", DESCRIPTION)
-    require("teacher", "transformers", reader="hmmlm distill")
+    if arguments.model:
+        require_readers(arguments.model, arguments.gguf_file)
 
     from hmmlm.cli.main import INTERRUPTED
     from hmmlm.learning.distill import distill, resume_distillation

@@ -11,6 +11,7 @@ from pydantic import PositiveInt
 from hmmlm.cli.models import ModelArguments
 from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
+from hmmlm.terminal import counted
 
 DESCRIPTION = """Print the states of a model: the share of the tokens that each emits in the long run; its share of
 the validation text (of up to 10,000 tokens), if that is in the run's folder; its most telling
@@ -80,7 +81,9 @@ def run(argv: list[str]) -> int:
         tables.insert(0, contexts_table(lm, summary, arguments.num_states, text))
     console = Console()
     dtype = str(lm.hmm.dtype).removeprefix("torch.")
-    console.print(f"{lm.hmm.num_states:,} states, {lm.hmm.vocab_size:,} words in the vocabulary, {dtype}")
+    console.print(
+        f"{counted(lm.hmm.num_states, 'state')}, {counted(lm.hmm.vocab_size, 'word')} in the vocabulary, {dtype}"
+    )
     console.print(states_table(lm, summary, arguments.num_states, share))
     for table in tables:
         console.print()

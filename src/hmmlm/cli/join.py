@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from hmmlm.cli.combine import CombineArguments, print_weights
 from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
+from hmmlm.terminal import counted
 
 if TYPE_CHECKING:
     from hmmlm.learning.prepare import Prepared
@@ -33,7 +34,7 @@ def run(argv: list[str]) -> int:
     arguments.check(len(arguments.models), "models")
     joined, weights, perplexities = build(arguments)
     joined.save(arguments.out)
-    names = [*map(str, arguments.models), f"{arguments.out} ({joined.hmm.num_states:,} states)"]
+    names = [*map(str, arguments.models), f"{arguments.out} ({counted(joined.hmm.num_states, 'state')})"]
     print_weights(names, [f"{weight:.4f}" for weight in weights], perplexities)
     return 0
 

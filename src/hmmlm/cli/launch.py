@@ -102,10 +102,11 @@ def _check_gpus(config: Devices, setting: str) -> None:
 
     from hmmlm.device import pick_device
     from hmmlm.errors import InputError
+    from hmmlm.terminal import counted
 
     gpus = torch.cuda.device_count()
     if pick_device(config.device).type == "cuda" and gpus < config.devices:
         raise InputError(
-            f"{setting} is {config.devices}, but this machine has {gpus} GPU{'s' if gpus > 1 else ''}: set it to "
+            f"{setting} is {config.devices}, but this machine has {counted(gpus, 'GPU')}: set it to "
             f"{gpus} or less, or start processes on several machines with torchrun"
         )

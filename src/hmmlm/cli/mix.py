@@ -10,6 +10,7 @@ from hmmlm.cli.combine import CombineArguments, Weight, print_weights
 from hmmlm.cli.parse import parse
 from hmmlm.errors import InputError
 from hmmlm.section import MAX_TOKENS
+from hmmlm.terminal import counted
 
 if TYPE_CHECKING:
     from hmmlm.lm.mixture import MixtureModel
@@ -112,7 +113,7 @@ def build(arguments: MixArguments) -> tuple[MixtureModel, list[float], int]:
 def _print(arguments: MixArguments, mixture: MixtureModel, perplexities: list[float]) -> None:
     names = list(map(str, arguments.models))
     names += [f"Kneser-Ney {arguments.ngram}-gram"] if arguments.ngram else []
-    names += [f"cache of {arguments.cache} words"] if arguments.cache else []
+    names += [f"cache of {counted(arguments.cache, 'word')}"] if arguments.cache else []
     names += ["recent words"] if arguments.recent else []
     digits = 4 if len(mixture.weights) == 1 else 2
     weights = [" ".join(f"{weight:.{digits}f}" for weight in of_part) for of_part in mixture.weights.T]

@@ -13,6 +13,7 @@ from pydantic_settings import CliPositionalArg
 from hmmlm.cli.models import print_scores, warn_unknown
 from hmmlm.cli.parse import Arguments, parse
 from hmmlm.runs.folders import find_run
+from hmmlm.terminal import counted
 
 DESCRIPTION = """Print the perplexity of an interpolated modified Kneser-Ney n-gram of the training text of a run, on
 the validation and test text of the run. Its context restarts where the model of the run restarts.
@@ -72,7 +73,9 @@ def run(argv: list[str]) -> int:
     if arguments.arpa is not None:
         model = read_arpa(arguments.arpa, words)
         if arguments.order not in (None, model.order):
-            raise InputError(f"{arguments.arpa} has n-grams of up to {model.order} tokens: leave out --order")
+            raise InputError(
+                f"{arguments.arpa} has n-grams of up to {counted(model.order, 'token')}: leave out --order"
+            )
     else:
         model = count_ngram(data, arguments.order or ORDER, restarts)
         if len(data.tokens["train"]) > BASELINE_TOKENS:

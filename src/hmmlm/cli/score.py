@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Print the natural log-probability of every line of a text, <eos> included, its number of tokens,
 its perplexity and its number of unknown words; with --tokens also the log-probability of every
-token given those before it. Every line is scored on its own, blank lines included.
+token given those before it. Every line is scored on its own; a blank line has no tokens, as in
+`hmmlm eval`.
 
 examples:
   hmmlm score runs/mine sentences.txt
@@ -44,6 +45,8 @@ class ScoreArguments(ModelArguments):
 def run(argv: list[str]) -> int:
     arguments = parse(ScoreArguments, argv, "score", DESCRIPTION)
 
+    import torch
+
     from hmmlm.data.text import read_lines
     from hmmlm.lm.mixture import load_text_model
     from hmmlm.lm.scoring import perplexity, score_of
@@ -55,8 +58,10 @@ def run(argv: list[str]) -> int:
     def rows() -> Iterator[Row]:
         lines = enumerate(_standard_input() if arguments.file == "-" else read_lines(Path(arguments.file)), 1)
         while some := list(islice(lines, LINES)):
-            encoded = [lm.encode(line) for _, line in some]
-            for (number, line), ids, log_probs in zip(some, encoded, lm.token_log_probs(encoded), strict=True):
+            encoded = [lm.encode(line) if line else [] for _, line in some]
+            scored = iter(lm.token_log_probs([ids for ids in encoded if ids]))
+            for (number, line), ids in zip(some, encoded, strict=True):
+                log_probs = next(scored) if ids else torch.zeros(0)
                 names = [lm.tokenizer.token(i) for i in ids]
                 yield (
                     number,
@@ -100,7 +105,8 @@ def run(argv: list[str]) -> int:
         print(header)
     total, tokens, unknown = 0.0, 0, 0
     for row in rows():
-        print(shown(row))
+        if text_of_row := shown(row):  # a blank line has no row of tokens
+            print(text_of_row)
         total, tokens = total + row[3].log_likelihood, tokens + row[3].tokens
         unknown += row[3].unknown_words
     if arguments.format == "text" and tokens:

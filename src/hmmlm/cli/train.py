@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hmmlm.config.recipe import recipe_names
-from hmmlm.errors import InputError, require
+from hmmlm.errors import InputError
+from hmmlm.teachers.checks import require_readers
+from hmmlm.terminal import counted, time_text
 
 if TYPE_CHECKING:
     from hmmlm.cli.training import TrainArguments
@@ -76,20 +78,12 @@ def _print_estimate(config: RunConfig, arguments: TrainArguments) -> int:
         f"memory: {found.memory / 1e9:.2f} GB\n"
         f"step: {time_text(found.step_seconds)} for {batches.batch_size} × {batches.length} tokens, "
         f"{found.tokens_per_second:,.0f} tokens per second\n"
-        f"epoch: {time_text(found.epoch_seconds)} ({found.steps_per_epoch:,} steps; validation "
+        f"epoch: {time_text(found.epoch_seconds)} ({counted(found.steps_per_epoch, 'step')}; validation "
         f"{found.checks_per_epoch} × {time_text(found.check_seconds)})\n"
         f"run: {time_text(found.epochs * found.epoch_seconds)} for {found.epochs:.3g} epochs, without word clusters, "
         "initialization, next words of a teacher, and report"
     )
     return 0
-
-
-def time_text(seconds: float) -> str:
-    """Return a time with two digits: 250 ms, 34 s, 5.2 min, 3.1 h."""
-    for size, unit in ((3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{float(f'{seconds / size:.2g}'):g} {unit}"
-    return f"{float(f'{1e3 * seconds:.2g}'):g} ms" if seconds < 0.995 else f"{float(f'{seconds:.2g}'):g} s"
 
 
 def run(argv: list[str]) -> int:
@@ -104,7 +98,7 @@ def run(argv: list[str]) -> int:
     # After parsing: mistakes in options, and what is not installed, are reported without importing torch.
     teacher = getattr(arguments.initialization, "teacher", None)
     if teacher is not None and not Path(teacher).is_dir():  # a folder may be of `hmmlm teacher`, which needs nothing
-        require("teacher", "transformers", reader=f"the teacher {teacher}")
+        require_readers(teacher, getattr(arguments.initialization, "gguf_file", None))
     if arguments.dry_run:
         return _print_estimate(config_of(RunConfig, arguments), arguments)
     if (code := launch("train", argv, arguments.train)) is not None:

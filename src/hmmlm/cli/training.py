@@ -19,7 +19,7 @@ from hmmlm.config.run import RunConfig
 from hmmlm.config.training import TrainingConfig, drop_other_kinds
 from hmmlm.errors import InputError
 from hmmlm.runs.folders import FOLDERS, LATEST, find_run, new_folder, saved_config
-from hmmlm.terminal import printable
+from hmmlm.terminal import counted, printable
 
 if TYPE_CHECKING:
     from hmmlm.learning.train import TrainResult
@@ -145,8 +145,9 @@ def run_training(
     if result.finished:
         memory, data = peak_memory(pick_device(config.train.device)), reopen(result.out)
         unknown = unknown_fraction(data.tokens["valid"], data.tokenizer.unk_id, data.tokenizer.eos_id)
+        steps = counted(result.steps, "step")
         print(
-            f"finished after {result.steps:,} steps, {result.seconds:,.0f} s, {memory / 1e9:.2f} GB of memory; "
+            f"finished after {steps}, {result.seconds:,.0f} s, {memory / 1e9:.2f} GB of memory; "
             f"best model, of valid perplexity {result.best_perplexity:.2f} ({unknown:.1%} unknown words): "
             f"{printable(str(result.out / 'best'))}"
         )

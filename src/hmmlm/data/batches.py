@@ -20,6 +20,7 @@ from hmmlm.data.tokenfile import TokenFile
 from hmmlm.distributed.ranks import world
 from hmmlm.errors import InputError
 from hmmlm.pages import release_pages
+from hmmlm.terminal import counted
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class StreamBatches:
         _check_sizes(batch_size, length)
         if len(token_file) < batch_size:
             raise InputError(
-                f"{token_file.name} has {len(token_file)} tokens, too few for {batch_size} streams: "
+                f"{token_file.name} has {counted(len(token_file), 'token')}, too few for {batch_size} streams: "
                 f"set --batches.batch-size to {len(token_file)} or less"
             )
         if not 0 <= eos_id < token_file.vocab_size:

@@ -29,6 +29,7 @@ from hmmlm.data.text import (
 from hmmlm.data.tokenfile import TokenFile, write_tokens
 from hmmlm.data.tokenizers import Tokenizer
 from hmmlm.errors import InputError
+from hmmlm.terminal import counted
 
 SPLITS = ("train", "valid", "test")
 NAMES = ("embedded", PTB.name, WIKITEXT_2.name)
@@ -250,8 +251,7 @@ def _held_out_splits(
             pieces = lambda: ([piece] for document in documents() for piece in split_long(document[0]))  # noqa: E731
             return _held_out_splits(path, f"{source} sentences", pieces, unit, note)
         if count < len(SPLITS):
-            units = f"1 {unit}" if count == 1 else f"{count} {unit}s"
-            raise InputError(f"{path} has {units}, too few for train, valid and test: {_ADVICE[unit]}")
+            raise InputError(f"{path} has {counted(count, unit)}, too few for train, valid and test: {_ADVICE[unit]}")
         assign = partial(_by_position, min(count, 20))
 
     def read(split: str) -> Iterator[Document]:

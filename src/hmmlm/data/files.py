@@ -17,6 +17,8 @@ from hmmlm.errors import InputError
 POLL_SECONDS = 0.05
 RESULTS = "results.json"
 """In the folder of a finished run: figures of its model and of baselines."""
+PERPLEXITY = "perplexity.json"
+"""In the folder of a finished baseline: its valid and test perplexity."""
 
 
 @contextmanager

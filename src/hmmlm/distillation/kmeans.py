@@ -20,6 +20,7 @@ from hmmlm.data.modelfolder import require_tensors
 from hmmlm.data.tensorfiles import read_tensors, write_tensors
 from hmmlm.errors import InputError
 from hmmlm.numerics.distributions import check_finite
+from hmmlm.terminal import counted
 
 FORMAT = "hmmlm clusters"
 SAMPLE_POINTS = 65_536
@@ -206,7 +207,7 @@ def _draw_sample(pieces: Pieces, clusters: int, limit: int, seed: int, on_piece:
         keys, sample, group = keys[kept], sample[kept], group[kept]
         on_piece("embedding", len(points))
     if shift is None or total < clusters:
-        raise InputError(f"{total:,} embeddings cannot make {clusters:,} clusters: use fewer states or more text")
+        raise InputError(f"{counted(total, 'embedding')} cannot make {clusters:,} clusters: use fewer states")
     return _Sample((shift + sums / total).float(), sample, group, total)
 
 
@@ -217,8 +218,8 @@ def _initial_centroids(sample: Tensor, clusters: int, generator: torch.Generator
     chosen = _plus_plus(sample, clusters, generator)
     if strict and len(chosen) < clusters:
         raise InputError(
-            f"only {len(chosen):,} distinct embeddings among {len(sample):,}, and {clusters:,} states need one each: "
-            "use fewer states, another layer or another teacher"
+            f"only {counted(len(chosen), 'distinct embedding')} among {len(sample):,}, and {clusters:,} states need "
+            "one each: use fewer states, another layer or another teacher"
         )
     return chosen.repeat(-(-clusters // len(chosen)), 1)[:clusters]
 

@@ -19,6 +19,7 @@ from hmmlm.explorer.query import Count, Query, Text
 from hmmlm.explorer.tokens import described
 from hmmlm.lm.generation import SamplingOptions, collect, sample_accepted, sample_continuations
 from hmmlm.lm.lm import LanguageModel
+from hmmlm.terminal import counted
 
 MAX_WORK = 2**33  # states² × tokens of a constraint on a CPU: about ten seconds
 MAX_PREDICTED = 2**21  # states × new tokens that are drawn from predictive distributions on a CPU: the same
@@ -123,8 +124,8 @@ def chosen_constraints(lm: LanguageModel, query: GenerateQuery) -> dict[str, Any
     work = lm.hmm.num_states**2 * query.max_new_tokens
     if chosen and work > MAX_WORK and lm.hmm.device.type == "cpu":
         raise InputError(
-            f"a constraint on {query.max_new_tokens} tokens of a model with {lm.hmm.num_states:,} states takes too "
-            "long here: use fewer tokens, a GPU, or `hmmlm sample --must`"
+            f"a constraint on {counted(query.max_new_tokens, 'token')} of a model with {lm.hmm.num_states:,} states "
+            "takes too long here: use fewer tokens, a GPU, or `hmmlm sample --must`"
         )
     return chosen
 
@@ -135,8 +136,8 @@ def _check_predicted(lm: LanguageModel, query: GenerateQuery, excluded: int | No
     work = query.num_samples * query.max_new_tokens * lm.hmm.num_states
     if not plain and work > MAX_PREDICTED and lm.hmm.device.type == "cpu":
         raise InputError(
-            f"{query.num_samples} samples of {query.max_new_tokens} tokens of a model with {lm.hmm.num_states:,} "
-            "states take too long here: use temperature 1, all words and <unk>, or fewer tokens"
+            f"{counted(query.num_samples, 'sample')} of {counted(query.max_new_tokens, 'token')} of a model with "
+            f"{lm.hmm.num_states:,} states take too long here: use temperature 1, all words and <unk>, or fewer tokens"
         )
 
 

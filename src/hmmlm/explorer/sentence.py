@@ -17,6 +17,7 @@ from hmmlm.explorer.query import MAX_CHARACTERS, Count, Query, Text
 from hmmlm.explorer.tokens import bits, continues, described, display, spans_of
 from hmmlm.lm.lm import LanguageModel
 from hmmlm.lm.scoring import perplexity
+from hmmlm.terminal import counted
 
 CELLS = 2**25  # tokens × states of a posterior
 MAX_TOKENS = 2_000
@@ -113,7 +114,7 @@ def blank(explorer: Explorer, query: BlankQuery) -> dict[str, Any]:
     lm, tokenizer, position = explorer.lm, explorer.lm.tokenizer, query.position
     tokens = lm.encode(query.text)[: _limit(lm)]
     if position >= len(tokens):
-        raise InputError(f"position {position} is not one of the {len(tokens)} tokens of the text")
+        raise InputError(f"position {position} is beyond the text of {counted(len(tokens), 'token')}")
     sequence, offset = _sequence_at(lm, tokens, position)
     probs = lm.hmm.infill_at([sequence], offset).double().exp()
     own = tokens[position]

@@ -144,8 +144,8 @@ def _check_amount(config: DistillConfig) -> None:
     held_out = len(HOLD_OUT) / HOLD_OUT_EVERY
     if config.tokens * (1 - held_out) < config.num_states:
         raise InputError(
-            f"{config.tokens:,} tokens are too few for {config.num_states:,} states, as {held_out:.0%} are held out "
-            "and every state needs one: sample more (--tokens)"
+            f"--tokens {config.tokens:,} is too few for {config.num_states:,} states, as {held_out:.0%} are held out "
+            "and every state needs one: sample more"
         )
 
 

@@ -22,7 +22,7 @@ from hmmlm.config.run import RunConfig
 from hmmlm.config.sections import BaumWelchConfig
 from hmmlm.config.training import TrainingConfig
 from hmmlm.data.batches import Batches, own_share
-from hmmlm.data.files import write_bytes
+from hmmlm.data.files import PERPLEXITY, write_bytes
 from hmmlm.data.tokenfile import unknown_fraction
 from hmmlm.device import device_name, keep_freed_memory, pick_device
 from hmmlm.distillation.labels import LABELS, GivenLabels, LabeledBatches
@@ -80,14 +80,12 @@ from hmmlm.runs.interrupt import StopRequest, stop_on_signals
 from hmmlm.runs.loggers import Logger
 from hmmlm.runs.progress import Progress
 from hmmlm.teachers.teacher import Teacher
+from hmmlm.terminal import counted
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
 __all__ = ["TrainResult", "TrainingError", "train", "train_baseline", "train_teacher"]
-
-PERPLEXITY = "perplexity.json"
-"""Valid and test perplexity of a finished baseline."""
 
 AnyRunConfig = RunConfig | TeacherConfig | BaselineConfig
 
@@ -292,7 +290,8 @@ class Trainer(ABC):
             write_bytes(out / CONFIG, self.settings)
         self.progress.note(f"run folder: {out}")
         if fit.position.tokens >= fit.total_tokens:
-            self.progress.note(f"this run is complete ({fit.position.epoch} epochs): --train.epochs N trains it longer")
+            done = counted(fit.position.epoch, "epoch")
+            self.progress.note(f"this run is complete ({done}): --train.epochs N trains it longer")
 
 
 class HmmTrainer(Trainer):
@@ -391,7 +390,7 @@ def describe(learner: Learner[Any], data: Prepared) -> str:
     unknown = unknown_fraction(train, tokenizer.unk_id, tokenizer.eos_id)
     return (
         f"device {device_name(learner.device)}; {parameters:,} parameters; vocabulary {tokenizer.vocab_size:,}; "
-        f"{len(train):,} training tokens, {unknown:.1%} unknown words"
+        f"{counted(len(train), 'training token')}, {unknown:.1%} unknown words"
     )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hmmlm.arguments import check_arguments
 from hmmlm.baselines.mixture import fit_weights_by_class, mix
+from hmmlm.baselines.neural import FORMAT as BASELINE
 from hmmlm.checks import check_count
 from hmmlm.constrain.constraint import Constraint
 from hmmlm.data.files import read_json
@@ -84,7 +85,7 @@ class MixtureModel(TextModel):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(LanguageModel, name):
             raise AttributeError(f"'MixtureModel' object has no attribute {name!r}")
-        raise QueryError(f"a mixture is not an HMM, so it has no {name}: use one of its HMMs, predictors[…].lm")
+        raise QueryError(f"{self._name} is not an HMM, so it has no {name}: use an HMM, as in predictors[…].lm")
 
     def __repr__(self) -> str:
         parts = zip(self.weights.mean(0), self.predictors, strict=True)
@@ -93,6 +94,10 @@ class MixtureModel(TextModel):
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def _name(self) -> str:
+        return "a network" if [part.kind for part in self.predictors] == ["network"] else "a mixture"
 
     # --- text ---
 
@@ -124,7 +129,7 @@ class MixtureModel(TextModel):
 
     def _sample(self, given: list[int], asked: Constraint, options: SamplingOptions, allow_unk: bool) -> Iterator[Rows]:
         if asked:
-            raise InputError("a mixture is not an HMM, so it cannot sample under a constraint: use one of its HMMs")
+            raise InputError(f"{self._name} is not an HMM, so it cannot sample under a constraint: use an HMM")
         excluded = None if allow_unk else self.tokenizer.unk_id
         return sample_predicted(self._predict, self._advance, self._read(given), self._eos, options, excluded)
 
@@ -226,10 +231,17 @@ def _is_half_life(value: Any) -> bool:
 
 
 def load_text_model(path: str | Path, device: str | torch.device = "auto") -> LanguageModel | MixtureModel:
-    """Return the model in the folder `path`, or the best one of a training run there."""
+    """Return the model in the folder `path`, or the best one of a training run there; a network as its own mixture."""
     folder = as_folder(path)
-    mixed = (folder / CONFIG).is_file() and read_json(folder / CONFIG).get("format") == MIXTURE
-    return _load_mixture(folder, device) if mixed else load(folder, device)
+    header = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if header.get("format") == MIXTURE:
+        return _load_mixture(folder, device)
+    best = folder / "best" / CONFIG
+    run = header if "data" in header and best.is_file() else {}
+    if (read_json(best) if run else header).get("format") == BASELINE:
+        chosen = pick_device(device)
+        return MixtureModel([open_predictor(folder, chosen)], [1.0], predictor_tokenizer(folder), run, chosen)
+    return load(folder, device)
 
 
 def _load_mixture(path: Path, device: str | torch.device) -> MixtureModel:

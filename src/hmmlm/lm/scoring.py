@@ -15,8 +15,8 @@ from hmmlm.data.tokenizers import Tokenizer
 
 
 def perplexity(log_likelihood: float, tokens: int) -> float:
-    """Return exp(−log_likelihood / tokens); infinity if a sequence is impossible."""
-    loss = -log_likelihood / tokens
+    """Return exp(−log_likelihood / tokens); infinity if a sequence is impossible, NaN without tokens."""
+    loss = -log_likelihood / tokens if tokens else math.nan
     return math.exp(loss) if loss < 700 else loss if math.isnan(loss) else math.inf
 
 

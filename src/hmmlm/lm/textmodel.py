@@ -57,6 +57,13 @@ class TextModel(ABC):
         """Return the tokens of a text as they are scored: `<eos>` after every example; an empty text is one `<eos>`."""
         return [token for example in self.examples(text) for token in (*self.tokenizer.encode(example), self._eos)]
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, such as a row of a batch, without the `<eos>` tokens that end or fill it."""
+        kept = len(tokens)
+        while kept and tokens[kept - 1] == self._eos:
+            kept -= 1
+        return self.tokenizer.decode(tokens[:kept])
+
     def examples(self, text: str) -> list[str]:
         """Return the examples of a text, each of which ends with `<eos>`: lines, or paragraphs."""
         check_text("the text", text)

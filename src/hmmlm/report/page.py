@@ -26,6 +26,7 @@ from hmmlm.report.labels import state_followers, state_label, state_words, token
 from hmmlm.report.results import BASELINE_TOKENS, MIXTURE, RunResults, typical_sentence, write_results
 from hmmlm.runs.commands import program
 from hmmlm.runs.progress import perplexity_text
+from hmmlm.terminal import counted
 
 STATES_SHOWN, HEATMAP_STATES, POSTERIOR_STATES = 24, 32, 24
 SAMPLES, SAMPLE_TOKENS = 6, 40
@@ -148,7 +149,7 @@ def _render(
     train_tokens = len(results.data.tokens["train"])
     changed, defaults = split_settings(results.config)
     return TEMPLATES.get_template("report.html.j2").render(
-        title=f"HMM with {results.lm.hmm.num_states:,} states, trained on {results.config.data}",
+        title=f"HMM with {counted(results.lm.hmm.num_states, 'state')}, trained on {results.config.data}",
         version=__version__,
         run=str(results.run),
         tiles=_tiles(results),
@@ -182,7 +183,7 @@ def _tiles(results: RunResults) -> dict[str, str]:
 
 
 def _result_rows(results: RunResults) -> Rows:
-    scores = {f"HMM, {results.lm.hmm.num_states:,} states": results.scores}
+    scores = {f"HMM, {counted(results.lm.hmm.num_states, 'state')}": results.scores}
     scores |= {f"Kneser-Ney {name}": by_split for name, by_split in results.baselines.items()}
     weight = results.mixture_weight
     scores[f"{MIXTURE} (weights {weight:.2f} and {1 - weight:.2f}, chosen on valid)"] = results.mixture

@@ -57,10 +57,10 @@ def saved_config(kind: type[AnyConfig], out: Path) -> AnyConfig:
         ) from None
 
 
-def list_runs(parent: Path, command: str = "train") -> list[Path]:
-    """Return the runs of a command in a folder, the newest (started or resumed) last."""
+def list_runs(parent: Path, command: str | None = None) -> list[Path]:
+    """Return the runs of a command (None: of all) in a folder, the newest (started or resumed) last."""
     folders = parent.iterdir() if parent.is_dir() else ()
-    found = [folder for folder in folders if _is_run(folder) and _command(folder) == command]
+    found = [folder for folder in folders if _is_run(folder) and command in (None, command_of(folder))]
     return sorted(found, key=lambda run: (run / CONFIG).stat().st_mtime_ns)
 
 
@@ -160,7 +160,7 @@ def _is_run(out: Path) -> bool:
         return False
 
 
-def _command(out: Path) -> str:
+def command_of(out: Path) -> str:
     """Return the command that started the run in `out`."""
     config = read_json(out / CONFIG)
     if "initialization" in config:

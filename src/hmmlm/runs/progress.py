@@ -152,8 +152,10 @@ class _RateColumn(ProgressColumn):
 
 
 def perplexity_text(perplexity: float, digits: int = 1) -> str:
-    """Format a perplexity: 1,234.5, but 1.3e54 where more digits are meaningless."""
-    if not LARGEST <= perplexity < math.inf:
+    """Format a perplexity: 1,234.5, but 1.3e54 where more digits are meaningless, ∞, or – where there is none."""
+    if not math.isfinite(perplexity):
+        return "–" if math.isnan(perplexity) else "∞"
+    if perplexity < LARGEST:
         return f"{perplexity:,.{digits}f}"
     mantissa, exponent = f"{perplexity:.1e}".split("e")
     return f"{mantissa}e{int(exponent)}"

@@ -16,7 +16,7 @@ from hmmlm.data.files import parse_json
 from hmmlm.data.tokenizers import SentencePieceTokenizer
 from hmmlm.errors import InputError, require
 from hmmlm.numerics.distributions import check_finite
-from hmmlm.teachers.checks import check_vocabulary, layer_index
+from hmmlm.teachers.checks import check_vocabulary, find_teacher, layer_index
 from hmmlm.teachers.tokenizers import FastTokenizer
 
 HUB_TIMEOUT = 10.0
@@ -124,17 +124,9 @@ def load_network(
 
 def locate(name: str, gguf_file: str | None, random: bool) -> tuple[str, str | None]:
     """Return the folder or hub name and the GGUF file in it, if any; check local files without transformers."""
+    name, gguf_file = find_teacher(name, gguf_file)
     path = Path(name)
-    if gguf_file is None and path.suffix == ".gguf" and (path.is_file() or not path.parent.is_dir()):
-        name, gguf_file = str(path.parent), path.name
-        path = path.parent
-    if not path.is_dir():
-        if path.is_absolute() or name.startswith(".") or name.count("/") > 1 or path.exists():
-            raise InputError(f"no teacher at {name}: give a folder, a .gguf file or a name on the hub")
-        return name, gguf_file
-    if gguf_file is not None:
-        if not (path / gguf_file).is_file():
-            raise InputError(f"no file {gguf_file} in the teacher folder {path}: give the name of a file in it")
+    if not path.is_dir() or gguf_file is not None:
         return name, gguf_file
     ggufs = sorted(path.glob("*.gguf"))
     if not (path / "config.json").exists():

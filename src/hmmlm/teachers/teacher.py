@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.device import pick_device
-from hmmlm.errors import require
+from hmmlm.teachers.checks import require_readers
 from hmmlm.teachers.gpt import check_gpt, is_gpt_folder, load_gpt
 from hmmlm.teachers.huggingface import locate, open_huggingface
 from hmmlm.teachers.tokenizers import TeacherTokenizer
@@ -73,5 +73,5 @@ def check_teacher(path_or_name: str, *, random: bool = False, gguf_file: str | N
     if gguf_file is None and is_gpt_folder(path):
         check_gpt(path, random)
     else:
-        require("teacher", "transformers", reader=f"the teacher {path_or_name}")
+        require_readers(path_or_name, gguf_file)
         locate(path_or_name, gguf_file, random)

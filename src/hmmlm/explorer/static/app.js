@@ -126,7 +126,7 @@ App.start = async function start() {
   const { name, states, words, kind } = App.model;
   document.title = `${name} · hmmlm explorer`;
   $("name").textContent = name;
-  $("facts").textContent = `${whole(states)} states · ${whole(words)} ${App.model.tokenizer === "word" ? "words" : "tokens"}${kind === "dense × categorical" ? "" : ` · ${kind}`}`;
+  $("facts").textContent = `${counted(states, "state")} · ${counted(words, App.model.tokenizer === "word" ? "word" : "token")}${kind === "dense × categorical" ? "" : ` · ${kind}`}`;
   if (recorded) {
     $("notice").textContent = "Exported from hmmlm explore: what needs the model is left out.";
     $("notice").className = "quiet";

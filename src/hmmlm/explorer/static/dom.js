@@ -31,6 +31,8 @@ function fill(node, ...children) {
 const number = (value, digits = 1) =>
   value === null || value === undefined ? "∞" : value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: Math.abs(value) < 100 ? digits : 0 });
 const whole = (value) => Math.round(value).toLocaleString("en");
+/** A number with its noun: 1 token, 2,000 tokens. */
+const counted = (value, noun) => `${whole(value)} ${noun}${value === 1 ? "" : "s"}`;
 
 /** A probability: only impossible and certain events read 0% and 100%. */
 function percent(p) {

@@ -17,7 +17,7 @@ StateMap.load = async function load() {
     }
     StateMap.points = found.states.map(([state, x, y, share, words]) => ({ state, x, y, share, words }));
     StateMap.byState = new Map(StateMap.points.map((point) => [point.state, point]));
-    const part = StateMap.points.length < found.total ? `the ${whole(StateMap.points.length)} of ${whole(found.total)} states with the largest share` : `all ${whole(found.total)} states`;
+    const part = StateMap.points.length < found.total ? `the ${whole(StateMap.points.length)} of ${whole(found.total)} states with the largest share` : `all of ${counted(found.total, "state")}`;
     $("map-note").textContent = `States near each other emit similar words and go to similar states. Size is the share of tokens in the long run${found.exact ? "" : " (estimated from sampled chains)"}; shown are ${part}. Wheel or +/− zooms, drag or arrow keys move, Enter opens.`;
     StateMap.build();
   } catch (error) {
@@ -35,7 +35,7 @@ StateMap.build = function build() {
   }
   StateMap.routeNode = svg("path", { class: "route" });
   StateMap.labels = svg("g");
-  StateMap.svg = svg("svg", { tabindex: 0, role: "application", "aria-label": `Map of ${StateMap.points.length} states. Arrow keys move between states, Enter opens one, plus and minus zoom.` },
+  StateMap.svg = svg("svg", { tabindex: 0, role: "application", "aria-label": `Map of ${counted(StateMap.points.length, "state")}. Arrow keys move between states, Enter opens one, plus and minus zoom.` },
     StateMap.points.map((point) => point.node).reverse(), StateMap.routeNode, StateMap.labels);
   const zoom = (factor) => () => { StateMap.zoom(factor); };
   fill($("map"), StateMap.svg, el("div", { class: "zoom" },

@@ -64,7 +64,7 @@ function lineChart(series, { log = false, levels = [], height = 260, width = 720
       return [svg("line", { class: "dashed", x1: left, x2: width - right, y1: y(v), y2: y(v) }), svg("text", { x: width - right + 6, y: free }, `${name} ${number(v)}`)];
     }),
     series.map((s) => [svg("path", { class: s.kind, d: path((s.points || []).filter((p) => scale(p[1]) <= high + 0.06 * span)) }),
-      s.dots ? s.points.map(([a, b]) => svg("circle", { class: "dot", cx: x(a), cy: y(b), r: 3.2 }, svg("title", {}, `${number(b)} after ${whole(a)} tokens`))) : null,
+      s.dots ? s.points.map(([a, b]) => svg("circle", { class: "dot", cx: x(a), cy: y(b), r: 3.2 }, svg("title", {}, `${number(b)} after ${counted(a, "token")}`))) : null,
       s.dots && s.points.length ? best(s.points, x, y) : null]));
 }
 

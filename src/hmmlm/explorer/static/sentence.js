@@ -24,9 +24,9 @@ Sentence.draw = function draw(at) {
   const { tokens, bits, perplexity, omitted, problem } = Sentence.answer;
   const unknown = tokens.filter((token) => token.unknown).length;
   fill($("sentence-figures"),
-    el("b", {}, `${tokens.length}`), ` tokens · `, el("b", {}, number(bits)), ` bits · perplexity `, el("b", {}, number(perplexity)),
-    unknown ? ` · ${unknown} unknown ${unknown === 1 ? "word" : "words"}` : null,
-    omitted ? ` · the last ${whole(omitted)} tokens are not shown` : null,
+    el("b", {}, whole(tokens.length)), tokens.length === 1 ? " token · " : " tokens · ", el("b", {}, number(bits)), ` bits · perplexity `, el("b", {}, number(perplexity)),
+    unknown ? ` · ${counted(unknown, "unknown word")}` : null,
+    omitted ? ` · without the last ${counted(omitted, "token")}` : null,
     problem ? ` · no states: ${problem}` : null);
   const lines = [[]];
   tokens.forEach((token, i) => {
