@@ -56,12 +56,13 @@ def all_kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     path.write_bytes(sentencepiece_model())
     return {
         "word": WordTokenizer.train(LINES),
-        "huggingface": HuggingFaceTokenizer.train(LINES, 300),
+        "huggingface": HuggingFaceTokenizer.train(LINES * 5, 300),
+        "char": HuggingFaceTokenizer.train(LINES, None),
         "sentencepiece": SentencePieceTokenizer(path),
     }
 
 
-@pytest.mark.parametrize("kind", ["word", "huggingface", "sentencepiece"])
+@pytest.mark.parametrize("kind", ["word", "huggingface", "char", "sentencepiece"])
 def test_every_kind_follows_the_protocol(all_kinds: dict[str, Tokenizer], kind: str, tmp_path: Path) -> None:
     tokenizer = all_kinds[kind]
     assert tokenizer.kind == kind
@@ -77,7 +78,7 @@ def test_every_kind_follows_the_protocol(all_kinds: dict[str, Tokenizer], kind: 
     assert tokenizer.decode(both) == f"{LINES[0]}\n{LINES[1]}"
     assert tokenizer.encode("") == [] and tokenizer.decode([]) == ""
     shown = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
-    assert {"the", "▁the"} & set(shown)
+    assert {"the", "▁the"} & set(shown) if kind != "char" else {"▁", "ï"} <= set(shown)
     for bad in (tokenizer.vocab_size, -1):
         for call in (tokenizer.token, lambda i: tokenizer.decode([i])):
             with pytest.raises(InputError, match=f"token {bad} is outside the vocabulary of {tokenizer.vocab_size}"):
@@ -95,7 +96,7 @@ def test_tokenizers_have_different_fingerprints(all_kinds: dict[str, Tokenizer])
         WordTokenizer.train(LINES[:2]),
         WordTokenizer.train(LINES, split="words"),
         WordTokenizer.train(LINES, lowercase=True),
-        HuggingFaceTokenizer.train(LINES, 290),
+        HuggingFaceTokenizer.train(LINES * 5, 40),
     ]
     prints = [tokenizer.fingerprint() for tokenizer in [*all_kinds.values(), *others]]
     assert len(set(prints)) == len(prints)
@@ -145,16 +146,30 @@ def test_lowercase() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.text(max_size=30))
-def test_byte_level_bpe_encodes_any_text(text: str) -> None:
-    tokenizer = _bpe()
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert tokenizer.unk_id is None
+@given(st.lists(st.text(st.characters(exclude_characters="\n"), max_size=30), min_size=1, max_size=5))
+def test_characters_and_their_pairs_give_back_every_line(lines: list[str]) -> None:
+    for tokenizer in (HuggingFaceTokenizer.train(lines, None), HuggingFaceTokenizer.train(lines * 5, 10_000)):
+        for line in lines:
+            ids = tokenizer.encode(line)
+            assert tokenizer.decode(ids) == line and not {tokenizer.unk_id, tokenizer.eos_id} & {*ids}
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(2, 39), max_size=30))
+def test_any_tokens_are_one_line_of_text(ids: list[int]) -> None:
+    text = _bpe().decode(ids)
+    assert "\ufffd" not in text and "\n" not in text
+    assert b"".join(spelling for id in ids if (spelling := _bpe().spell(id))).decode() == text
 
 
 @cache
 def _bpe() -> HuggingFaceTokenizer:
-    return HuggingFaceTokenizer.train(LINES, 280)
+    return HuggingFaceTokenizer.train(LINES * 5, 40)
+
+
+def test_a_small_text_has_a_small_vocabulary() -> None:
+    assert HuggingFaceTokenizer.train(LINES, 10_000).vocab_size < 40
+    assert HuggingFaceTokenizer.train(LINES * 5, 10_000).vocab_size > 60
 
 
 def test_eos_written_in_a_text_is_text() -> None:
@@ -186,9 +201,10 @@ def test_any_tokenizer_json(tmp_path: Path, specials: list[str], eos: str) -> No
 
 
 def test_too_small_or_empty_vocabularies() -> None:
-    with pytest.raises(InputError, match="byte-level vocabulary of 256 is too small: use 257 or more"):
-        HuggingFaceTokenizer.train(LINES, 256)
-    assert HuggingFaceTokenizer.train(LINES, 257).vocab_size == 257
+    least = HuggingFaceTokenizer.train(LINES, None).vocab_size
+    with pytest.raises(InputError, match=f"too small for the characters of the text: use {least} or more"):
+        HuggingFaceTokenizer.train(LINES, least - 1)
+    assert HuggingFaceTokenizer.train(LINES, least).vocab_size == least
     with pytest.raises(InputError, match="no room for a word"):
         WordTokenizer.train(LINES, 2)
     with pytest.raises(InputError, match="has no words"):

@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg
 
 from hmmlm.cli.parse import Arguments, parse
-from hmmlm.config.sections import TextConfig, TokenizerConfig, WordTokenizerConfig
-from hmmlm.config.training import TrainingConfig, fill_in_kinds, with_corpus_words
+from hmmlm.config.sections import AutoTokenizerConfig, TextConfig, TokenizerConfig
+from hmmlm.config.training import TrainingConfig, fill_in_kinds, with_words
 from hmmlm.section import Passes
 from hmmlm.terminal import counted, print_table, printable
 
@@ -54,14 +54,14 @@ class DataArguments(Arguments):
     """Processes that read the text, in parts; after an interruption, the same command continues with the parts that are
     missing. Lines of plain text files are divided; other texts are one part each. None: one process, without parts."""
     text: TextConfig = TextConfig()
-    tokenizer: TokenizerConfig = WordTokenizerConfig()
+    tokenizer: TokenizerConfig = AutoTokenizerConfig()
     quiet: bool = False
     """Print results and warnings only."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: Any) -> Any:
-        return fill_in_kinds(cls, with_corpus_words(values, "corpus"))
+        return fill_in_kinds(cls, with_words(values, "corpus"))
 
 
 def _settings(config: TrainingConfig, source: Mapping[str, Documents] | Path) -> bytes:

@@ -35,7 +35,7 @@ most used options:
   --model.kind KIND         scalar (default), linear, mlp, neural, … (hmmlm train --help model)
   --model.num-states N      hidden states
   --model.blocks N          word clusters; each state emits the words of one cluster
-  --tokenizer.kind KIND     word (default), bpe, file
+  --tokenizer.kind KIND     auto (default), word, char, bpe, file
   --optimizer.kind KIND     adamw (default), baum-welch
   --optimizer.lr LR         peak learning rate (default: depends on the model family)
   --init lvd --teacher PATH distill a teacher (a Hugging Face network or one of `hmmlm teacher`)

@@ -52,11 +52,24 @@ class WordTokenizerConfig(Section):
 
 
 class BpeTokenizerConfig(Section):
-    """A byte-level BPE, trained on the training text."""
+    """Parts of words (byte pair encoding of Unicode characters), trained on the training text."""
 
     kind: Literal["bpe"] = "bpe"
     vocab_size: VocabularySize = 10_000
-    """Vocabulary size."""
+    """Maximum vocabulary size; a part of a word is in it only if the training text has it several times."""
+
+
+class CharTokenizerConfig(Section):
+    """The Unicode characters of the training text."""
+
+    kind: Literal["char"] = "char"
+
+
+class AutoTokenizerConfig(Section):
+    """word if that leaves at most 15% of the held-out words unknown; else char if the text has fewer than one space per
+    20 characters and at most 500 different ones; else bpe. Named corpora have words."""
+
+    kind: Literal["auto"] = "auto"
 
 
 class FileTokenizerConfig(Section):
@@ -69,12 +82,16 @@ class FileTokenizerConfig(Section):
 
 
 CORPUS_WORDS: dict[str, dict[str, Any]] = {
+    "embedded": {},
     "ptb": {"split": "whitespace", "vocab_size": 10_000},
     "wikitext-2": {"split": "whitespace", "vocab_size": 33_278},
 }
-"""Settings of a word vocabulary that named corpora bring: they are tokenized already, and have <unk> of their own."""
+"""Settings of the word vocabulary of named corpora; the public ones are tokenized already, with <unk> of their own."""
 
-TokenizerConfig = Annotated[WordTokenizerConfig | BpeTokenizerConfig | FileTokenizerConfig, Field(discriminator="kind")]
+TokenizerConfig = Annotated[
+    AutoTokenizerConfig | WordTokenizerConfig | BpeTokenizerConfig | CharTokenizerConfig | FileTokenizerConfig,
+    Field(discriminator="kind"),
+]
 
 # --- batches ---
 

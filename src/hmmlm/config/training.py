@@ -13,6 +13,7 @@ from hmmlm.config.renames import present_sections
 from hmmlm.config.sections import (
     CORPUS_WORDS,
     AdamWConfig,
+    AutoTokenizerConfig,
     BatchesConfig,
     CosineConfig,
     OptimizerConfig,
@@ -21,7 +22,6 @@ from hmmlm.config.sections import (
     TextConfig,
     TokenizerConfig,
     TrainConfig,
-    WordTokenizerConfig,
 )
 from hmmlm.errors import InputError
 from hmmlm.section import Section
@@ -40,7 +40,7 @@ class TrainingConfig(Section):
     data_folder: Path | None = None
     """Folder of named corpora; None: $HMMLM_DATA or the cache folder, to which missing corpora are downloaded."""
     text: TextConfig = TextConfig()
-    tokenizer: TokenizerConfig = WordTokenizerConfig()
+    tokenizer: TokenizerConfig = AutoTokenizerConfig()
     batches: BatchesConfig = StreamConfig()
     optimizer: OptimizerConfig = AdamWConfig()
     schedule: ScheduleConfig = CosineConfig()
@@ -51,7 +51,7 @@ class TrainingConfig(Section):
     def _fill_in(cls, values: Any) -> Any:
         if isinstance(values, Mapping):
             values = present_sections(values)
-        return fill_in_kinds(cls, with_corpus_words(values, "data"))
+        return fill_in_kinds(cls, with_words(values, "data"))
 
     def dump(self) -> dict[str, Any]:
         """Return the configuration as plain JSON values; `read_config` is the inverse."""
@@ -75,14 +75,17 @@ def fill_in_kinds(kind: type[BaseModel], values: Any) -> Any:
     return filled
 
 
-def with_corpus_words(values: Any, field: str) -> Any:
-    """Fill in the word vocabulary of the corpus that `field` names, where the tokenizer section does not set it."""
-    if not isinstance(values, Mapping) or not isinstance(values.get(field), str):
+def with_words(values: Any, field: str) -> Any:
+    """Fill in a tokenizer section without a kind, unless it is empty: it is of words, as that of named corpora is.
+
+    `field` names the corpus, the embedded one if it is left out.
+    """
+    if not isinstance(values, Mapping) or not isinstance(corpus := values.get(field, "embedded"), str):
         return values
-    given = values.get("tokenizer", {})
-    if values[field] not in CORPUS_WORDS or not isinstance(given, Mapping) or given.get("kind", "word") != "word":
+    given, own = values.get("tokenizer", {}), CORPUS_WORDS.get(corpus)
+    if not isinstance(given, Mapping) or given.get("kind", "word") != "word" or (own is None and not given):
         return values
-    return {**values, "tokenizer": {**CORPUS_WORDS[values[field]], **given}}
+    return {**values, "tokenizer": {"kind": "word", **(own or {}), **given}}
 
 
 def read_config(kind: type[AnyConfig], values: Mapping[str, Any], where: str = "configuration") -> AnyConfig:

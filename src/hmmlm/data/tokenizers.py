@@ -11,10 +11,10 @@ from typing import Protocol, runtime_checkable
 
 import sentencepiece
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from hmmlm.data.files import parse_json, read_bytes, read_json, require_like, write_bytes
-from hmmlm.data.words import EOS, FORMAT, WordTokenizer, check_id, fingerprint_of, split_at
+from hmmlm.data.words import EOS, FORMAT, UNK, WordTokenizer, check_id, fingerprint_of, split_at
 from hmmlm.errors import InputError
 
 __all__ = [
@@ -31,6 +31,10 @@ _HUB_TIMEOUT_S = 10.0
 EOS_FILE = "eos.json"
 """File beside a tokenizer.json that names its end-of-text token, where that is not one of the usual names."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_PARTS = Regex(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+"""What tokens of a trained BPE are parts of, as in GPT-2: a word, a number or marks after a space, or spaces."""
+_MIN_COUNT = 5
+"""How often two tokens must follow each other to become one; keeps the vocabulary of a small text small."""
 _EOS_NAMES = ("</s>", EOS, "<|endoftext|>", "<|end_of_text|>")
 
 
@@ -52,7 +56,7 @@ class Tokenizer(Protocol):
     """A tokenizer. `encode` adds no eos; `decode` writes each eos as a line break."""
 
     @property
-    def kind(self) -> str: ...  # "word" | "huggingface" | "sentencepiece"
+    def kind(self) -> str: ...  # "word" | "huggingface" | "char" | "sentencepiece"
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -87,6 +91,7 @@ class HuggingFaceTokenizer:
     """
 
     kind = "huggingface"
+    """Or "char", if every token is a character."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, eos: str | None = None) -> None:
         self._tokenizer = tokenizer
@@ -103,23 +108,30 @@ class HuggingFaceTokenizer:
         self.eos_id = self._vocabulary[eos or usual or EOS]
         self.unk_id = self._vocabulary.get(getattr(tokenizer.model, "unk_token", None) or "")
         self.vocab_size = max(self._vocabulary.values()) + 1  # not the count: ids may have gaps
+        if all(len(piece) == 1 for piece, id in self._vocabulary.items() if id not in (self.eos_id, self.unk_id)):
+            self.kind = "char"
 
     def __repr__(self) -> str:
         return f"HuggingFaceTokenizer(vocab_size={self.vocab_size})"
 
     @classmethod
-    def train(cls, lines: Iterable[str], vocab_size: int) -> HuggingFaceTokenizer:
-        """Train a byte-level BPE, which encodes every text without `<unk>`."""
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        if vocab_size <= len(alphabet):
-            raise InputError(f"a byte-level vocabulary of {vocab_size} is too small: use {len(alphabet) + 1} or more")
-        tokenizer = tokenizers.Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
+    def train(cls, lines: Iterable[str], vocab_size: int | None) -> HuggingFaceTokenizer:
+        """Train a BPE of at most `vocab_size` tokens; without a size, the tokens are characters.
+
+        Tokens consist of characters of the lines, not of bytes: any tokens are a text, and none has a line break.
+        A character that the lines do not have is `<unk>`.
+        """
+        tokenizer = tokenizers.Tokenizer(models.BPE(unk_token=UNK))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(_PARTS, behavior="isolated")
+        tokenizer.decoder = decoders.Fuse()
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
+            vocab_size=vocab_size or 0, min_frequency=_MIN_COUNT, special_tokens=[UNK, EOS], show_progress=False
         )
         tokenizer.train_from_iterator(lines, trainer)
+        if vocab_size is not None and (least := tokenizer.get_vocab_size()) > vocab_size:
+            raise InputError(
+                f"a vocabulary of {vocab_size:,} is too small for the characters of the text: use {least:,} or more"
+            )
         return cls(tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -140,7 +152,7 @@ class HuggingFaceTokenizer:
             text = self._tokenizer.decode([id], skip_special_tokens=False)
             if text and "\ufffd" not in text:  # an incomplete character stays in its byte form
                 return "▁" + text[1:] if text.startswith(" ") else text
-        return piece
+        return piece.replace(" ", "▁")
 
     def spell(self, id: int) -> bytes | None:
         added = self._added.get(check_id(id, self.vocab_size))

@@ -91,10 +91,6 @@ class WordTokenizer:
         The size includes `<unk>` and `<eos>`. A `min_count` of None means 2, so that `<unk>` occurs in training, or 1
         if the text already has `<unk>`.
         """
-        if max_size is not None and max_size < 3:
-            raise InputError(
-                f"a vocabulary of {max_size} has no room for a word besides {UNK} and {EOS}: use 3 or more"
-            )
         counts = count_words(lines, split, lowercase)
         return cls.from_counts(counts, max_size, min_count, split=split, lowercase=lowercase)
 
@@ -109,6 +105,10 @@ class WordTokenizer:
         lowercase: bool = False,
     ) -> WordTokenizer:
         """Create a vocabulary from the counts of words; see `train`."""
+        if max_size is not None and max_size < 3:
+            raise InputError(
+                f"a vocabulary of {max_size} has no room for a word besides {UNK} and {EOS}: use 3 or more"
+            )
         if not counts:
             raise InputError("the text to create a vocabulary from has no words")
         if min_count is None:
@@ -116,6 +116,26 @@ class WordTokenizer:
         ranked = sorted((-n, word) for word, n in counts.items() if n >= min_count and word not in (UNK, EOS))
         words = [UNK, EOS] + [word for _, word in ranked]
         return cls(words[:max_size], split, lowercase)
+
+    @classmethod
+    def covering(
+        cls, counts: Counter[str], held_out: Counter[str], fraction: float, most: int
+    ) -> tuple[WordTokenizer, float]:
+        """Create a vocabulary that knows a fraction of held-out words; return also the fraction that is unknown.
+
+        It is the usual one (10,000 words that occur twice), or as much larger as is needed, up to `most` words. A
+        quarter of the words that occur once stays `<unk>`, so that it occurs in training.
+        """
+        usual, whole = cls.from_counts(counts, 10_000, None, split="words"), cls.from_counts(counts, split="words")
+        once = sum(count == 1 for count in counts.values())
+        most = max(usual.vocab_size, min(most, whole.vocab_size - (once + 3) // 4))
+        total = max(1, held_out.total())
+        known = size = 0
+        for size, word in enumerate(whole.words[:most], 1):
+            known += held_out[word] * (word not in (UNK, EOS))
+            if size >= usual.vocab_size and known >= fraction * total:
+                break
+        return (usual if size == usual.vocab_size else cls(whole.words[:size], "words")), 1 - known / total
 
     def __repr__(self) -> str:
         return f"WordTokenizer(words={self.vocab_size}, split={self.split!r}, lowercase={self.lowercase})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,13 +20,10 @@ from hmmlm.config.explain import explain
 from hmmlm.config.sections import (
     BatchConfig,
     BatchesConfig,
-    BpeTokenizerConfig,
     ChunkConfig,
     FileTokenizerConfig,
     StreamConfig,
     TextConfig,
-    TokenizerConfig,
-    WordTokenizerConfig,
 )
 from hmmlm.config.training import AnyConfig, TrainingConfig
 from hmmlm.data.batches import ALL_ROWS, Batches, ChunkBatches, Share, StreamBatches
@@ -33,10 +31,12 @@ from hmmlm.data.corpora import NAMES, SPLITS, Documents, LabelledLine, encode_do
 from hmmlm.data.files import link_or_copy, parse_json, read_json, replacing, require_like, write_bytes
 from hmmlm.data.shards import count_parts, encode_parts
 from hmmlm.data.tokenfile import TokenFile
-from hmmlm.data.tokenizers import HuggingFaceTokenizer, Tokenizer, WordTokenizer, find_tokenizer, load_tokenizer
+from hmmlm.data.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
+from hmmlm.data.words import Split
 from hmmlm.device import total_memory
 from hmmlm.distillation.samples import SETTINGS
 from hmmlm.errors import InputError
+from hmmlm.learning.tokenizers import make_tokenizer
 from hmmlm.models.base import BlockedConfig
 from hmmlm.runs.folders import BLOCKS
 from hmmlm.runs.progress import Progress
@@ -168,9 +168,8 @@ def _encode(
     config: TrainingConfig, splits: Mapping[str, Documents], run: Path, progress: Progress
 ) -> tuple[Tokenizer, dict[str, TokenFile]]:
     progress.note(" ".join(filter(None, [f"reading {config.data}", splits["train"].note])))
-    with progress.phase("tokenizer", unit="lines") as phase:
-        lines = (line for document in splits["train"] for line in document)
-        tokenizer = make_tokenizer(config.tokenizer, _track(lines, phase.advance))
+
+    tokenizer = make_tokenizer(config.tokenizer, splits, progress)
     tokenizer.save(run / "tokenizer")
     tokens = {}
     for split, documents in splits.items():
@@ -186,28 +185,18 @@ def _encode_in_parts(
     progress.note(" ".join(filter(None, [f"reading {config.data}", splits["train"].note])))
     counts = run / ".tokenizer.parts"
     if not any((run / "tokenizer").glob("tokenizer.*")):
-        made = _make_tokenizer_in_parts(config.tokenizer, splits["train"], counts, progress, workers)
-        made.save(run / "tokenizer")
+
+        def count(split: Split, lowercase: bool) -> Counter[str]:
+            with progress.phase("tokenizer", len(splits["train"].divide()), unit="parts") as phase:
+                return count_parts(splits["train"], split, lowercase, counts, workers, phase.advance)
+
+        make_tokenizer(config.tokenizer, splits, progress, count).save(run / "tokenizer")
     shutil.rmtree(counts, ignore_errors=True)
     tokens = {}
     for split, documents in splits.items():
         with progress.phase(f"encoding {split}", len(documents.divide()), unit="parts") as phase:
             tokens[split] = encode_parts(documents, run / "tokenizer", run / "data" / split, workers, phase.advance)
     return load_tokenizer(run / "tokenizer"), tokens
-
-
-def _make_tokenizer_in_parts(
-    config: TokenizerConfig, documents: Documents, counts_folder: Path, progress: Progress, workers: int
-) -> Tokenizer:
-    if not isinstance(config, WordTokenizerConfig):
-        with progress.phase("tokenizer", unit="lines") as phase:
-            lines = (line for document in documents for line in document)
-            return make_tokenizer(config, _track(lines, phase.advance))
-    with progress.phase("tokenizer", len(documents.divide()), unit="parts") as phase:
-        counts = count_parts(documents, config.split, config.lowercase, counts_folder, workers, phase.advance)
-    return WordTokenizer.from_counts(
-        counts, config.vocab_size, config.min_count, split=config.split, lowercase=config.lowercase
-    )
 
 
 def text_digests(run: Path) -> dict[str, str]:
@@ -378,17 +367,6 @@ def cluster_words(train: TokenFile, clusters: int, exchange_passes: int, progres
             exchange_passes=exchange_passes,
             on_word=phase.advance,
         )
-
-
-def make_tokenizer(config: TokenizerConfig, lines: Iterable[str]) -> Tokenizer:
-    """Return the configured tokenizer; `lines` are those of the training text."""
-    if isinstance(config, FileTokenizerConfig):
-        return find_tokenizer(config.file)
-    if isinstance(config, BpeTokenizerConfig):
-        return HuggingFaceTokenizer.train(lines, config.vocab_size)
-    return WordTokenizer.train(
-        lines, config.vocab_size, config.min_count, split=config.split, lowercase=config.lowercase
-    )
 
 
 def _track(items: Iterable[Item], advance: Callable[[int], None]) -> Iterator[Item]:

@@ -103,7 +103,7 @@ class TokenizerWithoutOffsets:
 
 def gpt_tokenizer(tokenizer: Tokenizer, folder: Path) -> TeacherTokenizer:
     """Return the tokenizer of a GPT saved in `folder`, which reads eos before every chunk and after every line."""
-    if tokenizer.kind != "huggingface":
+    if tokenizer.kind not in ("huggingface", "char"):
         return TokenizerWithoutOffsets(tokenizer)
     fast = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     return FastTokenizer(fast, prefix_id=tokenizer.eos_id, unk_id=tokenizer.unk_id, newline_id=tokenizer.eos_id)
