@@ -58,7 +58,7 @@ class Fitting(Queries):
         total = int(checked.numel() if sizes is None else sizes.sum())
         rows = at_once(checked.shape[1] * self.num_states, 2**25)
         pieces = [
-            tuple(None if part is None else part[i : i + rows] for part in (checked, sizes, known))
+            (checked[i : i + rows], *(None if part is None else part[i : i + rows] for part in (sizes, known)))
             for i in range(0, len(checked), rows)
         ]
         model, before = self.detach(), NEG_INF
