@@ -58,7 +58,11 @@ class Fitting(Queries):
         total = int(checked.numel() if sizes is None else sizes.sum())
         rows = at_once(checked.shape[1] * self.num_states, 2**25)
         pieces = [
-            (checked[i : i + rows], *(None if part is None else part[i : i + rows] for part in (sizes, known)))
+            (
+                checked[i : i + rows],
+                None if sizes is None else sizes[i : i + rows],
+                None if known is None else known[i : i + rows],
+            )
             for i in range(0, len(checked), rows)
         ]
         model, before = self.detach(), NEG_INF
