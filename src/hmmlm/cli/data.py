@@ -140,7 +140,7 @@ def run(argv: list[str]) -> int:
             _refuse_other(out, settings)
         cleared = _unfinished(out, settings) if arguments.workers is not None else removed_on_failure(out, MADE, False)
         with cleared:
-            prepared = prepare(config, source, out, progress, workers=arguments.workers)
+            prepared = prepare(config, source, out, progress, workers=arguments.workers, max_unknown=1.0)
             if arguments.clusters:
                 words = [prepared.tokenizer.token(i) for i in range(prepared.tokenizer.vocab_size)]
                 clustering = cluster_words(

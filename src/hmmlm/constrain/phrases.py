@@ -53,7 +53,7 @@ class Phrases:
         texts = ["" if spelling is None else spelling.decode(errors="surrogateescape") for spelling in self._bytes]
         if unknown is not None:
             texts[unknown] = " \ufffd" if self.tokenizer.kind == "word" else "\ufffd"
-        return self._spelling(texts, Spacing())
+        return self._spelling(texts, self.spacing_after([]))
 
     def _spelling(self, spellings: Sequence[bytes | str | None], start: Spacing) -> Spelling | SpacedSpelling:
         """Return the spelling of the tokens as `decode` joins them, from the spacing `start` on."""
@@ -116,6 +116,7 @@ class Phrases:
         """Return what the spaces after the tokens of a line depend on."""
         spacing = Spacing()
         if isinstance(self.tokenizer, WordTokenizer):
+            spacing = self.tokenizer.spacing
             for token in begun:
                 spacing = spacing.after(self.tokenizer.mark(token))
         return spacing

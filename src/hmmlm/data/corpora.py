@@ -7,7 +7,8 @@ texts, one article in WikiText-2, and one paragraph in the embedded corpus.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -20,6 +21,7 @@ from hmmlm.data.text import (
     held_out,
     is_pipe,
     line_ranges,
+    looks_wrapped,
     read_documents,
     read_lines,
     read_paragraphs,
@@ -35,6 +37,8 @@ SPLITS = ("train", "valid", "test")
 NAMES = ("embedded", PTB.name, WIKITEXT_2.name)
 TEXT_SUFFIXES = ("", ".gz", ".xz")
 Document = list[str]
+MANY_REPEATED, MIN_REPEATED = 0.1, 20
+"""Fraction of test lines in the training text that is reported, and the bytes of a line that is not short."""
 
 
 class LabelledLine(list[str]):
@@ -129,6 +133,22 @@ def _labelled_text(path: Path, unit: str, labels: Path) -> dict[str, Documents]:
     if not path.is_dir():
         return _held_out_splits(path, source, lines, unit)
     return {**load_text(str(path)), "train": Documents(source, lines)}
+
+
+def notices(name_or_path: str, splits: Mapping[str, Documents]) -> Iterator[str]:
+    """Yield what may be wrong with a text, and what helps: one line each."""
+    if name_or_path in NAMES:
+        return
+    path = Path(name_or_path)
+    if splits["train"].unit == "line" and looks_wrapped(
+        read_lines(_split_file(path, "train") if path.is_dir() else path)
+    ):
+        yield "lines look wrapped: --text.unit paragraph joins them"
+    test = Counter(line for document in splits["test"] for line in document)
+    found = {line for document in splits["train"] for line in document if line in test}
+    repeated = sum(test[line] for line in found if len(line.encode()) >= MIN_REPEATED) / max(1, test.total())
+    if repeated > MANY_REPEATED:
+        yield f"{repeated:.0%} of the test lines occur in the training text, so that its perplexity is too low"
 
 
 def encode_documents(documents: Documents, tokenizer: Tokenizer, path: Path) -> TokenFile:

@@ -7,11 +7,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from hmmlm.data.files import is_integer, write_bytes
+from hmmlm.data.files import is_integer, require_like, write_bytes
 from hmmlm.errors import InputError
 
 UNK = "<unk>"
@@ -30,7 +30,7 @@ _NOT_SPACE = re.compile(r"\S+")
 _NO_SPACE_BEFORE = frozenset([*",.;:!?)]}%…’”/", "..."])
 _NO_SPACE_AFTER = frozenset("([{$#@“‘/")
 _PAIRED = frozenset("\"'`")  # the same mark opens and closes a quotation
-_MARKS = _NO_SPACE_BEFORE | _NO_SPACE_AFTER | _PAIRED
+_SPACES = ("no_space_before", "no_space_after")  # of a file, and of `Spacing`
 
 
 class Spacing(NamedTuple):
@@ -39,16 +39,34 @@ class Spacing(NamedTuple):
     joined: bool = True
     """Whether the next word follows without a space."""
     open_marks: frozenset[str] = frozenset()
+    no_space_before: frozenset[str] = _NO_SPACE_BEFORE
+    no_space_after: frozenset[str] = _NO_SPACE_AFTER
 
     def joins(self, word: str) -> bool:
         """Return whether `word` follows without a space."""
-        return self.joined or word in self.open_marks or word in _NO_SPACE_BEFORE
+        return self.joined or word in self.open_marks or word in self.no_space_before
 
     def after(self, word: str) -> Spacing:
         """Return the spacing after `word`."""
         if word not in _PAIRED:
-            return Spacing(word in _NO_SPACE_AFTER, self.open_marks)
-        return Spacing(word not in self.open_marks, self.open_marks ^ {word})
+            return self._replace(joined=word in self.no_space_after)
+        return self._replace(joined=word not in self.open_marks, open_marks=self.open_marks ^ {word})
+
+    @classmethod
+    def of_counts(cls, counts: Counter[str]) -> Spacing:
+        """Return the spacing that most marks have in a text, from the counts of `count_words`."""
+        marks = {word for word in counts if _is_mark(word)}
+        before = {mark for mark in marks if counts[f" {mark}"] >= counts[mark]}
+        after = {mark for mark in marks if counts[f"{mark} "] >= counts[mark]}
+        return cls(True, frozenset(), (_NO_SPACE_BEFORE - marks) | before, (_NO_SPACE_AFTER - marks) | after)
+
+
+ENGLISH = Spacing()
+
+
+def _is_mark(word: str) -> bool:
+    """Return whether a word is a punctuation mark, other than those that are paired."""
+    return not (word[0].isalnum() or word[0] in "_ " or word[-1] == " " or word in _PAIRED or word in (UNK, EOS))
 
 
 class WordTokenizer:
@@ -59,12 +77,18 @@ class WordTokenizer:
 
     kind = "word"
 
-    def __init__(self, words: Sequence[str], split: Split = "whitespace", lowercase: bool = False) -> None:
+    def __init__(
+        self, words: Sequence[str], split: Split = "whitespace", lowercase: bool = False, spacing: Spacing = ENGLISH
+    ) -> None:
         if split not in ("whitespace", "words"):
             raise InputError(f'unknown split {split!r}: use "whitespace" or "words"')
         self.words = list(words)
         self.split: Split = split
         self.lowercase = lowercase
+        self.spacing = spacing  # at the start of a line
+        self._marks = (
+            spacing.no_space_before | spacing.no_space_after | _PAIRED if split == "words" else frozenset[str]()
+        )
         self._ids = {word: i for i, word in enumerate(self.words)}
         for special in (UNK, EOS):
             if special not in self._ids:
@@ -113,29 +137,30 @@ class WordTokenizer:
             raise InputError("the text to create a vocabulary from has no words")
         if min_count is None:
             min_count = 1 if UNK in counts else 2
-        ranked = sorted((-n, word) for word, n in counts.items() if n >= min_count and word not in (UNK, EOS))
+        ranked = sorted(
+            (-n, word) for word, n in counts.items() if n >= min_count and " " not in word and word not in (UNK, EOS)
+        )
         words = [UNK, EOS] + [word for _, word in ranked]
-        return cls(words[:max_size], split, lowercase)
+        return cls(words[:max_size], split, lowercase, Spacing.of_counts(counts))
 
     @classmethod
     def covering(
-        cls, counts: Counter[str], held_out: Counter[str], fraction: float, most: int
+        cls, counts: Counter[str], held_out: Counter[str], accepted: float, most: int
     ) -> tuple[WordTokenizer, float]:
-        """Create a vocabulary that knows a fraction of held-out words; return also the fraction that is unknown.
+        """Create a vocabulary, larger than usual if held-out words need it; return also the fraction that is unknown.
 
-        It is the usual one (10,000 words that occur twice), or as much larger as is needed, up to `most` words. A
-        quarter of the words that occur once stays `<unk>`, so that it occurs in training.
+        It has 10,000 words that occur twice, or as many up to `most` as leave an `accepted` fraction unknown. A quarter
+        of the words that occur once stays `<unk>`, so that it occurs in training.
         """
         usual, whole = cls.from_counts(counts, 10_000, None, split="words"), cls.from_counts(counts, split="words")
-        once = sum(count == 1 for count in counts.values())
-        most = max(usual.vocab_size, min(most, whole.vocab_size - (once + 3) // 4))
-        total = max(1, held_out.total())
-        known = size = 0
-        for size, word in enumerate(whole.words[:most], 1):
-            known += held_out[word] * (word not in (UNK, EOS))
-            if size >= usual.vocab_size and known >= fraction * total:
-                break
-        return (usual if size == usual.vocab_size else cls(whole.words[:size], "words")), 1 - known / total
+        once = sum(count == 1 and " " not in word for word, count in counts.items())
+        most = min(most, whole.vocab_size - (once + 3) // 4)
+        total = sum(count for word, count in held_out.items() if " " not in word)
+        unknown, size = total - sum(held_out[word] for word in usual.words[2:]), usual.vocab_size
+        while unknown > accepted * total and size < most:
+            unknown -= held_out[whole.words[size]]
+            size += 1
+        return cls(whole.words[:size], "words", spacing=usual.spacing), unknown / max(1, total)
 
     def __repr__(self) -> str:
         return f"WordTokenizer(words={self.vocab_size}, split={self.split!r}, lowercase={self.lowercase})"
@@ -159,15 +184,23 @@ class WordTokenizer:
         return [(place[match.start()], place[match.end() - 1] + 1) for match in found]
 
     def decode(self, ids: Sequence[int]) -> str:
-        join = " ".join if self.split == "whitespace" else _detokenize
+        join = " ".join if self.split == "whitespace" else self._detokenize
         return "\n".join(join([self.token(i) for i in line]) for line in split_at(ids, self.eos_id))
+
+    def _detokenize(self, words: Sequence[str]) -> str:
+        out: list[str] = []
+        spacing = self.spacing
+        for word in words:
+            out.append(word if spacing.joins(word) else f" {word}")
+            spacing = spacing.after(word)
+        return "".join(out)
 
     def token(self, id: int) -> str:
         return self.words[check_id(id, self.vocab_size)]
 
     def mark(self, id: int) -> str:
         """Return a token if it changes the spaces around words, "" otherwise."""
-        return self.words[id] if self.split == "words" and self.words[id] in _MARKS else ""
+        return self.words[id] if self.words[id] in self._marks else ""
 
     def spell(self, id: int) -> bytes | None:
         """Return a word after a space; `Spacing` says where there is none. None for `<eos>` and `<unk>`."""
@@ -178,6 +211,8 @@ class WordTokenizer:
 
     def save(self, folder: Path) -> None:
         content = {"format": FORMAT, "version": VERSION, "split": self.split, "lowercase": self.lowercase}
+        if self.split == "words":
+            content |= {name: sorted(getattr(self.spacing, name)) for name in _SPACES}
         text = json.dumps({**content, "words": self.words}, ensure_ascii=False, indent=0)
         write_bytes(folder / "tokenizer.json", text.encode())
 
@@ -192,7 +227,9 @@ class WordTokenizer:
         if not isinstance(content.get("lowercase"), bool):
             raise InputError(f"{where} is damaged: its lowercase is not true or false; save the tokenizer again")
         try:
-            return cls(words, content.get("split", ""), content["lowercase"])
+            require_like(where, content, {name: [""] for name in _SPACES if name in content})
+            spacing = Spacing(True, frozenset(), *(frozenset(content.get(n, getattr(ENGLISH, n))) for n in _SPACES))
+            return cls(words, content.get("split", ""), content["lowercase"], spacing)
         except InputError as error:
             raise InputError(f"{where} is damaged: {error}") from None
 
@@ -216,7 +253,11 @@ class _Pieces(dict[str, tuple[int, ...]]):
 
 
 def count_words(lines: Iterable[str], split: Split, lowercase: bool) -> Counter[str]:
-    """Count the words of a text."""
+    """Count the words of a text.
+
+    Where marks are split off, f" {mark}" counts those that no space precedes, and f"{mark} " those that none follows:
+    2 each beside a word, and 1 beside another mark, which may be what joins them.
+    """
     pieces: Counter[str] = Counter()  # between spaces: see `_Pieces`
     for line in lines:
         pieces.update((line.lower() if lowercase else line).split())
@@ -226,8 +267,15 @@ def count_words(lines: Iterable[str], split: Split, lowercase: bool) -> Counter[
     counts: Counter[str] = Counter()
     while pieces:  # emptied, so that both take the room of one
         piece, count = pieces.popitem()
-        for word in _WORD.findall(piece):
+        words = _WORD.findall(piece)
+        for word in words:
             counts[word] += count
+        for before, after in pairwise(words):
+            marks = _is_mark(before), _is_mark(after)
+            if marks[0]:
+                counts[f"{before} "] += count * (2 - marks[1])
+            if marks[1]:
+                counts[f" {after}"] += count * (2 - marks[0])
     return counts
 
 
@@ -264,13 +312,3 @@ def split_at(ids: Sequence[int], eos_id: int) -> list[list[int]]:
         else:
             lines[-1].append(int(id))
     return lines
-
-
-def _detokenize(words: Sequence[str]) -> str:
-    """Join words with English spacing."""
-    out: list[str] = []
-    spacing = Spacing()
-    for word in words:
-        out.append(word if spacing.joins(word) else f" {word}")
-        spacing = spacing.after(word)
-    return "".join(out)

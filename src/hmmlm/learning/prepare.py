@@ -27,10 +27,10 @@ from hmmlm.config.sections import (
 )
 from hmmlm.config.training import AnyConfig, TrainingConfig
 from hmmlm.data.batches import ALL_ROWS, Batches, ChunkBatches, Share, StreamBatches
-from hmmlm.data.corpora import NAMES, SPLITS, Documents, LabelledLine, encode_documents, load_text
+from hmmlm.data.corpora import NAMES, SPLITS, Documents, LabelledLine, encode_documents, load_text, notices
 from hmmlm.data.files import link_or_copy, parse_json, read_json, replacing, require_like, write_bytes
 from hmmlm.data.shards import count_parts, encode_parts
-from hmmlm.data.tokenfile import TokenFile
+from hmmlm.data.tokenfile import TokenFile, unknown_fraction
 from hmmlm.data.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 from hmmlm.data.words import Split
 from hmmlm.device import total_memory
@@ -134,10 +134,13 @@ def prepare(
     progress: Progress,
     model: Section | None = None,
     workers: int | None = None,
+    max_unknown: float = 0.2,
 ) -> Prepared:
     """Write run/tokenizer and run/data, from a folder of token files or from a text, and the word blocks of a model.
 
-    `workers`: processes that read a text at the same time; what they have written before is kept. None: this one alone.
+    Args:
+        workers: processes that read a text at the same time; what they have written before is kept. None: this one.
+        max_unknown: fraction of the held-out words of a text above which its tokenizer is refused.
     """
     if workers is None:
         shutil.rmtree(run / "tokenizer", ignore_errors=True)  # of an earlier start without a checkpoint
@@ -157,6 +160,12 @@ def prepare(
         tokenizer, tokens = _encode(config, source, run, progress)
     else:
         tokenizer, tokens = _encode_in_parts(config, source, run, progress, workers)
+    unknown = unknown_fraction(tokens["valid"], tokenizer.unk_id, tokenizer.eos_id)
+    if unknown > max_unknown and not isinstance(source, Path):
+        raise InputError(
+            f"{unknown:.0%} of the held-out words would be unknown to the {tokenizer.vocab_size:,} tokens of this "
+            "tokenizer: use --tokenizer.kind bpe, or auto, which chooses by the text"
+        )
     blocks = None
     if isinstance(model, BlockedConfig) and model.blocks:
         blocks = make_blocks(model, tokenizer, tokens["train"], progress)
@@ -169,6 +178,8 @@ def _encode(
 ) -> tuple[Tokenizer, dict[str, TokenFile]]:
     progress.note(" ".join(filter(None, [f"reading {config.data}", splits["train"].note])))
 
+    for notice in notices(config.data, splits):
+        progress.note(notice)
     tokenizer = make_tokenizer(config.tokenizer, splits, progress)
     tokenizer.save(run / "tokenizer")
     tokens = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice
 
 from hmmlm.config.sections import (
     AutoTokenizerConfig,
@@ -17,12 +18,9 @@ from hmmlm.data.tokenizers import HuggingFaceTokenizer, Tokenizer, WordTokenizer
 from hmmlm.data.words import Split, count_words
 from hmmlm.runs.progress import Progress
 
-MOST_UNKNOWN = 0.15
-"""Fraction of held-out words up to which words are chosen; a larger vocabulary is, where the usual one leaves more."""
-MOST_WORDS = 30_000
-CHARACTERS_PER_SPACE, MOST_CHARACTERS = 20, 500
-"""A text with fewer spaces and at most so many different characters is read by characters."""
-_SAMPLE = 1 << 20  # characters in which these are counted
+MOST_UNKNOWN, MOST_WORDS = 0.15, 30_000  # of the held-out words, and in a vocabulary that is enlarged to know the rest
+CHARACTERS_PER_SPACE, MOST_CHARACTERS = 20, 500  # of a text that is read by characters, in the first lines
+_LINES = 4_000
 
 
 def make_tokenizer(
@@ -36,7 +34,7 @@ def make_tokenizer(
     `count`: counts the words of its training split, given `split` and `lowercase`; None: in this process.
     """
     train, valid = splits["train"], splits["valid"]
-    count = count or (lambda split, lowercase: count_words(read_lines(train, progress), split, lowercase))
+    count = count or (lambda split, lowercase: count_words(_read_lines(train, progress), split, lowercase))
     if isinstance(config, FileTokenizerConfig):
         return find_tokenizer(config.file)
     if isinstance(config, WordTokenizerConfig):
@@ -44,26 +42,23 @@ def make_tokenizer(
         return WordTokenizer.from_counts(
             counts, config.vocab_size, config.min_count, split=config.split, lowercase=config.lowercase
         )
-    reason = ""
-    if isinstance(config, AutoTokenizerConfig):
-        held_out = count_words(read_lines(valid, progress), "words", False)
-        words, unknown = WordTokenizer.covering(count("words", False), held_out, 1 - MOST_UNKNOWN, MOST_WORDS)
-        reason = f"{unknown:.1%} of the held-out words would be unknown to a word vocabulary"
-        if unknown <= MOST_UNKNOWN:
-            reason = f"{unknown:.1%} of the held-out words are unknown"
-            progress.note(f"tokenizer: word, {words.vocab_size:,} tokens: {reason}; --tokenizer.kind overrides")
-            return words
-    size = config.vocab_size if isinstance(config, BpeTokenizerConfig) else None
-    if reason and not _is_unspaced(train):
-        size = BpeTokenizerConfig().vocab_size
-    made = HuggingFaceTokenizer.train(read_lines(train, progress), size)
-    if reason:
-        kind = "char" if size is None else "bpe"
-        progress.note(f"tokenizer: {kind}, {made.vocab_size:,} tokens: {reason}; --tokenizer.kind overrides")
+    if not isinstance(config, AutoTokenizerConfig):
+        size = config.vocab_size if isinstance(config, BpeTokenizerConfig) else None
+        return HuggingFaceTokenizer.train(_read_lines(train, progress), size)
+    held_out = count_words(_read_lines(valid, progress), "words", False)
+    made: Tokenizer
+    made, unknown = WordTokenizer.covering(count("words", False), held_out, MOST_UNKNOWN, MOST_WORDS)
+    kind, are = "word", "are unknown"
+    if unknown > MOST_UNKNOWN:
+        kind, are = "char" if _is_unspaced(train) else "bpe", "would be unknown to a word vocabulary"
+        size = BpeTokenizerConfig().vocab_size if kind == "bpe" else None
+        made = HuggingFaceTokenizer.train(_read_lines(train, progress), size)
+    share = f"{unknown:.1%} of the held-out words {are}"
+    progress.note(f"tokenizer: {kind}, {made.vocab_size:,} tokens: {share}; --tokenizer.kind overrides")
     return made
 
 
-def read_lines(documents: Documents, progress: Progress) -> Iterator[str]:
+def _read_lines(documents: Documents, progress: Progress) -> Iterator[str]:
     """Yield the lines of documents, from which a tokenizer is made."""
     with progress.phase("tokenizer", unit="lines") as phase:
         for document in documents:
@@ -73,13 +68,6 @@ def read_lines(documents: Documents, progress: Progress) -> Iterator[str]:
 
 def _is_unspaced(documents: Documents) -> bool:
     """Return whether a text has few spaces and few different characters."""
-    characters: Counter[str] = Counter()
-    size = 0
-    for document in documents:
-        for line in document:
-            characters.update(line)
-            size += len(line)
-        if size > _SAMPLE:
-            break
-    spaces = sum(count for character, count in characters.items() if character.isspace())
-    return spaces * CHARACTERS_PER_SPACE < size and len(characters) <= MOST_CHARACTERS
+    text = "".join(islice(chain.from_iterable(documents), _LINES))
+    spaces = sum(map(str.isspace, text))
+    return spaces * CHARACTERS_PER_SPACE < len(text) and len(set(text)) <= MOST_CHARACTERS
