@@ -35,6 +35,9 @@ same weights, scaled."""
 OTHER_SIMILARITY = "eb0fb72", "e39b7df"
 """The commit that changed what `model.max_initial_similarity` bounds, and that of the records before."""
 
+TOKENIZER_BY_TEXT = "2026-11-19"
+"""Date from which on a text file has a tokenizer by its text; words before."""
+
 
 def removed_by(record: Record) -> str:
     """Return the commit that removed the method of a record; empty if the present code has it."""
@@ -56,6 +59,8 @@ def translate(record: Record) -> tuple[str, dict[str, Any]]:
         recipe, settings = next(commanded(command), (recipe, settings))
         if recipe == "ptb-vl-hmm-12-cpu" and record.get("commit") == "7e29b5d":
             settings = {"model.num_states": 4096, **settings}  # its number of states then
+        if str(settings.get("data")).endswith(".txt") and record.get("date", "") < TOKENIZER_BY_TEXT:
+            settings = {"tokenizer.kind": "word", **settings}
     return ("no recipe", settings) if recipe is None else (recipe, present_settings(recipe, settings))
 
 

@@ -92,8 +92,13 @@ def test_unknown_words_cause_a_warning_that_names_subwords(capsys: pytest.Captur
 def test_training_prints_the_share_of_unknown_words_and_the_report_has_all_figures(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [*SMALL, "--train.epochs", "1", "--tokenizer.vocab-size", "6", "--out", str(tmp_path / "run")]
-    assert main(["train", "--data", "animals.txt", *options]) == 0
+    options, words = [*SMALL, "--train.epochs", "1", "--out", str(tmp_path / "run")], ["--tokenizer.vocab-size", "6"]
+    for dry in ([], ["--dry-run"]):
+        said = failure(capsys, "train", "--data", "animals.txt", *options, *words, *dry)
+        assert "of the held-out words would be unknown" in said and "use --tokenizer.kind bpe" in said
+    assert not (tmp_path / "run").exists()
+    assert main(["data", "animals.txt", *words, "--out", str(tmp_path / "tokens")]) == 0
+    assert main(["train", "--data", str(tmp_path / "tokens"), *options]) == 0
     printed = capsys.readouterr()
     assert "unknown, perplexity without them" in printed.out and "of the words of the test text" in printed.err
     assert "device cpu; " in printed.out and " parameters; vocabulary 6; " in printed.out
@@ -131,7 +136,12 @@ def test_a_named_corpus_brings_its_tokenization() -> None:
     given = {"data": "ptb", "tokenizer": {"split": "words", "vocab_size": 7}}
     assert read_config(RunConfig, given).tokenizer.model_dump(include={"split", "vocab_size"}) == given["tokenizer"]
     assert read_config(RunConfig, {"data": "ptb", "tokenizer": {"kind": "bpe"}}).tokenizer.kind == "bpe"
-    assert read_config(RunConfig, {"data": "my.txt"}).tokenizer.split == "words"
+    for given, kind in (
+        ({"data": "my.txt"}, "auto"),
+        ({}, "word"),
+        ({"data": "my.txt", "tokenizer": {"split": "words"}}, "word"),
+    ):
+        assert read_config(RunConfig, given).tokenizer.kind == kind
 
 
 def test_data_does_not_split_the_words_of_ptb(

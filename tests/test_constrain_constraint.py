@@ -29,7 +29,7 @@ def lm() -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def subwords() -> LanguageModel:
-    lines = ["the list of functions", "a function (of the list) is listed", "functional lists, a list"] * 3
+    lines = ["the list of functions", "a function (of the list) is listed", "functional lists, a list, the é"] * 5
     tokenizer = HuggingFaceTokenizer.train(lines, 290)
     return LanguageModel(HMM(*(p.log() for p in random_hmm(3, tokenizer.vocab_size, 4))), tokenizer)
 
@@ -231,7 +231,7 @@ def test_lengths_need_an_end(lm: LanguageModel) -> None:
 
 def test_tokens_without_text_are_not_generated() -> None:
     """Between the parts of a phrase they would be part of the text, and some models end texts with them."""
-    inner = tokenizers.Tokenizer.from_str(HuggingFaceTokenizer.train(["ab a ab"] * 3, 262)._tokenizer.to_str())
+    inner = tokenizers.Tokenizer.from_str(HuggingFaceTokenizer.train(["ab a ab"] * 5, 102)._tokenizer.to_str())
     inner.add_special_tokens(["<pad>", "<s>"])
     tokenizer = HuggingFaceTokenizer(inner)
     special = [inner.token_to_id(name) for name in ("<pad>", "<s>")]

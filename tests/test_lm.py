@@ -652,7 +652,7 @@ def test_infilling_agrees_with_enumeration(kind: str, restarts: bool) -> None:
 
 
 def test_blanks_of_a_subword_tokenizer_are_single_tokens() -> None:
-    lines = ["the function returns a list", "the module returns a name, a list"] * 3
+    lines = ["the function returns a list", "the module returns a name, a list"] * 5
     tokenizer = HuggingFaceTokenizer.train(lines, 300)
     lm = LanguageModel(random_hmm(3, tokenizer.vocab_size), tokenizer)
     for text, words in (("the ___ returns", ["function", "list"]), ("a ___, a ___", ["name", "list"])):

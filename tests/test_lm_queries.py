@@ -130,7 +130,7 @@ def test_conditional_scores_are_differences_of_scores(kind: str, reading: str) -
 
 
 def test_conditional_scores_of_subwords_and_their_errors() -> None:
-    tokenizer = HuggingFaceTokenizer.train(["the function returns a list"] * 3, 300)
+    tokenizer = HuggingFaceTokenizer.train(["the function returns a list"] * 5, 300)
     lm = LanguageModel(HMM(*(p.log() for p in random_hmm(3, tokenizer.vocab_size, 0))), tokenizer)
     prefix, whole = tokenizer.encode("the function"), lm.encode("the function returns a list")
     want = float(lm.hmm.log_likelihood([whole]) - lm.hmm.log_likelihood([prefix]))

@@ -118,14 +118,18 @@ class HuggingFaceTokenizer:
     def train(cls, lines: Iterable[str], vocab_size: int | None) -> HuggingFaceTokenizer:
         """Train a BPE of at most `vocab_size` tokens; without a size, the tokens are characters.
 
-        Tokens consist of characters of the lines, not of bytes: any tokens are a text, and none has a line break.
-        A character that the lines do not have is `<unk>`.
+        Tokens consist of characters of the lines, not of bytes: any tokens are a text, and none has a line break. A
+        BPE also has all of ASCII, so that it can be asked for JSON; other characters are `<unk>`.
         """
         tokenizer = tokenizers.Tokenizer(models.BPE(unk_token=UNK))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(_PARTS, behavior="isolated")
         tokenizer.decoder = decoders.Fuse()
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size or 0, min_frequency=_MIN_COUNT, special_tokens=[UNK, EOS], show_progress=False
+            vocab_size=vocab_size or 0,
+            min_frequency=_MIN_COUNT,
+            special_tokens=[UNK, EOS],
+            initial_alphabet=[chr(code) for code in range(0x20, 0x7F)] if vocab_size is not None else [],
+            show_progress=False,
         )
         tokenizer.train_from_iterator(lines, trainer)
         if vocab_size is not None and (least := tokenizer.get_vocab_size()) > vocab_size:
