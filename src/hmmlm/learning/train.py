@@ -95,7 +95,7 @@ if TYPE_CHECKING:
 __all__ = ["TrainResult", "TrainingError", "train", "train_baseline", "train_teacher"]
 
 TRIALS = 8
-"""A start is tried for this part of the run."""
+"""A start is tried for this part of the run, and for an epoch at least."""
 
 AnyRunConfig = RunConfig | TeacherConfig | BaselineConfig
 
@@ -400,7 +400,7 @@ class HmmTrainer(Trainer):
             resets = config.batches.kind == "stream" and config.batches.reset_at_eos
             assign_bigram(self.model, data.tokens["train"], data.tokenizer.eos_id, resets, seed)
         elif config.train.restarts > 1:
-            total = max(1, fit.total_tokens // TRIALS)
+            total = max(fit.train.tokens_per_epoch, fit.total_tokens // TRIALS)
 
             def attempt(seed: int) -> tuple[float, dict[str, Tensor]]:
                 own = config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})})
