@@ -7,7 +7,6 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from hmmlm.errors import InputError
 from hmmlm.numerics.logmatrix import log_ratio
 from hmmlm.numerics.support import Support
 from hmmlm.numerics.tables import Tables
@@ -53,10 +52,6 @@ class Emission(Tables):
     @abstractmethod
     def gradient(self, tokens: Tensor, posterior: Tensor, support: Support) -> dict[str, Tensor]:
         """Compute Σ_n posterior_n [n, K] of the states that emit tokens [n], in the shapes of the tensors."""
-
-    def maximize(self: Emission, counts: dict[str, Tensor], pseudocount: float = 0.0) -> Emission:
-        """Return the emission that maximizes the expected log-likelihood, from the counts of its tensors."""
-        raise InputError(f"a {self.kind} emission has no closed M step: train it by gradients")
 
     # --- words whose columns are equal, stored once ---
 

@@ -12,7 +12,6 @@ from hmmlm.emissions.base import Emission
 from hmmlm.emissions.columns import EmissionMatrix
 from hmmlm.numerics.support import Support
 from hmmlm.ops.common import logsumexp
-from hmmlm.ops.maximize_rows import maximize_rows
 
 
 class Categorical(Emission):
@@ -32,9 +31,6 @@ class Categorical(Emission):
     @property
     def vocab_size(self) -> int:
         return self.log_probs.shape[1]
-
-    def validate(self) -> None:
-        self._check_rows()
 
     @cached_property
     def matrix(self) -> EmissionMatrix:
@@ -69,9 +65,6 @@ class Categorical(Emission):
     def gradient(self, tokens: Tensor, posterior: Tensor, support: Support) -> dict[str, Tensor]:
         by_word = posterior.new_zeros(self.vocab_size, self.num_states).index_add_(0, tokens, posterior)
         return {"log_probs": by_word.t()}
-
-    def maximize(self, counts: dict[str, Tensor], pseudocount: float = 0.0) -> Categorical:
-        return Categorical(maximize_rows(counts["log_probs"], self.log_probs, pseudocount))
 
     @property
     def column_of_word(self) -> Tensor | None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from hmmlm.errors import InputError
 from hmmlm.numerics.distributions import check_distributions, check_parameters, move
 from hmmlm.numerics.support import Support, UnionSupport, spans
+from hmmlm.ops.maximize_rows import maximize_rows
 
 Self = TypeVar("Self", bound="Tables")
 AnyPart = TypeVar("AnyPart", bound="Tables")
@@ -34,10 +35,6 @@ class Tables(ABC):
     @property
     @abstractmethod
     def num_states(self) -> int: ...
-
-    @abstractmethod
-    def validate(self) -> None:
-        """Raise an InputError that names the first distribution that does not sum to one."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name, as a model file stores them."""
@@ -98,7 +95,17 @@ class Tables(ABC):
     def device(self) -> torch.device:
         return self._values[0].device
 
-    # --- for kinds ---
+    # --- for kinds; by default, the rows of every tensor are log-distributions ---
+
+    def validate(self) -> None:
+        """Raise an InputError that names the first distribution that does not sum to one."""
+        for name, log_probs in self.parameters().items():
+            check_distributions(log_probs, self._name(name))
+
+    def maximize(self: Self, counts: dict[str, Tensor], pseudocount: float = 0.0) -> Self:
+        """Return the kind that maximizes the expected log-likelihood, from the counts of its tensors."""
+        given = self.parameters().items()
+        return self.replace({name: maximize_rows(counts[name], value, pseudocount) for name, value in given})
 
     def _name(self, tensor: str) -> str:
         return f"{self.role}.{tensor}"
@@ -117,11 +124,6 @@ class Tables(ABC):
                 raise InputError(
                     f"{self._name(name)} must have shape [{', '.join(map(str, want))}], not {list(value.shape)}"
                 )
-
-    def _check_rows(self) -> None:
-        """Raise an InputError unless the rows of every tensor are log-distributions."""
-        for name, log_probs in self.parameters().items():
-            check_distributions(log_probs, self._name(name))
 
 
 class UnionTables(Tables, Generic[AnyPart]):
@@ -207,6 +209,9 @@ class UnionTables(Tables, Generic[AnyPart]):
                 part.validate()
             except InputError as error:
                 raise InputError(f"component {i}: {error}") from None
+
+    def maximize(self: Self, counts: dict[str, Tensor], pseudocount: float = 0.0) -> Self:
+        raise InputError(f"the {self.role} of a union has no closed M step: train it by gradients")
 
     def split(self, values: Tensor, support: Support) -> Iterator[tuple[Tensor, Support]]:
         """Yield the share of each part of values [n, K] over a support, and its support."""

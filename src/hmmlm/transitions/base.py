@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hmmlm.errors import InputError
 from hmmlm.numerics.semirings import LOG, Semiring
 from hmmlm.numerics.support import Support
 from hmmlm.numerics.tables import Tables
@@ -108,7 +107,3 @@ class Transition(Tables):
             total = ((moved.exp() if ring is LOG else moved) * weights[:, None]).sum()
             found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
         return dict(zip(leaves, found, strict=True))
-
-    def maximize(self: Transition, counts: dict[str, Tensor], pseudocount: float = 0.0) -> Transition:
-        """Return the transition that maximizes the expected log-likelihood, from the counts of its tensors."""
-        raise InputError(f"a {self.kind} transition has no closed M step: train it by gradients")

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hmmlm.numerics.support import Support
-from hmmlm.ops.maximize_rows import maximize_rows
 from hmmlm.transitions.origins import entropy_of_origins
 from hmmlm.transitions.tiled import TiledTransition
 
@@ -28,9 +27,6 @@ class Dense(TiledTransition):
     @property
     def num_states(self) -> int:
         return len(self.log_probs)
-
-    def validate(self) -> None:
-        self._check_rows()
 
     def log_block(self, rows: slice, columns: slice) -> Tensor:
         return self.log_probs[rows, columns]
@@ -57,6 +53,3 @@ class Dense(TiledTransition):
         if source is None and target is None:
             return entropy_of_origins(log_probs, self.matrix(), self.matrix().log_columns)
         return super().origin_entropy(log_probs, source, target)
-
-    def maximize(self, counts: dict[str, Tensor], pseudocount: float = 0.0) -> Dense:
-        return Dense(maximize_rows(counts["log_probs"], self.log_probs, pseudocount))

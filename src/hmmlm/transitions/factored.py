@@ -89,6 +89,9 @@ class Factored(TiledTransition):
         u, normalizer = self.u.view(*shape, -1)[blocks], self.log_normalizer.view(shape)[blocks]
         return torch.einsum("nkh,...nh->...nk", u, self.w[states]) - normalizer
 
+    def maximize(self, counts: dict[str, Tensor], pseudocount: float = 0.0) -> Factored:
+        raise InputError("a factored transition has no closed M step: train it by gradients")
+
     def validate(self) -> None:
         """Raise an InputError that names the first state whose transitions do not sum to one.
 

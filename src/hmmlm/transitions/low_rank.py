@@ -12,7 +12,6 @@ from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.numerics.semirings import LOG, MAX_PLUS, Semiring
 from hmmlm.numerics.support import BlockSupport, Support
 from hmmlm.ops.common import logsumexp
-from hmmlm.ops.maximize_rows import maximize_rows
 from hmmlm.ops.pieces import at_once
 from hmmlm.transitions.base import Transition
 
@@ -35,9 +34,6 @@ class LowRank(Transition):
     @property
     def num_states(self) -> int:
         return len(self.log_left)
-
-    def validate(self) -> None:
-        self._check_rows()
 
     @cached_property
     def _forward(self) -> tuple[LogMatrix, LogMatrix]:
@@ -83,10 +79,6 @@ class LowRank(Transition):
             .restrict(self._into(states).flatten(0, -2))
             .view(*states.shape, width)
         )
-
-    def maximize(self, counts: dict[str, Tensor], pseudocount: float = 0.0) -> LowRank:
-        pairs = ((counts[name], log_probs) for name, log_probs in self.tensors().items())
-        return LowRank(*(maximize_rows(count, log_probs, pseudocount) for count, log_probs in pairs))
 
 
 def _leave(ring: Semiring, values: Tensor, matrix: LogMatrix, support: Support) -> Tensor:

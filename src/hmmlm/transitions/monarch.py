@@ -11,7 +11,6 @@ from torch import Tensor
 from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.numerics.semirings import Semiring
 from hmmlm.numerics.support import BlockSupport, Support, restrict, spread
-from hmmlm.ops.maximize_rows import maximize_rows
 from hmmlm.transitions.base import Transition
 
 
@@ -36,9 +35,6 @@ class Monarch(Transition):
     @property
     def num_states(self) -> int:
         return self.groups * self.width
-
-    def validate(self) -> None:
-        self._check_rows()
 
     @cached_property
     def _forward(self) -> tuple[LogMatrix, LogMatrix]:
@@ -73,10 +69,6 @@ class Monarch(Transition):
     def log_entries(self, i: Tensor, j: Tensor) -> Tensor:
         group, middle = i // self.width, j % self.width
         return self.log_left[group, i % self.width, middle] + self.log_right[middle, group, j // self.width]
-
-    def maximize(self, counts: dict[str, Tensor], pseudocount: float = 0.0) -> Monarch:
-        pairs = ((counts[name], log_probs) for name, log_probs in self.tensors().items())
-        return Monarch(*(maximize_rows(count, log_probs, pseudocount) for count, log_probs in pairs))
 
 
 def _over(values: Tensor, support: Support) -> Tensor:
