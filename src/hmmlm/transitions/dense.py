@@ -7,9 +7,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.numerics.support import Support
-from hmmlm.transitions.origins import entropy_of_origins
+from hmmlm.ops.pieces import at_once
 from hmmlm.transitions.tiled import TiledTransition
+from hmmlm.transitions.tiles import entropy_of_sources
+
+_LEAST = 1e-20  # scaled predictions below this make the entropy of origins inexact in products
 
 
 class Dense(TiledTransition):
@@ -51,5 +55,23 @@ class Dense(TiledTransition):
 
     def origin_entropy(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
         if source is None and target is None:
-            return entropy_of_origins(log_probs, self.matrix(), self.matrix().log_columns)
+            return _entropy_of_origins(log_probs, self.matrix())
         return super().origin_entropy(log_probs, source, target)
+
+
+def _entropy_of_origins(log_probs: Tensor, matrix: LogMatrix) -> Tensor:
+    """Compute the entropy of the state before each state [n, Z], for log_probs [n, Z] before a step by a matrix [Z, Z].
+
+    From two products, except where the prediction is too small for them. With f the distribution, A' the transition
+    with each column divided by its largest entry and q' = f A': H_j = log q'_j − Σ_i f_i A'_ij (log f_i + log A'_ij) /
+    q'_j.
+    """
+    probs = log_probs.exp()
+    predicted = probs @ matrix.scaled
+    mean = torch.xlogy(probs, probs) @ matrix.scaled + probs @ torch.xlogy(matrix.scaled, matrix.scaled)
+    suspect = predicted < _LEAST
+    result = torch.where(suspect, 0.0, predicted.log() - mean / predicted).clamp_min(0)
+    for b in suspect.any(1).nonzero().flatten().tolist():
+        for columns in suspect[b].nonzero().flatten().split(at_once(len(probs[b]))):
+            result[b, columns] = entropy_of_sources(log_probs[b, None], matrix.log_values[:, columns])[0]
+    return result
