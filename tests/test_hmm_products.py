@@ -8,7 +8,7 @@ from hmmlm.emissions import Blocked
 from hmmlm.emissions.columns import EmissionMatrix, equal_columns, log_group_sums
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.numerics.logmatrix import LogMatrix, LogTiles
+from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.ops import pieces
 from hmmlm.ops.common import installed
 from hmmlm.scan.recursions import forward, messages_back, run_filter, run_messages, sort_batch
@@ -61,7 +61,7 @@ def test_products_with_tiles_are_exact_at_any_scale(sharpness: float) -> None:
     weights[2] = -torch.inf
     index = (torch.arange(30) % 3, torch.arange(30) % 4)
     want = torch.logsumexp(weights.double()[:, :, None] + tiles[index].double(), 1)
-    torch.testing.assert_close(LogTiles(tiles).product(weights, index).double(), want, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(LogMatrix(tiles).product_by_row(weights, index).double(), want, rtol=1e-5, atol=1e-4)
 
 
 # --- tiles ---

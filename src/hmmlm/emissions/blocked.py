@@ -15,6 +15,7 @@ from hmmlm.emissions.base import Emission
 from hmmlm.emissions.columns import log_group_sums
 from hmmlm.errors import InputError
 from hmmlm.numerics.distributions import check_totals
+from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.numerics.support import BlockSupport, Support
 from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.maximize_rows import maximize_rows
@@ -85,11 +86,9 @@ class Blocked(Emission):
         check_totals(totals.flatten(), tolerance, lambda state: f"{self._name('log_probs')} of state {state}")
 
     @cached_property
-    def _scaled(self) -> tuple[Tensor, Tensor]:
-        """Return the largest log p(word | z) of each word [V], and p(word | z) [V, k] relative to it."""
-        peak = self.log_probs.amax(1)
-        peak = torch.where(peak == NEG_INF, 0.0, peak)
-        return peak, exp(self.log_probs - peak[:, None])
+    def _by_state(self) -> LogMatrix:
+        """log p(word | z) [k, V], relative to the largest of each word."""
+        return LogMatrix(self.log_probs.t())
 
     @cached_property
     def words_of_block(self) -> Tensor:
@@ -111,7 +110,7 @@ class Blocked(Emission):
         """See `Emission`; in products relative to the largest entries, recomputed in log space where they underflow."""
         chosen = slice(None) if words is None else words
         blocks, scores = self.block_of_word[chosen], self.log_probs[chosen]
-        peak, scaled = (values[chosen] for values in self._scaled)
+        peak, scaled = self._by_state.peak[chosen], self._by_state.scaled.t()[chosen]
         least = least_sum(self.width, self.dtype)
         flat = log_states.reshape(-1, self.num_states)
         emitted = []

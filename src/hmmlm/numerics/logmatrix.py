@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.pieces import at_once, fits
-from hmmlm.ops.underflow import FLOOR, exp, flush, least_sum
+from hmmlm.ops.underflow import exp, flush, least_sum
 
 _WIDE = 4  # columns per row of a wide matrix
 _FEW_STATES = 100  # rows up to which a wide matrix is stored as others are
@@ -27,7 +27,7 @@ def _top(log_weights: Tensor) -> Tensor:
 
 
 class LogMatrix:
-    """Log-probabilities [n, m] prepared for products log Σ_i exp(w_i + M[i, j]), or several matrices [g, n, m].
+    """Log-probabilities [n, m] prepared for products log Σ_i exp(w_i + M[i, j]), or several matrices [..., n, m].
 
     A wide one is stored by columns: on a CPU, products of a few rows with it then take half the time.
     """
@@ -39,7 +39,7 @@ class LogMatrix:
 
     @cached_property
     def peak(self) -> Tensor:
-        """The largest entry of each column [m], or zero if there is none above −inf; of several matrices [g, 1, m]."""
+        """The largest entry of each column [m], zero if there is none above −inf; of several matrices [..., 1, m]."""
         peak = self.log_values.amax(-2, keepdim=self.log_values.dim() > 2)
         return torch.where(peak == NEG_INF, 0.0, peak)
 
@@ -89,6 +89,20 @@ class LogMatrix:
         sums = self._sums(log_weights, top)
         return self._logs(sums, log_weights, top)
 
+    def product_by_row(self, log_weights: Tensor, index: tuple[Tensor, ...]) -> Tensor:
+        """Compute `product` [b, m] of each row of weights [b, n] with the matrix, of several, that `index` [b] names.
+
+        Rows with sums so small that underflow may have changed them are recomputed in log space.
+        """
+        top = _top(log_weights)
+        sums = torch.bmm(flush((log_weights - top).exp_())[:, None], self.scaled[index])[:, 0]
+        result = sums.log().add_(self.peak[index][:, 0]).add_(top)
+        if not bool(sums.amin() >= self._least):
+            rows = (sums < self._least).any(1).nonzero().squeeze(1)
+            exact = log_weights[rows][:, :, None] + self.log_values[tuple(own[rows] for own in index)]
+            result[rows] = torch.logsumexp(exact, 1)
+        return result
+
     def ratio(self, log_weights: Tensor, log_base: Tensor, rows: list[int]) -> Tensor:
         """Compute product(log_weights) − product(log_base)[rows] [n, m] for log_weights [n, ·] and log_base [b, ·].
 
@@ -113,10 +127,7 @@ class LogMatrix:
     def _sums(self, log_weights: Tensor, top: Tensor | None) -> Tensor:
         """Compute Σ_i exp(log_weights[..., i] − top) · scaled[i, j] [..., m]."""
         shifted = log_weights if top is None else log_weights - top
-        # Denormal numbers would slow the product down.
-        return self.multiply(
-            torch.nn.functional.threshold(shifted.exp(), FLOOR[self.log_values.dtype], 0.0)
-        ).contiguous()
+        return self.multiply(flush(shifted.exp())).contiguous()
 
     def multiply(self, weights: Tensor) -> Tensor:
         """Compute Σ_i weights[..., i] · scaled[i, j] [..., m], stored by rows or by columns."""
@@ -151,39 +162,3 @@ class LogMatrix:
         for piece in torch.arange(len(columns), device=columns.device).split(at_once(terms, _CELLS)):
             own, column = tuple(index[piece] for index in rows), columns[piece]
             result[(*own, column)] = torch.logsumexp(log_weights[own] + by_column[(*own[:-1], column)], 1)
-
-
-class LogTiles:
-    """Matrices of log-probabilities [..., n, m], prepared for products of rows with one of them each."""
-
-    def __init__(self, log_values: Tensor) -> None:
-        self.log_values = log_values
-
-    @cached_property
-    def peak(self) -> Tensor:
-        """The largest entry of each column [..., m], or zero if there is none above −inf."""
-        peak = self.log_values.amax(-2)
-        return torch.where(peak == NEG_INF, 0.0, peak)
-
-    @cached_property
-    def scaled(self) -> Tensor:
-        """The entries relative to the largest of their column [..., n, m]."""
-        return exp(self.log_values - self.peak[..., None, :])
-
-    def product(self, log_weights: Tensor, tiles: tuple[Tensor, ...]) -> Tensor:
-        """Compute log Σ_i exp(log_weights[b, i] + log_values[tiles[b], i, j]) [b, m] for log_weights [b, n].
-
-        Rows with sums so small that underflow may have changed them are recomputed in log space.
-        """
-        dtype = log_weights.dtype
-        top = log_weights.amax(1, keepdim=True).clamp_min(torch.finfo(dtype).min)
-        # Denormal numbers would slow the product down.
-        weights = torch.nn.functional.threshold((log_weights - top).exp_(), FLOOR[dtype], 0.0)
-        relative = torch.bmm(weights[:, None], self.scaled[tiles])[:, 0]
-        result = relative.log().add_(self.peak[tiles]).add_(top)
-        least = least_sum(log_weights.shape[1], dtype)
-        if not bool(relative.amin() >= least):
-            rows = (relative < least).any(1).nonzero().squeeze(1)
-            exact = log_weights[rows][:, :, None] + self.log_values[tuple(index[rows] for index in tiles)]
-            result[rows] = torch.logsumexp(exact, 1)
-        return result

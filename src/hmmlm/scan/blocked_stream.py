@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.emissions import Blocked
-from hmmlm.numerics.logmatrix import LogTiles
+from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import restrict
 from hmmlm.ops.common import NEG_INF
@@ -91,10 +91,10 @@ def _prepare(transition: TiledTransition, emission: Blocked, pairs: Tensor) -> t
     sources, targets = pairs // emission.num_blocks, pairs % emission.num_blocks
     table = transition.table(emission.width)
     if table is not None:
-        return table.peak[sources, targets], list(table.scaled[sources, targets])
+        return table.peak[sources, targets, 0], list(table.scaled[sources, targets])
     if transition.device.type == "cpu":
         store = transition.store(emission.width)
         peaks, scaled = zip(*(store.tile(key) for key in pairs.tolist()), strict=True)
         return torch.stack(peaks), scaled
-    tiles = LogTiles(transition.tiles(sources, targets, emission.width))
-    return tiles.peak, list(tiles.scaled)
+    tiles = LogMatrix(transition.tiles(sources, targets, emission.width))
+    return tiles.peak[:, 0], list(tiles.scaled)

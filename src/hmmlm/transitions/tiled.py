@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from hmmlm.device import total_memory
-from hmmlm.numerics.logmatrix import LogMatrix, LogTiles
+from hmmlm.numerics.logmatrix import LogMatrix
 from hmmlm.numerics.semirings import LOG, Semiring
 from hmmlm.numerics.support import Support
 from hmmlm.ops.pieces import fits
@@ -24,7 +24,7 @@ class TiledTransition(Transition):
     """A transition whose steps are products with log A, or with tiles of it."""
 
     _matrices: dict[bool, LogMatrix]
-    _tables: dict[tuple[int, bool], LogTiles]
+    _tables: dict[tuple[int, bool], LogMatrix]
     _stores: dict[int, TileStore]
 
     def _prepare(self) -> None:
@@ -47,11 +47,11 @@ class TiledTransition(Transition):
         if source is None and target is None and self.keeps_matrix:
             return ring.product(x, self.matrix(), normalized=True)
         if ring is LOG and narrow(source, target):
-            table, pair = self.table(source.width), (source.blocks, target.blocks)  # type: ignore[union-attr]
+            table = self.table(source.width)  # type: ignore[union-attr]
             if table is not None:
-                return table.product(x, pair)
+                return table.product_by_row(x, (source.blocks, target.blocks))  # type: ignore[union-attr]
             if self.device.type == "cpu" and not self.requires_grad:
-                return self.store(source.width).product(x, *pair)  # type: ignore[union-attr]
+                return self.store(source.width).product(x, source.blocks, target.blocks)  # type: ignore[union-attr]
         return super().forward_step(ring, x, source, target)
 
     def backward_step(self, ring: Semiring, y: Tensor, source: Support = None, target: Support = None) -> Tensor:
@@ -60,19 +60,19 @@ class TiledTransition(Transition):
         if ring is LOG and narrow(source, target):
             table = self.table(source.width, forward=False)  # type: ignore[union-attr]
             if table is not None:
-                return table.product(y, (source.blocks, target.blocks))  # type: ignore[union-attr]
+                return table.product_by_row(y, (source.blocks, target.blocks))  # type: ignore[union-attr]
         return super().backward_step(ring, y, source, target)
 
     # --- tiles between blocks ---
 
-    def table(self, width: int, forward: bool = True) -> LogTiles | None:
+    def table(self, width: int, forward: bool = True) -> LogMatrix | None:
         """Return log A, or its transpose, as tiles [M, M, k, k]; None if it is large or requires a gradient."""
         if self.requires_grad or not fits(self.num_states**2, TABLE_CELLS):
             return None
         found = self._tables.get((width, forward))
         if found is None:
             tiles = self.dense().view(-1, width, self.num_states // width, width).transpose(1, 2)
-            found = self._tables[width, forward] = LogTiles((tiles if forward else tiles.mT).contiguous())
+            found = self._tables[width, forward] = LogMatrix((tiles if forward else tiles.mT).contiguous())
         return found
 
     def tiles(self, sources: Tensor, targets: Tensor, width: int) -> Tensor:
