@@ -41,7 +41,7 @@ def check_distributions(log_probs: Tensor, name: str) -> None:
     # that never occurred, are all rounded in the same direction.
     rounding = log_probs.shape[-1] * torch.finfo(log_probs.dtype).eps / 8
     tolerance = max(rounding, 1e-4 if log_probs.dtype == torch.float32 else 1e-6)
-    check_totals(totals, tolerance, lambda row: f"{name}{row_name(log_probs, row)}")
+    check_totals(totals, tolerance, lambda row: f"{name} row {row}" if log_probs.dim() == 2 else name)
 
 
 def check_totals(totals: Tensor, tolerance: float, name: Callable[[int], str]) -> None:
@@ -76,7 +76,3 @@ def move(values: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
         reason = str(error).strip().partition("\n")[0]
         raise InputError(f"cannot move a model to {given}: give a device or a dtype ({reason:.80})") from None
     return [value.to(*args, **kwargs) for value in values]
-
-
-def row_name(values: Tensor, row: int) -> str:
-    return f" row {row}" if values.dim() == 2 else ""

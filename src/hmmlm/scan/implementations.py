@@ -87,10 +87,6 @@ def _kinds(hmm: Composition) -> str:
 # --- unions ---
 
 
-def _refuses_union(problem: Problem) -> str:
-    return "" if isinstance(problem.hmm.transition, BlockDiagonal) else "the model is no union"
-
-
 def _scan_union(problem: Problem) -> Scan:
     parts = problem.hmm.components
     wanted: CarryKind = "none" if problem.wanted == "none" else "exact"
@@ -207,14 +203,6 @@ def _scan_blocked(problem: Problem) -> Scan:
 # --- any HMM ---
 
 
-def _refuses_naive(problem: Problem) -> str:
-    return "" if problem.hmm.impl == "naive" else "is slow"
-
-
-def _refuses_generic(problem: Problem) -> str:
-    return "" if problem.hmm.impl in ("auto", "scaled") else f"impl is {problem.hmm.impl!r}"
-
-
 def _scan_generic(problem: Problem) -> Scan:
     batch, exact = (problem.tokens, problem.lengths, problem.carry, problem.restart), problem.wanted == "exact"
     return generic_scan(problem.hmm, *batch, exact_carry=exact, in_log_space=problem.hmm.impl == "naive")
@@ -222,11 +210,17 @@ def _scan_generic(problem: Problem) -> Scan:
 
 DENSE: tuple[Impl, ...] = ("compiled", "triton", "scaled")
 IMPLEMENTATIONS = (
-    Implementation("components", _refuses_union, _scan_union),
-    Implementation("naive", _refuses_naive, _scan_generic),
+    Implementation(
+        "components",
+        lambda p: "" if isinstance(p.hmm.transition, BlockDiagonal) else "the model is no union",
+        _scan_union,
+    ),
+    Implementation("naive", lambda p: "" if p.hmm.impl == "naive" else "is slow", _scan_generic),
     *(_dense(impl) for impl in DENSE),
     Implementation("tiles", _refuses_tiles, _scan_tiles),
     Implementation("blocked", _refuses_blocked, _scan_blocked),
-    Implementation("generic", _refuses_generic, _scan_generic),
+    Implementation(
+        "generic", lambda p: "" if p.hmm.impl in ("auto", "scaled") else f"impl is {p.hmm.impl!r}", _scan_generic
+    ),
 )
 """In the order in which they are asked."""

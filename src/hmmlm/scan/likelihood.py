@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -160,11 +161,8 @@ def _block_diagonal(counts: Sequence[Any]) -> Any:
         return tuple(counts)
     if not any(each.is_sparse for each in counts):
         return torch.block_diag(*counts)
-    indices, values, first = list[Tensor](), list[Tensor](), 0
-    for block in counts:
-        own = block.to_sparse().coalesce()
-        indices.append(own.indices() + first)
-        values.append(own.values())
-        first += block.shape[0]
+    blocks = [block.to_sparse().coalesce() for block in counts]
+    *starts, states = accumulate((len(block) for block in blocks), initial=0)
+    indices = torch.cat([block.indices() + start for block, start in zip(blocks, starts, strict=True)], 1)
     with torch.sparse.check_sparse_tensor_invariants():
-        return torch.sparse_coo_tensor(torch.cat(indices, 1), torch.cat(values), (first, first)).coalesce()
+        return torch.sparse_coo_tensor(indices, torch.cat([b.values() for b in blocks]), (states, states)).coalesce()

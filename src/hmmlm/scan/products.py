@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import threshold
 
 from hmmlm.emissions import Categorical
 from hmmlm.numerics.logmatrix import LogMatrix
@@ -21,7 +20,7 @@ from hmmlm.ops.pieces import fits
 from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.scan.api import refusal
 from hmmlm.ops.scan.scaled import GROUPS, ScaledChain, distinct, scaled_filter
-from hmmlm.ops.underflow import FLOOR, least_sum
+from hmmlm.ops.underflow import flush, least_sum
 from hmmlm.scan.composition import matrices
 from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, Supports
 from hmmlm.transitions import Dense
@@ -207,7 +206,7 @@ def message_products(matrix: LogMatrix, given: Observations) -> Tensor | None:
             values = (totals[t] * factors[t])[:rows]
             if t % group == 0:
                 masses[t - 1, :rows] = mass = values.amax(1)
-                values = _normalized(values, mass)
+                values = flush(values / mass[:, None])
             torch.mm(values, matrix.scaled, out=totals[t - 1][:rows])
         sure = sums.amin(2) * masses.clamp(max=1.0) >= least_sum(sums.shape[2], sums.dtype)
         if bool(sure.all()):  # a NaN, of an impossible sequence, is not
@@ -221,9 +220,4 @@ def message_products(matrix: LogMatrix, given: Observations) -> Tensor | None:
 def _relative(log_values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest of each row [...] and exp(log_values) [..., Z] relative to it."""
     top = log_values.amax(-1).clamp_min(torch.finfo(log_values.dtype).min)
-    return top, threshold((log_values - top[..., None]).exp_(), FLOOR[log_values.dtype], 0.0)
-
-
-def _normalized(values: Tensor, mass: Tensor) -> Tensor:
-    """Divide values [n, Z] by mass [n]; without denormal numbers, which would slow the product down."""
-    return threshold(values / mass[:, None], FLOOR[values.dtype], 0.0, inplace=True)
+    return top, flush((log_values - top[..., None]).exp_())
