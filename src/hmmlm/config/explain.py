@@ -71,20 +71,14 @@ def _field_path(kind: type[BaseModel], location: tuple[int | str, ...]) -> tuple
 
 
 def nearest_field(kind: type[BaseModel], path: list[str]) -> str | None:
-    """Return the dotted name of the field nearest to an unknown one: a sibling, else one elsewhere.
-
-    A name of which the unknown one is a word (states of num_states) is nearer than one of similar letters.
-    """
+    """Return the dotted name of the valid field nearest to an unknown one: a sibling, else a field elsewhere."""
     *parents, leaf = path
     fields = list(field_names(kind))
-    for cutoff in (1.0, 0.6):
-        for candidates in ([f for f in fields if list(f[:-1]) == parents], fields):
-            by_leaf = {f[-1]: f for f in reversed(candidates)}
-            by_word = {word: f for name, f in by_leaf.items() for word in name.split("_")} if cutoff == 1 else {}
-            names = by_word | by_leaf
-            near = difflib.get_close_matches(leaf, names, n=1, cutoff=cutoff)
-            if near and list(names[near[0]]) != path:
-                return ".".join(names[near[0]])
+    for candidates in ([f for f in fields if list(f[:-1]) == parents], fields):
+        by_leaf = {f[-1]: f for f in reversed(candidates)}
+        near = difflib.get_close_matches(leaf, by_leaf, n=1)
+        if near and list(by_leaf[near[0]]) != path:
+            return ".".join(by_leaf[near[0]])
     return None
 
 

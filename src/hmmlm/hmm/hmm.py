@@ -28,6 +28,7 @@ from hmmlm.scan.composition import kinds_of, matrices, parameters_of, read_parts
 from hmmlm.scan.implementations import Choice, Problem, choose
 from hmmlm.transitions import BlockDiagonal, Transition
 
+_ATTEMPT = 50  # iterations of each of several starts, before the best one is chosen
 _RANDOM_CELLS = 2**30  # probabilities of a random model: 8 GB while they are drawn
 
 
@@ -185,7 +186,7 @@ class HMM(Fitting):
         sequences: ArrayLike,
         num_states: int,
         lengths: ArrayLike | None = None,
-        restarts: int = 5,
+        restarts: int = 10,
         seed: int = 0,
         vocab_size: int | None = None,
         iterations: int = 500,
@@ -194,7 +195,9 @@ class HMM(Fitting):
         labels: ArrayLike | None = None,
         allowed_transitions: ArrayLike | None = None,
     ) -> HMM:
-        """Return the most likely of `restarts` models, each the result of `fit` from a random one, in float64.
+        """Return the most likely of `restarts` models after `fit` from a random one, in float64.
+
+        Every start takes 50 iterations, and the best one is continued.
 
         Args:
             sequences: in every form that `fit` takes.
@@ -209,12 +212,15 @@ class HMM(Fitting):
         words = int(tokens.max()) + 1 if vocab_size is None else vocab_size
         known = None if labels is None else labels_as_rows(labels, tokens, sizes if joined else None)
 
-        def attempt(start: int) -> tuple[HMM, float]:
-            random = cls.random(num_states, words, start).to(torch.float64)
-            model = random.fit(tokens, sizes, iterations, tolerance, pseudocount, known, allowed_transitions)
-            return model, float(model.log_likelihood(tokens, sizes, known).sum())
+        def learned(model: HMM, most: int) -> HMM:
+            return model.fit(tokens, sizes, most, tolerance, pseudocount, known, allowed_transitions)
 
-        return best_of(attempt, lambda found: found[1], restarts, seed)[0]
+        def attempt(start: int) -> HMM:
+            random = cls.random(num_states, words, start).to(torch.float64)
+            return learned(random, _ATTEMPT) if restarts > 1 else random
+
+        best = best_of(attempt, lambda model: float(model.log_likelihood(tokens, sizes, known).sum()), restarts, seed)
+        return learned(best, iterations)
 
     @classmethod
     @check_arguments
@@ -223,7 +229,7 @@ class HMM(Fitting):
         sequences: ArrayLike,
         num_states: Sequence[int],
         lengths: ArrayLike | None = None,
-        restarts: int = 5,
+        restarts: int = 10,
         seed: int = 0,
         pseudocount: float = 0.01,
     ) -> Selection:

@@ -91,30 +91,14 @@ class TextModel(ABC):
         return perplexity(float(self.score(texts).double().sum()), tokens)
 
     @overload
-    def generate(
-        self,
-        prompt: str = ...,
-        *,
-        num_samples: None = ...,
-        stream: Literal[False] = ...,
-        **options: Unpack[GenerateOptions],
-    ) -> str: ...
+    def generate(self, prompt: str = ..., **options: Unpack[GenerateOptions]) -> str: ...
+    @overload
+    def generate(self, prompt: str = ..., *, num_samples: int, **options: Unpack[GenerateOptions]) -> list[str]: ...
+    @overload
+    def generate(self, prompt: list[str] | tuple[str, ...], **options: Unpack[GenerateOptions]) -> list[str]: ...
     @overload
     def generate(
-        self, prompt: str = ..., *, num_samples: int, stream: Literal[False] = ..., **options: Unpack[GenerateOptions]
-    ) -> list[str]: ...
-    @overload
-    def generate(
-        self,
-        prompt: list[str] | tuple[str, ...],
-        *,
-        num_samples: None = ...,
-        stream: Literal[False] = ...,
-        **options: Unpack[GenerateOptions],
-    ) -> list[str]: ...
-    @overload
-    def generate(
-        self, prompt: str = ..., *, num_samples: None = ..., stream: Literal[True], **options: Unpack[GenerateOptions]
+        self, prompt: str = ..., *, stream: Literal[True], **options: Unpack[GenerateOptions]
     ) -> Iterator[str]: ...
     @overload
     def generate(
