@@ -13,7 +13,10 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from dynamax.hidden_markov_model import CategoricalHMM as DynamaxHMM
 from hmmlearn.hmm import CategoricalHMM
+from pomegranate.distributions import Categorical
+from pomegranate.hmm import DenseHMM
 
 from hmmlm import HMM
 
@@ -42,10 +45,27 @@ def systems(states: int, tokens: torch.Tensor, iterations: int) -> dict[str, Cal
         model.startprob_, model.transmat_, model.emissionprob_ = (table.copy() for table in start)
         return float(model.fit(column, lengths).score(column, lengths))
 
+    def pomegranate() -> float:
+        ends, tables = torch.ones(states), [torch.from_numpy(table).float() for table in start]
+        model = DenseHMM([Categorical(row[None]) for row in tables[2]], tables[1], tables[0], ends)
+        for _ in range(iterations):
+            model.summarize(tokens[..., None])
+            model.from_summaries()
+        return float(model.log_probability(tokens[..., None]).sum())
+
+    def dynamax() -> float:
+        model = DynamaxHMM(states, 1, 6, 1.0, 1.0, 0.0, 1.0)  # without priors
+        probs = dict(zip(("initial_probs", "transition_matrix", "emission_probs"), start, strict=True))
+        params, props = model.initialize(**probs | {"emission_probs": probs["emission_probs"][:, None]})
+        found = model.fit_em(params, props, tokens[..., None].numpy(), num_iters=iterations, verbose=False)
+        return float(found[1][-1])  # before the last iteration
+
     return {
         "hmmlm": ours,
         "hmmlearn (its default, log)": lambda: theirs("log"),
         "hmmlearn (scaling)": lambda: theirs("scaling"),
+        "dynamax": dynamax,
+        "pomegranate": pomegranate,
     }
 
 

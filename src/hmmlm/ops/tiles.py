@@ -68,9 +68,7 @@ def multiply(values, rows, strips, out):  # type: ignore[no-untyped-def]
         values, out: [R, W] with R a multiple of ROWS; values are zero in columns of the padding.
         strips: of the matrix; see `pack`.
     """
-    if rows == 1:
-        _multiply_row(values, strips, out)
-    elif strips.shape[1] > LANES:
+    if strips.shape[1] > LANES:
         _multiply(values, rows, strips, out, VECTORS)
     else:
         _multiply(values, rows, strips, out, 1)
@@ -83,18 +81,6 @@ def multiply_max(values, rows, strips, out):  # type: ignore[no-untyped-def]
         _multiply_max(values, rows, strips, out, VECTORS)
     else:
         _multiply_max(values, rows, strips, out, 1)
-
-
-@compiled
-def _multiply_row(values, strips, out):  # type: ignore[no-untyped-def]
-    size, zero = strips.shape[1], strips.dtype.type(0)
-    depth = len(strips) * size // out.shape[1]
-    for column in range(0, out.shape[1], LANES):
-        strip, total = column // size * depth, lanes.repeat(zero)
-        for k in range(depth):
-            part = lanes.load(strips, strip + k, column % size)
-            total = lanes.add(total, lanes.multiply(lanes.repeat(values[0, k]), part))
-        lanes.store(out, 0, column, total)
 
 
 @compiled
