@@ -264,6 +264,76 @@ def run_backward(  # type: ignore[no-untyped-def]
 
 
 @compiled
+def run_filter_few(  # type: ignore[no-untyped-def]
+    table, strips, log_peak, words, lengths, initial, restart, floor, tiny, first, last, alpha, scale, predicted, total
+):
+    """Run the filter as `run_filter` does, number by number: with few states a vector is mostly padding."""
+    (batch, states), dtype = predicted.shape, table.dtype
+    here, guess = np.zeros(states, dtype), np.zeros(states, dtype)
+    for row in range(first, last):
+        total[row], likelihood = 0.0, 1.0
+        for z in range(states):
+            here[z] = initial[row, z] if len(initial) else 0
+            if len(alpha):
+                alpha[row, z] = here[z]
+        for t in range(lengths[row]):
+            word, mass = words[t, row], dtype.type(0)
+            begins = (t == 0 and len(initial) == 0) or (len(restart) > 0 and restart[t, row])
+            for j in range(states):
+                part = table[0, j] if begins else here[0] * table[1, j]
+                for i in range(states if begins else 1, states):
+                    part += here[i] * table[1 + i, j]
+                guess[j] = part
+            for j in range(states):
+                here[j] = guess[j] * table[1 + states + word, j]
+                mass += here[j]
+            scale[t, row] = mass
+            total[row] += log_peak[word]
+            product = likelihood * mass
+            if product < LEAST_PRODUCT or lengths[row] == t + 1:
+                total[row] += _log(likelihood) + _log(mass)
+                product = 1.0
+            likelihood = product
+            factor = dtype.type(1) / max(mass, tiny)
+            for j in range(states):
+                here[j] *= factor
+                if here[j] < floor:
+                    here[j] = 0
+                if len(alpha):
+                    alpha[(1 + t) * batch + row, j] = here[j]
+        for z in range(states):
+            predicted[row, z] = guess[z]
+
+
+@compiled
+def run_backward_few(  # type: ignore[no-untyped-def]
+    table, strips, words, lengths, initial, restart, seed, floor, tiny, first, last, alpha, scale, transitions, by_word
+):
+    """Add up posteriors as `run_backward` does, number by number."""
+    batch, states, dtype, seen = words.shape[1], len(table) - len(by_word), table.dtype, len(table) - len(by_word) + 1
+    weight, message = np.zeros(states, dtype), np.zeros(states, dtype)
+    for row in range(first, last):
+        for t in range(lengths[row] - 1, -1, -1):
+            word, factor = words[t, row], dtype.type(1) / max(scale[t, row], tiny)
+            ends = lengths[row] == t + 1 or (len(restart) > 0 and restart[t + 1, row])
+            begins = (t == 0 and len(initial) == 0) or (len(restart) > 0 and restart[t, row])
+            for j in range(states):
+                filtered, arrived = alpha[(1 + t) * batch + row, j], seed[row] if ends else message[j]
+                weight[j] = 0
+                if filtered >= floor:
+                    by_word[1 + word, j] += filtered * arrived
+                    weight[j] = table[seen + word, j] * factor * arrived
+                if begins:
+                    by_word[0, j] += weight[j]
+            for i in range(0 if begins else states):
+                before, part = alpha[t * batch + row, i], dtype.type(0)
+                for j in range(states):
+                    transitions[i, j] += before * weight[j]
+                    part += table[1 + i, j] * weight[j]
+                message[i] = part
+
+
+@compiled
 def find_best_paths(  # type: ignore[no-untyped-def]
     table, strips, into, log_peak, words, lengths, shift, lowest, first, last, path, log_prob
 ):

@@ -21,6 +21,7 @@ from hmmlm.ops.tiles import pack, packed_shape, padded_width
 from hmmlm.ops.underflow import FLOOR, least_sum
 
 STEPS_PER_SHIFT = 16  # of Viterbi, between two subtractions of the largest score: float32 then suffices for any length
+FEW = 4  # states at most whose steps are computed number by number
 MOST_ROWS = 64  # sequences that go through a step together: what they share is read once
 THREAD_WORK = 2**24  # products of two numbers that take some times as long as a thread to start
 CELL_WORK = 128  # products in the time of a cell of the table
@@ -95,10 +96,11 @@ def forward(chain: CompiledChain, keep: bool = True) -> CompiledForward:
     alpha = allocate(((1 + steps) * batch if keep else 0, chain.table.shape[1] + LANES), dtype)
     scale, predicted, log_likelihood = np.ones((steps, batch), dtype), np.empty((batch, states), dtype), np.empty(batch)
     strips, groups = _strips(chain.table, states), _groups(chain.lengths, steps, states)
+    run_filter = loops.run_filter_few if states <= FEW else loops.run_filter
 
     def run(part: int) -> None:
         for group in groups[part]:
-            loops.run_filter(
+            run_filter(
                 chain.table,
                 strips,
                 chain.log_peak,
@@ -137,12 +139,13 @@ def accumulate(chain: CompiledChain, result: CompiledForward, seed: Tensor, shap
     steps, states, width = len(chain.words), shape[0], chain.table.shape[1]
     dtype, given = chain.table.dtype, _array(seed)
     strips, groups = _strips(chain.table, states, transposed=True), _groups(chain.lengths, steps, states)
+    run_backward = loops.run_backward_few if states <= FEW else loops.run_backward
 
     def run(part: int) -> tuple[np.ndarray, np.ndarray]:
         transitions = np.zeros((-(-states // ROWS) * ROWS, width), dtype)
         by_word = np.zeros((1 + len(chain.vocabulary), width), dtype)
         for group in groups[part]:
-            loops.run_backward(
+            run_backward(
                 chain.table,
                 strips,
                 chain.words,
