@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ from hmmlm.config.distill import DistillConfig
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.distillation.samples import SampleFolder, SamplePlan
 from hmmlm.errors import InputError
-from hmmlm.learning.distill import distill, resume_distillation
-from hmmlm.report.distill import by_position
+from hmmlm.learning import distill as module
+from hmmlm.learning.distill import Speeds, _plan, distill, resume_distillation
+from hmmlm.report.distill import by_position, evaluate_distillation, verdict
 from hmmlm.runs.interrupt import Stopped
 from hmmlm.runs.progress import Progress
 from hmmlm.teachers.sampling import TextSampler, open_sampler
@@ -31,6 +34,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("transformers") is None, reason="the extra `teacher` is not installed"),
 ]
 SMALL = ["--tokens", "4000", "--length", "30", "--num-states", "6", "--epochs", "2", "--device", "cpu", "--quiet"]
+PHASES = ["sampling", "embedding", "clustering", "training", "evaluation"]
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +88,56 @@ def test_the_report_compares_the_hmm_with_an_ngram_and_the_model(run: Path) -> N
     results = json.loads((run / "results.json").read_text())
     for name in ("model", "5-gram"):
         assert figures[name] == pytest.approx(results[name]["test"]["perplexity"])
+    found = json.loads((run / "distillation.json").read_text())
+    shares = found["guesses"]
+    assert shares["the language model"] == pytest.approx(np.exp(own).mean())
+    assert 0 < shares["unigram"] < shares["model"] < shares["the language model"] < 1
+    assert found["half_perplexity"] > 1
     # The HMM has learned something, and nothing knows the model better than itself.
     assert figures["the language model"] < figures["model"] < results["unigram"]["test"]["perplexity"]
+
+
+def test_the_report_says_how_good_the_guide_is(run: Path) -> None:
+    results = evaluate_distillation(run)
+    for hmm, weak in ((1066.0, True), (700.0, False)):
+        perplexities = {"model": hmm, "5-gram": 918.0, "the language model": 35.9}
+        positions = [{"first": 1, "last": 30, "tokens": 9, "perplexity": perplexities}]
+        text = verdict(replace(results, positions=positions, half_perplexity=1224.0))
+        assert f"predicts {results.guesses['model']:.1%} of the model's choices" in text and "-25%" in text
+        assert ("That is weak: counts of the same samples reach a perplexity of 918.0" in text) == weak
+
+
+class Notes(Progress):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def test_the_plan_has_the_time_of_each_phase(folder: Path, tmp_path: Path) -> None:
+    notes = Notes()
+    distill(small_config(folder, epochs=1), tmp_path / "run", notes)
+    (plan,) = (line for line in notes.lines if line.startswith("plan: 4,000 tokens, 6 states; "))
+    assert notes.lines.index(plan) == 0  # before anything is sampled
+    assert all(re.search(rf"{phase} [\d.e-]+ (ms|s|min)[,:]", plan) for phase in PHASES)
+
+
+def test_minutes_choose_the_largest_distillation_that_fits(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_measure", lambda *args: Speeds(1e-3, 1e-4, 1e-9, 1e-6))
+    sampler = open_sampler(str(folder), device=torch.device("cpu"))
+    planned = []
+    for minutes, given in ((1, {}), (10, {}), (100, {}), (10, {"num_states": 8}), (10, {"tokens": 9_000})):
+        config = DistillConfig(model=str(folder), minutes=minutes, length=30, **given)
+        chosen, seconds = _plan(config.resolve("cpu"), config, sampler, [""])
+        assert list(seconds) == PHASES and sum(seconds.values()) <= 60 * minutes
+        assert all(getattr(chosen, name) == value for name, value in given.items())
+        planned.append((chosen.tokens, chosen.num_states))
+    assert planned[0] < planned[1] < planned[2] and planned[0][1] < planned[2][1] and planned[1][0] > 60_000
+    with pytest.raises(InputError, match=r"--minutes 0.01 is too short: the smallest distillation takes about"):
+        distill(DistillConfig(model=str(folder), minutes=0.01, length=30), tmp_path / "run")
 
 
 def test_the_hmm_steers_the_model_it_was_distilled_from(run: Path, folder: Path) -> None:
@@ -110,7 +162,7 @@ def test_texts_are_whole_documents_and_prompts_are_left_out(folder: Path, tmp_pa
     distill(small_config(folder, prompts=prompts, length=20, epochs=1), tmp_path / "run")
     files = {split: TokenFile.open(tmp_path / "run" / "data" / split) for split in ("train", "valid", "test")}
     texts = [text.tolist() for f in files.values() for text in np.split(np.array(f.tokens), f.documents[1:-1])]
-    assert 4000 <= sum(map(len, texts)) < 4000 + 128 * 20
+    assert 4000 <= sum(map(len, texts)) < 4000 + 20  # the rest of the last text
     assert all(EOS not in text[:-1] and (len(text) == 20 or text[-1] == EOS) for text in texts)
     assert any(len(text) < 20 for text in texts) and any(text[-1] != EOS for text in texts)
     # Held-out texts are a tenth.
@@ -172,7 +224,7 @@ def test_a_distillation_resumes_in_every_phase(
     def stop_at_the_second_shard(self: TextSampler, *args: Any) -> Any:
         nonlocal shards
         shards += 1
-        if shards == 2:
+        if shards == 4:  # the first two measure the speed
             raise Stopped
         return sample(self, *args)
 

@@ -137,7 +137,7 @@ def test_interrupted_before_during_and_after_the_joint_phase(kind: str, tmp_path
     straight = train(config, tmp_path / "straight")
     assert straight.finished and straight.tokens > 300
     calls, tokens = teacher.calls, []
-    for phase, after in (("embedding and clustering", 1), ("train", 2), ("train", 3), ("train", 4), ("train", 3)):
+    for phase, after in (("embedding", 1), ("train", 2), ("train", 3), ("train", 4), ("train", 3)):
         resume = (tmp_path / "run").exists()
         result = train(config, tmp_path / "run", resume, Interrupting(phase, after))
         assert not result.finished
@@ -155,7 +155,7 @@ def test_a_start_from_counts_is_resumed(tmp_path: Path, teacher: FakeTeacher) ->
     start = {**COUNTS, "tokens": 200, "kmeans": {"tokens": 300, "passes": 2}}
     config = tiny_config(write_text(tmp_path), initialization=start)
     assert train(config, tmp_path / "straight").finished
-    for phase, after in (("embedding and clustering", 1), ("counting", 2), ("train", 2), ("train", 9)):
+    for phase, after in (("embedding", 1), ("counting", 2), ("train", 2), ("train", 9)):
         resume = (tmp_path / "run").exists()
         assert not train(config, tmp_path / "run", resume, Interrupting(phase, after)).finished
     calls = teacher.calls

@@ -21,13 +21,15 @@ Texts are sampled from the model, each state starts as a cluster of its hidden s
 training continues on the samples. The report compares the HMM with an n-gram and with the
 model itself on held-out samples, by position in the text. Ctrl-C saves and stops.
 
-The defaults are meant for ten minutes on two cores for a model of 15 million parameters, and
-twenty on a GPU for one of a billion. RUN/samples has the token files; train on them in other
+Before it starts, it measures its speed and prints the time of each phase; --minutes M chooses tokens
+and states to fit. The defaults are meant for ten minutes on two cores for a model of 15 million
+parameters, and twenty on a GPU for one of a billion. RUN/samples has the token files; train on them in other
 ways with `hmmlm train --data RUN/samples`.
 
 examples:
   hmmlm distill path/to/model --out runs/distilled
   hmmlm distill gpt2 --tokens 2000000 --num-states 1024
+  hmmlm distill path/to/model --minutes 30
   hmmlm distill model.gguf --prompts prompts.txt
   hmmlm distill --resume runs/distilled"""
 

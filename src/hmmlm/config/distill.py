@@ -44,6 +44,8 @@ class DistillConfig(Section):
     """Hidden states. None: 512 on the CPU, 4,096 on a GPU."""
     epochs: Annotated[int, Field(gt=0, le=1_000_000)] | None = None
     """Passes over the samples. None: 6."""
+    minutes: Annotated[float, Field(gt=0, le=1e5)] | None = None
+    """Choose the tokens and the states that are not given, so that the distillation takes about this long."""
     seed: Seed = 0
     """Seed of the samples and of training."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

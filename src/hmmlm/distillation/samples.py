@@ -21,6 +21,7 @@ from hmmlm.data.tokenfile import TokenFile, write_tokens
 from hmmlm.distillation.cache import content_name, teacher_facts
 from hmmlm.errors import InputError
 from hmmlm.teachers.sampling import SampledText, TextSampler
+from hmmlm.terminal import counted
 
 SETTINGS = "distill.json"
 """File with what is sampled; it is there before the first sample."""
@@ -35,11 +36,11 @@ class SamplePlan:
     """What is sampled; the same plan gives the same tokens on the same machine."""
 
     tokens: int
-    """At least this many are sampled."""
+    """As many are sampled, and the rest of the last text."""
     length: int
     """Maximum number of tokens of a text."""
     shard_texts: int
-    """Texts that are sampled at once."""
+    """Texts that are sampled at once, at most."""
     seed: int
 
 
@@ -74,7 +75,7 @@ class SampleFolder:
         prompts = [sampler.encode_prompt(line) for line in self.read_prompts()]
         fingerprint = sampler.student_tokenizer(sampler.eos).fingerprint()
         shards: list[Path] = []
-        total = 0
+        total = documents = 0
         for number in count():
             if total >= plan.tokens:
                 break
@@ -88,12 +89,17 @@ class SampleFolder:
                     )
                 on_resume(len(shard))
             else:
-                rng = np.random.default_rng([plan.seed, number])
-                chosen = [prompts[i] for i in rng.integers(len(prompts), size=plan.shard_texts)]
+                rng, left = np.random.default_rng([plan.seed, number]), plan.tokens - total
+                # By their mean length, and a few more: a further shard of some texts would take as long as a whole one.
+                needed = -(-21 * left * documents // (20 * total)) if total else -(-left // plan.length)
+                fewest = HOLD_OUT_EVERY - documents  # so that some are held out
+                size = min(plan.shard_texts, max(needed, fewest))
+                chosen = [prompts[i] for i in rng.integers(len(prompts), size=size)]
                 texts = sampler.sample(chosen, plan.length, int(rng.integers(1 << 62)), on_tokens)
-                shard = _write_shard(path, texts, sampler.vocab_size, fingerprint, facts)
+                kept = np.searchsorted(np.cumsum([len(text.tokens) for text in texts]), left) + 1
+                shard = _write_shard(path, texts[: max(kept, fewest)], sampler.vocab_size, fingerprint, facts)
             shards.append(path)
-            total += len(shard)
+            total, documents = total + len(shard), documents + len(shard.documents) - 1
         self._merge(sampler, shards)
         shutil.rmtree(self.path / "shards")
 
@@ -145,8 +151,8 @@ def fitting_length(sampler: TextSampler, prompts: Sequence[str], length: int | N
     room = sampler.context - len(encoded[longest])
     if room < (length or 2):
         raise InputError(
-            f"prompt {longest + 1} has {len(encoded[longest])} tokens, which with {length or 2} more exceed the "
-            f"context of {sampler.name} ({sampler.context}): shorten it, or lower --length"
+            f"prompt {longest + 1} has {counted(len(encoded[longest]), 'token')}, which with {length or 2} more exceed "
+            f"the context of {sampler.name} ({sampler.context}): shorten it, or lower --length"
         )
     return length or min(DEFAULT_LENGTH, room)
 

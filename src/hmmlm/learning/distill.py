@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import ValidationError
 
 from hmmlm.config.distill import DistillConfig
 from hmmlm.config.explain import explain
+from hmmlm.config.initialization import CountsConfig
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
+from hmmlm.data.batches import Batch
 from hmmlm.data.files import read_json, write_bytes
 from hmmlm.device import device_name, pick_device, total_memory
+from hmmlm.distillation.kmeans import nearest
 from hmmlm.distillation.samples import (
     HOLD_OUT,
     HOLD_OUT_EVERY,
@@ -30,12 +35,16 @@ from hmmlm.distillation.samples import (
     read_prompts,
 )
 from hmmlm.errors import InputError
-from hmmlm.learning.prepare import check_memory
-from hmmlm.learning.train import TrainResult, train
+from hmmlm.learning.prepare import Prepared, check_memory
+from hmmlm.learning.train import TrainResult, make_fabric, make_learner, train
 from hmmlm.runs.folders import lock_run, new_run, refuse_used, saved_config
 from hmmlm.runs.interrupt import Stopped, stop_on_signals
 from hmmlm.runs.progress import Progress
 from hmmlm.teachers.sampling import TextSampler, open_sampler
+from hmmlm.terminal import time_text
+
+MIN_TOKENS = 2_000
+"""Of a distillation that --minutes chooses."""
 
 SAMPLES = "samples"
 """Folder of a run with the texts that it was distilled from."""
@@ -49,6 +58,32 @@ SMOOTHING = 0.01
 stories15M have a validation perplexity of 73.3 and 72.5."""
 CLUSTERED = 256
 """Tokens per state whose hidden states are clustered."""
+TOKENS_PER_STATE = 800
+"""Sampled tokens per state where --minutes chooses both."""
+MEASURED_TEXTS, MEASURED_LENGTH = 32, 8
+"""Texts that are sampled, and the tokens of each, to measure the speed."""
+
+
+class Speeds(NamedTuple):
+    """Seconds per token, measured on a few: of clustering per state and pass, of training per state and epoch."""
+
+    sampling: float
+    embedding: float
+    clustering: float
+    training: float
+
+    def plan(self, config: DistillConfig, run: RunConfig) -> dict[str, float]:
+        """Return the seconds of each phase of a resolved distillation."""
+        assert config.tokens and config.num_states and config.epochs and isinstance(run.initialization, CountsConfig)
+        trained, kmeans = config.tokens * (1 - len(HOLD_OUT) / HOLD_OUT_EVERY), run.initialization.kmeans
+        clustered, epoch = min(kmeans.tokens, trained), trained * self.training * config.num_states
+        return {
+            "sampling": config.tokens * self.sampling,
+            "embedding": (clustered + trained) * self.embedding,
+            "clustering": clustered * (kmeans.passes + 1) * self.clustering * config.num_states,
+            "training": config.epochs * epoch,
+            "evaluation": epoch / 4,  # likelihoods without counts, of a tenth of the text, and n-grams
+        }
 
 
 def distill(config: DistillConfig, out: Path, progress: Progress | None = None) -> TrainResult:
@@ -59,13 +94,27 @@ def distill(config: DistillConfig, out: Path, progress: Progress | None = None) 
     progress = progress or Progress()
     refuse_used(out)
     device = pick_device(config.device)
-    config = config.resolve(device.type)
+    given, config = config, config.resolve(device.type)
     sampler = open_sampler(config.model, gguf_file=config.gguf_file, device=device)
     prompts = [] if config.prompts is None else read_prompts(config.prompts)
     config = config.model_copy(update={"length": fitting_length(sampler, prompts or [""], config.length)})
-    _check_amount(config)
-    run = run_config(config, out / SAMPLES, sampler.vocab_size)
-    check_memory(run.model.size(sampler.vocab_size), run.optimizer.kind, device)
+    words = sampler.vocab_size
+
+    def check(config: DistillConfig) -> RunConfig:
+        _check_amount(config)
+        run = run_config(config, out / SAMPLES, words)
+        check_memory(run.model.size(words), run.optimizer.kind, device)
+        return run
+
+    if config.minutes is None:
+        check(config)
+    config, seconds = _plan(config, given, sampler, prompts or [""])
+    run = check(config)
+    phases = ", ".join(f"{name} {time_text(each)}" for name, each in seconds.items())
+    progress.note(
+        f"plan: {config.tokens:,} tokens, {config.num_states:,} states; {phases}: about "
+        f"{time_text(sum(seconds.values()))} in all (--minutes M chooses tokens and states to fit)"
+    )
     plan = {"shard_texts": _texts_at_once(sampler, config, device)}
     with lock_run(out):
         with new_run(out, (json.dumps(run.dump(), indent=1) + "\n").encode()):
@@ -136,6 +185,66 @@ def _saved_settings(out: Path) -> tuple[DistillConfig, int]:
     if not isinstance(texts, int) or texts < 1 or config.length is None or config.resolve("cpu") != config:
         raise InputError(f"{path} is damaged, or of another version: distill into another folder")
     return config, texts
+
+
+def _plan(
+    config: DistillConfig, given: DistillConfig, sampler: TextSampler, prompts: list[str]
+) -> tuple[DistillConfig, dict[str, float]]:
+    """Return the distillation, the largest that fits into --minutes if given, and the seconds of its phases."""
+    speeds = _measure(config, sampler, prompts)
+
+    def sized(tokens: int | None, states: int | None) -> tuple[DistillConfig, dict[str, float]]:
+        other = config.model_copy(update={"tokens": tokens, "num_states": states})
+        return other, speeds.plan(other, run_config(other, Path(SAMPLES), sampler.vocab_size))
+
+    if config.minutes is None:
+        return sized(config.tokens, config.num_states)
+    sizes = []
+    for tokens in (round(MIN_TOKENS * 2 ** (i / 4)) for i in range(60)):
+        states = 1 << max(4, min(12, round(math.log2(tokens / TOKENS_PER_STATE))))
+        sizes.append(sized(given.tokens or tokens, given.num_states or states))
+    fitting = [size for size in sizes if sum(size[1].values()) <= 60 * config.minutes]
+    if not fitting:
+        least = time_text(sum(sizes[0][1].values()))
+        raise InputError(
+            f"--minutes {config.minutes:g} is too short: the smallest distillation takes about {least} here"
+        )
+    return fitting[-1]
+
+
+def _measure(config: DistillConfig, sampler: TextSampler, prompts: list[str]) -> Speeds:
+    """Sample a few tokens, embed and cluster some, and take a step of training; return the speeds."""
+    assert config.num_states is not None and config.length is not None
+    states, generator = config.num_states, torch.Generator().manual_seed(config.seed)
+    encoded = [sampler.encode_prompt(prompt) for prompt in prompts[:MEASURED_TEXTS]]
+    texts = (encoded * MEASURED_TEXTS)[: min(MEASURED_TEXTS, _texts_at_once(sampler, config, sampler.device))]
+
+    def sample(length: int) -> int:
+        return sum(len(text.tokens) for text in sampler.sample(texts, length, config.seed, lambda tokens: None))
+
+    sample(1)  # warm-up
+    sampling, drawn = _timed(lambda: sample(min(MEASURED_LENGTH, config.length or 1)))
+    run = run_config(config, Path(SAMPLES), sampler.vocab_size)
+    tokens = torch.randint(sampler.vocab_size, (STREAMS, run.batches.length), generator=generator)
+    with torch.inference_mode():
+        read = tokens[:2].to(sampler.device)
+        embedding, output = _timed(lambda: sampler.model.base_model(input_ids=read, use_cache=False))
+        points = output.last_hidden_state.flatten(0, 1).float()
+        centroids = points[torch.arange(states, device=points.device) % len(points)][None]
+        clustering, _ = _timed(lambda: nearest(points, centroids))
+    learner = make_learner(run, make_fabric(run), Prepared(sampler.student_tokenizer(sampler.eos), {}, None))
+    step, _ = _timed(lambda: learner.step(Batch(tokens, None, None, carry=False), None, learner.peak_lr))
+    count = len(points)
+    return Speeds(sampling / drawn, embedding / count, clustering / count / states, step / tokens.numel() / states)
+
+
+def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the seconds that a function takes, and its result."""
+    begun = time.perf_counter()
+    result = work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun, result
 
 
 def _check_amount(config: DistillConfig) -> None:

@@ -6,6 +6,7 @@ Of several processes, rank 0 clusters and draws; each opens the teacher and labe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -45,6 +46,7 @@ from hmmlm.runs.progress import Progress
 from hmmlm.teachers.checks import layer_index
 from hmmlm.teachers.embeddings import student_embeddings
 from hmmlm.teachers.teacher import Teacher, open_teacher
+from hmmlm.terminal import counted
 
 CENTROIDS = "clusters.safetensors"
 DEFAULT_TOKENS, MAX_FRACTION = 5_000_000, 0.1
@@ -83,7 +85,7 @@ def check_start(start: LabelConfig, model: Model, tokens: int, teacher: Teacher)
     """Raise an InputError if a teacher cannot initialize a model on a training text of this many tokens."""
     if tokens < model.num_states:
         raise InputError(
-            f"the training text has {tokens:,} tokens, fewer than the {model.num_states:,} states to find in it"
+            f"the training text has {counted(tokens, 'token')}, fewer than the {model.num_states:,} states to find"
         )
     if isinstance(start, LvdConfig) and (start.centroids or start.head):
         assert isinstance(model, DenseFactored)  # the configuration was validated
@@ -204,10 +206,17 @@ class WarmStart:
         if self.teacher.device.type == "cuda":  # other processes may use it
             max_bytes = min(max_bytes, int(0.6 * torch.cuda.mem_get_info(self.teacher.device)[0]))
         pieces = EmbeddedText(lambda: (c.tokens for c in self.chunks(used)), self.embed, self.block_of_word, max_bytes)
-        self.progress.note(f"clustering the teacher's embeddings of {used:,} tokens into {states:,} states")
-        with self.progress.phase("embedding and clustering", used * (kmeans.passes + 1)) as phase:
+        self.progress.note(f"clustering the teacher's embeddings of {used:,} tokens into {counted(states, 'state')}")
+        with ExitStack() as stack:
+            phase = stack.enter_context(self.progress.phase("embedding", used))
+            embedded = 0
 
             def on_piece(name: str, count: int) -> None:
+                nonlocal phase, embedded
+                if embedded == used:  # a pass over embeddings in memory takes a fraction of the time
+                    stack.close()
+                    phase = stack.enter_context(self.progress.phase("clustering", used * kmeans.passes))
+                embedded += count
                 phase.advance(count, now=name)
                 self.on_work()
 
@@ -222,7 +231,7 @@ class WarmStart:
         empty = int((clusters.sizes == 0).sum())
         self.progress.note(
             f"clustered {clusters.points:,} embeddings: mean squared distance {clusters.inertia:.4g}, "
-            f"{clusters.sizes.min():,} to {clusters.sizes.max():,} per state, {empty:,} states without any"
+            f"{clusters.sizes.min():,} to {clusters.sizes.max():,} per state, {counted(empty, 'state')} without any"
         )
         store = self.open_store(clusters)
         if store is not None:  # the embeddings in memory need not be computed again

@@ -16,11 +16,12 @@ from hmmlm.data.files import write_bytes
 from hmmlm.distillation.samples import SampleFolder
 from hmmlm.learning.distill import SAMPLES
 from hmmlm.lm.scoring import perplexity
-from hmmlm.report.results import MODEL, RunResults, evaluate_run
+from hmmlm.report.results import BASELINES, MODEL, RunResults, count_ngram, evaluate_run
+from hmmlm.runs.progress import perplexity_text
 
 DISTILLATION = "distillation.json"
 """File of a run with these figures."""
-TEACHER = "the language model"
+TEACHER, NGRAM = "the language model", "5-gram"
 FIRST_RANGE = 8
 """Tokens of the first range of positions; every further range is as long as all before it."""
 
@@ -32,6 +33,10 @@ class DistillationResults:
     run: RunResults
     positions: list[dict[str, Any]]
     """Ranges of positions in a text: first, last and tokens, and the perplexity of each model on the test samples."""
+    guesses: dict[str, float]
+    """The share of the model's choices in the test samples that a draw of each model predicts: its mean probability."""
+    half_perplexity: float
+    """Of the 5-gram of half of the samples, on the test samples."""
 
     @property
     def overall(self) -> dict[str, Any]:
@@ -44,9 +49,33 @@ def evaluate_distillation(out: Path, samples: Path | None = None) -> Distillatio
     run = evaluate_run(out)
     log_probs = {**run.test_log_probs, TEACHER: SampleFolder(samples or out / SAMPLES).log_probs("test")}
     positions = by_position(log_probs, np.asarray(run.data.tokens["test"].documents))
-    results = DistillationResults(run, positions)
-    write_bytes(out / DISTILLATION, (json.dumps({"test": positions}, indent=1) + "\n").encode())
+    test, restarts = np.asarray(run.data.tokens["test"].tokens).astype(np.int64), run.lm.restarts
+    half = count_ngram(run.data, BASELINES[NGRAM], restarts, len(run.data.tokens["train"]) // 2).log_probs(test)
+    unigram = count_ngram(run.data, 1, restarts).log_probs(test)
+    guesses = {name: float(np.exp(values).mean()) for name, values in {"unigram": unigram, **log_probs}.items()}
+    results = DistillationResults(run, positions, guesses, perplexity(float(half.sum()), len(test)))
+    facts = {"test": positions, "guesses": guesses, "half_perplexity": results.half_perplexity}
+    write_bytes(out / DISTILLATION, (json.dumps(facts, indent=1) + "\n").encode())
     return results
+
+
+def verdict(results: DistillationResults) -> str:
+    """Return how good a guide the HMM is, and what more samples would give."""
+    figures = {name: math.inf if value is None else value for name, value in results.overall["perplexity"].items()}
+    shares, hmm, ngram = results.guesses, figures[MODEL], figures[NGRAM]
+    tokens = len(results.run.data.tokens["train"])
+    weak = (
+        f"That is weak: counts of the same samples reach a perplexity of {perplexity_text(ngram)}, the HMM "
+        f"{perplexity_text(hmm)}, so steered texts will be less natural than they could be. "
+        if hmm > ngram
+        else ""
+    )
+    return (
+        f"The HMM predicts {shares[MODEL]:.1%} of the model's choices (unigram {shares['unigram']:.1%}, {NGRAM} "
+        f"{shares[NGRAM]:.1%}, the model itself {shares[TEACHER]:.1%}). {weak}More samples help (--tokens): from "
+        f"{tokens // 2:,} to {tokens:,} training tokens, the perplexity of a {NGRAM} changes by "
+        f"{ngram / results.half_perplexity - 1:+.0%}; expect about as much of twice as many."
+    )
 
 
 def by_position(log_probs: dict[str, FloatArray], documents: np.ndarray) -> list[dict[str, Any]]:
@@ -75,8 +104,6 @@ def print_distillation(results: DistillationResults) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from hmmlm.runs.progress import perplexity_text
-
     names = {MODEL: "HMM", TEACHER: TEACHER}
     table = Table(title="perplexity of held-out samples", title_justify="left", box=None, pad_edge=False)
     table.add_column("position")
@@ -87,3 +114,4 @@ def print_distillation(results: DistillationResults) -> None:
         values = (math.inf if value is None else value for value in row["perplexity"].values())
         table.add_row(label, f"{row['tokens']:,}", *(perplexity_text(value, 2) for value in values))
     Console().print(table)
+    Console().print(verdict(results), markup=False, highlight=False)
