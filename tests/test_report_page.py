@@ -22,7 +22,7 @@ from hmmlm.errors import InputError
 from hmmlm.learning.prepare import Prepared
 from hmmlm.lm import embeddings
 from hmmlm.lm.scoring import TextScore
-from hmmlm.report.demo import SENTENCE, _verdict, next_steps, run_demo
+from hmmlm.report.demo import BLANK, SENTENCE, _verdict, next_steps, run_demo
 from hmmlm.report.explain import explain_states
 from hmmlm.report.facts import training_facts
 from hmmlm.report.page import next_commands, write_report
@@ -87,17 +87,25 @@ def test_the_demonstration_ends_with_commands_that_work(
             main(shlex.split(command)[1:])
 
 
-def test_the_demonstration_says_whether_counting_wins(finished: tuple[RunResults, str]) -> None:
+def test_the_demonstration_leads_with_the_mixture(finished: tuple[RunResults, str]) -> None:
     results, out = finished
-    assert "HMM + 5-gram averages their probabilities" in " ".join(out.split())
+    assert "HMM + 5-gram, the average of their probabilities" in " ".join(out.split())
     better, worse = (TextScore(10, log_likelihood, 8, 0, 0.0) for log_likelihood in (-9.0, -11.0))
-    for hmm, ngram, text in ((better, worse, "The HMM is ahead"), (worse, better, "Counting wins here")):
+    for hmm, ngram, text, share in ((better, worse, "ahead of", "26%"), (worse, better, "behind", "10%")):
         baselines = results.baselines | {"5-gram": {"test": ngram}}
         mixture = {"test": TextScore(10, -8.0, 8, 0, 0.0)}
         compared = replace(results, scores={"test": hmm}, baselines=baselines, mixture=mixture)
         assert next(iter(compared.best_first())) == ("model" if hmm is better else "HMM + 5-gram")
         verdict = _verdict(compared)
-        assert verdict.startswith(text) and verdict.endswith("10% below the better one.")
+        assert f"is {share} below the 5-gram" in verdict and verdict.endswith(f"the HMM is {text} the 5-gram.")
+
+
+def test_the_demonstration_answers_what_only_an_hmm_can(finished: tuple[RunResults, str]) -> None:
+    results, out = finished
+    word, p = results.lm.infill(BLANK, 1, allow_unk=False)[0][0]
+    assert f"{word} {p:.0%}" in out
+    texts = [line for line in out.split("Texts that must contain")[1].splitlines() if line.startswith("• ")]
+    assert len(texts) == 4 and all("function" in text.split() and "list" in text.split() for text in texts)
 
 
 def test_results_compare_like_with_like(finished: tuple[RunResults, str]) -> None:

@@ -1,7 +1,8 @@
 """The default corpus: the English documentation that CPython includes.
 
 It consists of the language reference in `pydoc_data.topics` and the docstrings of the standard library, which is parsed
-with `ast`, never imported. Paragraphs are documents. Code, doctests, grammars, tables and headings are left out.
+with `ast`, never imported. Paragraphs are documents. Code, doctests, grammars, tables and headings are left out, and
+paragraphs that mostly repeat phrases of earlier ones, as an n-gram would only have to remember them.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ _MARKUP = [
 ]
 _PROSE_WORD = re.compile(r"[\"'(“‘]*[A-Za-z]+(?:['’-][A-Za-z]+)*[\"')”’]*[,.;:!?]?[\"')”’]*$")
 _FEWEST_WORDS = 5
+_PHRASE = 3
+"""Words of a phrase that a paragraph may repeat."""
+_REPEATED_SHARE = 0.3
 _PROSE_SHARE = 0.8
 
 
@@ -48,13 +52,15 @@ _PROSE_SHARE = 0.8
 def embedded_corpus() -> dict[str, list[str]]:
     """Return the paragraphs of train (90%), valid (5%) and test (5%), split by the hash of a paragraph."""
     splits: dict[str, list[str]] = {"train": [], "valid": [], "test": []}
-    seen: set[str] = set()
+    seen: set[tuple[str, ...]] = set()
     for text in _texts():
         for paragraph in _paragraphs(text):
             key = paragraph.lower()
-            if key not in seen:
-                seen.add(key)
+            words = re.findall(r"\w+|[^\w\s]", key)
+            phrases = {tuple(words[i : i + _PHRASE]) for i in range(len(words) - _PHRASE + 1)}
+            if len(phrases & seen) <= _REPEATED_SHARE * len(phrases):
                 splits[held_out(key)].append(paragraph)
+            seen |= phrases
     if not all(splits.values()):
         raise InputError("this Python has no documentation to train on: give a text with --data")
     return splits

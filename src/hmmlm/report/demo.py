@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -14,12 +16,14 @@ from hmmlm.learning.train import TrainResult, train
 from hmmlm.report.explain import explain_states
 from hmmlm.report.page import write_report
 from hmmlm.report.results import MIXTURE, RunResults, evaluate_run
-from hmmlm.report.tables import path_table, states_table
+from hmmlm.report.tables import path_table
 from hmmlm.runs.commands import program
 from hmmlm.runs.progress import Progress, perplexity_text
 from hmmlm.terminal import printable
 
 SENTENCE = "The function returns a list of the names in the module."
+BLANK = "The function returns the ___ of the list."
+WORDS = ("function", "list")
 
 
 def run_demo(config: RunConfig, out: Path, progress: Progress, console: Console) -> TrainResult:
@@ -42,11 +46,14 @@ def print_summary(results: RunResults, report: Path, console: Console) -> None:
     console.print(_comparison(results))
     console.print(_verdict(results))
     console.rule("[bold]Samples", align="left")
-    for seed in range(4):
-        console.print(Text("• " + lm.generate(max_new_tokens=40, seed=seed)))
-    console.rule("[bold]Most used states and their most telling words", align="left")
-    console.print(states_table(lm, summary, 10))
-    console.rule("[bold]States of a sentence", align="left")
+    short: dict[str, Any] = {"max_new_tokens": 16, "temperature": 0.7, "seed": 0, "allow_unk": False, "num_samples": 4}
+    _print_texts(lm.generate(**short), console)
+    console.rule("[bold]Exact, and what no n-gram or LSTM can do: a word by both its sides", align="left")
+    console.print(BLANK)
+    console.print(", ".join(f"{word} {p:.0%}" for word, p in lm.infill(BLANK, 6, allow_unk=False)[0]), markup=False)
+    console.rule(f"[bold]Texts that must contain {' and '.join(map(repr, WORDS))}", align="left")
+    _print_texts(lm.generate(must=WORDS, **short), console)
+    console.rule("[bold]The states of a sentence", align="left")
     console.print(SENTENCE)
     console.print(path_table(lm, summary, SENTENCE))
     console.rule("[bold]Files", align="left")
@@ -64,6 +71,11 @@ def print_summary(results: RunResults, report: Path, console: Console) -> None:
         console.print(Text(f"    {purpose}"), style="dim", soft_wrap=True)
 
 
+def _print_texts(texts: Sequence[str], console: Console) -> None:
+    for text in texts:
+        console.print(Text(f"• {text}"))
+
+
 def next_steps(run: Path) -> dict[str, str]:
     """Return the commands that the demonstration ends with, each with what it does; the report lists others."""
     hmmlm, folder = program(), shlex.quote(str(run))
@@ -77,19 +89,12 @@ def next_steps(run: Path) -> dict[str, str]:
 def _verdict(results: RunResults) -> str:
     """Return what the comparison shows."""
     hmm, ngram, both = (scores["test"] for scores in (results.scores, results.baselines["5-gram"], results.mixture))
-    tokens, better = len(results.data.tokens["train"]), min(hmm.perplexity, ngram.perplexity)
-    if hmm.perplexity > ngram.perplexity:
-        first = (
-            f"Counting wins here: {tokens:,} tokens of documentation repeat whole phrases, which a 5-gram memorizes "
-            f"and {results.lm.hmm.num_states:,} states cannot. On 1 MB of English the HMM of `hmmlm train` is ahead."
-        )
-    else:
-        first = f"The HMM is ahead of the 5-gram on {tokens:,} training tokens."
-    share = 1 - both.perplexity / better
-    second = (
-        f"{MIXTURE} averages their probabilities ({results.mixture_weight:.0%} HMM): {share:.0%} below the better one."
+    share = 1 - both.perplexity / ngram.perplexity
+    ahead = "behind" if hmm.perplexity > ngram.perplexity else "ahead of"
+    return (
+        f"{MIXTURE}, the average of their probabilities ({results.mixture_weight:.0%} HMM), is {share:.0%} below the "
+        f"5-gram: states know which words are alike, and counts remember phrases. Alone, the HMM is {ahead} the 5-gram."
     )
-    return f"{first} {second}"
 
 
 def _comparison(results: RunResults) -> Table:
