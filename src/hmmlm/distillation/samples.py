@@ -96,7 +96,7 @@ class SampleFolder:
                 size = min(plan.shard_texts, max(needed, fewest))
                 chosen = [prompts[i] for i in rng.integers(len(prompts), size=size)]
                 texts = sampler.sample(chosen, plan.length, int(rng.integers(1 << 62)), on_tokens)
-                kept = np.searchsorted(np.cumsum([len(text.tokens) for text in texts]), left) + 1
+                kept = int(np.searchsorted(np.cumsum([len(text.tokens) for text in texts]), left)) + 1
                 shard = _write_shard(path, texts[: max(kept, fewest)], sampler.vocab_size, fingerprint, facts)
             shards.append(path)
             total, documents = total + len(shard), documents + len(shard.documents) - 1
