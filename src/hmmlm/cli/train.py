@@ -139,9 +139,9 @@ def train_and_report(arguments: TrainArguments, loggers: Sequence[Logger] = ()) 
     if results.scores["valid"].perplexity > 0.98 * baselines["unigram"]["valid"].perplexity:
         print(
             "hmmlm: warning: the model has learned little more than word frequencies (unigram): try other starts "
-            f"(--train.seed {settings.seed + settings.restarts}), one more state than you expect, for the ends of lines "
-            f"(--model.num-states {states + 1}), or more epochs (--train.epochs); lower optimizer.{step} if perplexity "
-            "rose",
+            f"(--train.seed {settings.seed + settings.restarts}), one more state than you expect, for the ends of "
+            f"lines (--model.num-states {states + 1}), or more epochs (--train.epochs); lower optimizer.{step} if "
+            "perplexity rose",
             file=sys.stderr,
         )
     print(printable(f"report: {write_report(results)}"))
