@@ -17,6 +17,7 @@ from hmmlm.constrain.automaton import at_least, containing
 from hmmlm.constrain.constraint import Constraint, counted_words
 from hmmlm.constrain.spelling import Spelling, containing_text
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, WordTokenizer
+from hmmlm.lm.blanks import encode_blanks
 from hmmlm.lm.lm import LanguageModel
 
 WORDS = ["<unk>", "<eos>", "the", "cat", "cats", "sat"]
@@ -125,6 +126,17 @@ def test_subwords_spell_what_is_asked(subwords: LanguageModel) -> None:
         assert re.fullmatch(r"the(.*[^0-9A-Za-z_])?of the list\.", ending, re.DOTALL), ending
         never = subwords.generate("", max_new_tokens=20, never=["l"], match="substring", seed=seed)
         assert "l" not in never
+
+
+def test_characters_are_constrained_and_left_out() -> None:
+    tokenizer = HuggingFaceTokenizer.train(["ACGTACGT", "TTT"], None)
+    lm = LanguageModel(HMM(*(p.log() for p in random_hmm(3, tokenizer.vocab_size, 4))), tokenizer)
+    assert "GATT" in lm.generate("AC", max_new_tokens=12, must=["GATT"], match="substring", seed=0)
+    with pytest.raises(InputError, match="whole words of must: use match="):
+        lm.generate("AC", must=["GATT"])
+    assert re.fullmatch("AC[GT]{4}", lm.generate("AC", max_new_tokens=12, regex="[GT]{4}", seed=0))
+    assert encode_blanks(tokenizer, "AC___GT") == [*tokenizer.encode("AC"), -1, *tokenizer.encode("GT")]
+    assert {word for word, _ in lm.infill("AC___GT", top=9)[0]} <= {"A", "C", "G", "T", "<unk>", "<eos>"}
 
 
 def test_characters_that_tokens_spell_in_parts_are_matched() -> None:

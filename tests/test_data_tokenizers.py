@@ -159,7 +159,7 @@ def test_lowercase() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.text(st.characters(exclude_characters="\n"), max_size=30), min_size=1, max_size=5))
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n"), max_size=30), min_size=1, max_size=5))
 def test_characters_and_their_pairs_give_back_every_line(lines: list[str]) -> None:
     for tokenizer in (HuggingFaceTokenizer.train(lines, None), HuggingFaceTokenizer.train(lines * 5, 10_000)):
         for line in lines:
@@ -182,7 +182,7 @@ def _bpe() -> HuggingFaceTokenizer:
 
 def test_a_small_text_has_a_small_vocabulary() -> None:
     assert HuggingFaceTokenizer.train(LINES, 10_000).vocab_size < 110
-    assert HuggingFaceTokenizer.train(LINES * 5, 10_000).vocab_size > 140
+    assert HuggingFaceTokenizer.train(LINES * 5, 10_000).vocab_size > 120
 
 
 def test_eos_written_in_a_text_is_text() -> None:

@@ -62,6 +62,8 @@ class GuideCache:
         line = kept_line[1]
         state = line.read(begun)
         if not bool(line.hopeful()[state]):
+            if not constraint.never:
+                raise InputError('no continuation of the prompt has the whole words of must: use match="substring"')
             raise InputError("the prompt contains a phrase of never: remove it from the prompt, or allow it")
         new = self.phrases.new_text(constraint, begun)
         start = None if new is None else (state, bool(begun), self.phrases.spacing_after(begun))

@@ -140,9 +140,8 @@ def notices(name_or_path: str, splits: Mapping[str, Documents]) -> Iterator[str]
     if name_or_path in NAMES:
         return
     path = Path(name_or_path)
-    if splits["train"].unit == "line" and looks_wrapped(
-        read_lines(_split_file(path, "train") if path.is_dir() else path)
-    ):
+    path = _split_file(path, "train") if path.is_dir() and splits["train"].unit == "line" else path
+    if splits["train"].unit == "line" and looks_wrapped(read_lines(path)):
         yield "lines look wrapped: --text.unit paragraph joins them"
     test = Counter(line for document in splits["test"] for line in document)
     found = {line for document in splits["train"] for line in document if line in test}

@@ -28,8 +28,6 @@ UNITS = ("line", "paragraph", "document")
 """What a document of a text file is."""
 MAX_CHARACTERS = 400
 """Of a piece of a text without line breaks."""
-MAX_LINES_SEEN = 2_000
-"""From the start of a text, to see whether it is wrapped."""
 # After a full stop that a space follows, or an ideographic one.
 _SENTENCE_END = re.compile(r"(?<=[.!?…][\"'”’)\]])\s+|(?<=[.!?…])\s+|(?<=[。！？])\s*")
 
@@ -142,7 +140,7 @@ def looks_wrapped(lines: Iterable[str]) -> bool:
 
     Most lines that another one follows have 60 to 100 characters and do not end a sentence, and there are blank lines.
     """
-    begun = list(islice(lines, MAX_LINES_SEEN))
+    begun = list(islice(lines, 2_000))
     inner = [line for line, after in pairwise(begun) if line and after]
     broken = sum(60 <= len(line) <= 100 and line[-1] not in ".!?:;" for line in inner)
     return len(inner) >= 10 and 2 * broken > len(inner) and begun.count("") * 50 > len(begun)

@@ -33,8 +33,8 @@ EOS_FILE = "eos.json"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _PARTS = Regex(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 """What tokens of a trained BPE are parts of, as in GPT-2: a word, a number or marks after a space, or spaces."""
-_MIN_COUNT = 5
-"""How often two tokens must follow each other to become one; keeps the vocabulary of a small text small."""
+_MIN_COUNT = 5  # of two tokens that become one: keeps the vocabulary of a small text small
+_ASCII = [chr(code) for code in range(0x20, 0x7F)]
 _EOS_NAMES = ("</s>", EOS, "<|endoftext|>", "<|end_of_text|>")
 
 
@@ -124,13 +124,9 @@ class HuggingFaceTokenizer:
         tokenizer = tokenizers.Tokenizer(models.BPE(unk_token=UNK))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(_PARTS, behavior="isolated")
         tokenizer.decoder = decoders.Fuse()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size or 0,
-            min_frequency=_MIN_COUNT,
-            special_tokens=[UNK, EOS],
-            initial_alphabet=[chr(code) for code in range(0x20, 0x7F)] if vocab_size is not None else [],
-            show_progress=False,
-        )
+        alphabet, size = ([], 0) if vocab_size is None else (_ASCII, vocab_size)
+        settings = {"vocab_size": size, "initial_alphabet": alphabet, "min_frequency": _MIN_COUNT}
+        trainer = trainers.BpeTrainer(special_tokens=[UNK, EOS], show_progress=False, **settings)
         tokenizer.train_from_iterator(lines, trainer)
         if vocab_size is not None and (least := tokenizer.get_vocab_size()) > vocab_size:
             raise InputError(
@@ -175,7 +171,7 @@ class HuggingFaceTokenizer:
                 "words, such as a byte-level BPE"
             )
         anchor = self._anchor  # a token may decode to less at the start of a text
-        before = len(self._tokenizer.decode(anchor))
+        before = len(self._tokenizer.decode(anchor, skip_special_tokens=False))
         return self._tokenizer.decode([*anchor, id], skip_special_tokens=False)[before:].encode()
 
     @cached_property

@@ -137,9 +137,7 @@ class WordTokenizer:
             raise InputError("the text to create a vocabulary from has no words")
         if min_count is None:
             min_count = 1 if UNK in counts else 2
-        ranked = sorted(
-            (-n, word) for word, n in counts.items() if n >= min_count and " " not in word and word not in (UNK, EOS)
-        )
+        ranked = sorted((-n, w) for w, n in counts.items() if n >= min_count and " " not in w and w not in (UNK, EOS))
         words = [UNK, EOS] + [word for _, word in ranked]
         return cls(words[:max_size], split, lowercase, Spacing.of_counts(counts))
 

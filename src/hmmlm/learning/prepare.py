@@ -141,9 +141,8 @@ def prepare(
 ) -> Prepared:
     """Write run/tokenizer and run/data, from a folder of token files or from a text.
 
-    Args:
-        workers: processes that read a text at the same time; what they have written before is kept. None: this one.
-        max_unknown: fraction of the held-out words of a text above which its tokenizer is refused.
+    `workers`: processes that read a text at the same time; what they have written before is kept. None: this one alone.
+    `max_unknown`: fraction of the held-out words of a text above which its tokenizer is refused.
     """
     if workers is None:
         shutil.rmtree(run / "tokenizer", ignore_errors=True)  # of an earlier start without a checkpoint

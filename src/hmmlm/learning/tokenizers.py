@@ -53,8 +53,8 @@ def make_tokenizer(
         kind, are = "char" if _is_unspaced(train) else "bpe", "would be unknown to a word vocabulary"
         size = BpeTokenizerConfig().vocab_size if kind == "bpe" else None
         made = HuggingFaceTokenizer.train(_read_lines(train, progress), size)
-    share = f"{unknown:.1%} of the held-out words {are}"
-    progress.note(f"tokenizer: {kind}, {made.vocab_size:,} tokens: {share}; --tokenizer.kind overrides")
+    share = f"{unknown:.1%} of the held-out words {are}; --tokenizer.kind overrides"
+    progress.note(f"tokenizer: {kind}, {made.vocab_size:,} tokens: {share}")
     return made
 
 
