@@ -124,9 +124,13 @@ class HuggingFaceTokenizer:
         tokenizer = tokenizers.Tokenizer(models.BPE(unk_token=UNK))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(_PARTS, behavior="isolated")
         tokenizer.decoder = decoders.Fuse()
-        alphabet, size = ([], 0) if vocab_size is None else (_ASCII, vocab_size)
-        settings = {"vocab_size": size, "initial_alphabet": alphabet, "min_frequency": _MIN_COUNT}
-        trainer = trainers.BpeTrainer(special_tokens=[UNK, EOS], show_progress=False, **settings)
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size or 0,
+            min_frequency=_MIN_COUNT,
+            show_progress=False,
+            special_tokens=[UNK, EOS],
+            initial_alphabet=[] if vocab_size is None else _ASCII,
+        )
         tokenizer.train_from_iterator(lines, trainer)
         if vocab_size is not None and (least := tokenizer.get_vocab_size()) > vocab_size:
             raise InputError(
