@@ -65,7 +65,7 @@ def replace_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
 
 def _advice(error: OSError) -> str:
     """Return what the user can do about an error of writing."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None):  # none: numpy has written a part
         return "free some disk space"
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
         return "a file is in the place of a folder: choose another folder"
