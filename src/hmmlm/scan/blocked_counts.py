@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from hmmlm.emissions import Blocked
 from hmmlm.numerics.support import BlockSupport, some_rows, spread
-from hmmlm.ops.common import NEG_INF
+from hmmlm.ops.common import NEG_INF, finite
 from hmmlm.ops.pieces import at_once
 from hmmlm.scan.composition import Composition
-from hmmlm.scan.lattice import Lattice, Packed
+from hmmlm.scan.lattice import Lattice, Packed, Stack
 from hmmlm.scan.results import Counts
-from hmmlm.transitions.tiles import span_of
 
 
 def count_expected(hmm: Composition, lattice: Lattice, messages: Packed, weights: Tensor | None) -> Counts:
@@ -35,72 +32,51 @@ def count_expected(hmm: Composition, lattice: Lattice, messages: Packed, weights
         known = (tokens >= 0).nonzero()[:, 0]
         for name, value in emission.gradient(tokens[known], share[known], some_rows(support, known)).items():
             emitted[name] += value
-    moved = list(_transition_counts(hmm, lattice, messages, weight))
     return Counts(
         spread(marginals[0], lattice.supports[0], hmm.num_states, 0.0).sum(0),
-        _sparse(hmm, moved, hmm.num_states),
+        _transition_counts(hmm, lattice, messages, weight),
         next(iter(emitted.values())),
         log_likelihood.sum().to(hmm.dtype),
     )
 
 
-def _transition_counts(
-    hmm: Composition, lattice: Lattice, messages: Packed, weight: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the expected transitions of sequences of weight [B] above 0: flat indices into [Z, Z] and counts."""
-    possible, emission = weight > 0, hmm.emission
+def _transition_counts(hmm: Composition, lattice: Lattice, messages: Packed, weight: Tensor) -> Tensor:
+    """Return the expected transitions [Z, Z], sparse, of sequences of weight [B]."""
+    emission, transition = hmm.emission, hmm.transition
     assert isinstance(emission, Blocked)
-    k, blocks = emission.width, emission.num_blocks
-    in_block = torch.arange(k, device=hmm.device)
-    steps = []  # sequences, filtered before, ahead, and their supports
-    for before, after in lattice.pairs(lattice.filtered, lattice.scores.map(torch.add, messages)):
-        source, target = before.support, after.support
-        assert isinstance(source, BlockSupport) and isinstance(target, BlockSupport)
-        steps.append((before.row, before.values, after.values, source, target))
-    pairs = [source.blocks * blocks + target.blocks for *_, source, target in steps]
-    inside = [(source.blocks >= 0) & (target.blocks >= 0) for *_, source, target in steps]
-    some = [pair[here & possible[row]] for (row, *_), pair, here in zip(steps, pairs, inside, strict=True)]
-    known = torch.cat([*some, in_block[:0]]).unique()
+    k, blocks, inside = emission.width, emission.num_blocks, torch.arange(emission.width, device=hmm.device)
+    ahead = lattice.scores.map(lambda s, m, scale: s + m - finite(scale)[:, None], messages, lattice.scales)
+    pairs = [(*both, *_pairs(*both, blocks, weight > 0)) for both in lattice.pairs(lattice.filtered, ahead)]
+    known = torch.cat([*(source * blocks + target for *_, source, target in pairs), inside[:0]]).unique()
     totals = torch.zeros(len(known), k, k, dtype=hmm.dtype, device=hmm.device)
-    for (row, filtered, ahead, source, target), pair, here in zip(steps, pairs, inside, strict=True):
-        for rows in (here & possible[row]).nonzero().squeeze(1).split(at_once(k**2)):
-            scores = _in_block(filtered, source, rows)[:, :, None] + _in_block(ahead, target, rows)[:, None]
-            scores += hmm.transition.tiles(source.blocks[rows], target.blocks[rows], k)
-            counts = scores.flatten(1).softmax(1).view_as(scores)
-            totals.index_add_(0, torch.searchsorted(known, pair[rows]), counts * weight[row[rows]][:, None, None])
-        for n in (~here & possible[row]).nonzero().flatten().tolist():  # a missing token: all states
-            index, counts = _wide_counts(hmm, filtered[n], ahead[n], source, target, n)
-            yield index, counts * weight[row[n]]
-    origins, targets = known // blocks, known % blocks
-    flat = (origins[:, None] * k + in_block)[:, :, None] * hmm.num_states + (targets[:, None] * k + in_block)[:, None]
-    yield flat.flatten(), totals.flatten()
-
-
-def _wide_counts(
-    hmm: Composition, before: Tensor, ahead: Tensor, source: BlockSupport, target: BlockSupport, row: int
-) -> tuple[Tensor, Tensor]:
-    """Return the expected transitions of one row of a step, from or to all states."""
-    first, second = (span_of(int(s.blocks[row]), s.width, hmm.num_states) for s in (source, target))
-    before, ahead = before[first] if source.wide else before, ahead[second] if target.wide else ahead
-    tile = torch.cat(list(hmm.transition.pieces(first, second)), 1)
-    states = torch.arange(hmm.num_states, device=hmm.device)
-    flat = states[first][:, None] * hmm.num_states + states[second]
-    return flat.flatten(), (before[:, None] + tile + ahead).flatten().softmax(0)
-
-
-def _in_block(values: Tensor, support: BlockSupport, rows: Tensor) -> Tensor:
-    """Return the values [n, k] of rows [n] that are in one block each."""
-    own = support.rows(rows)
-    return own._replace(wide=False).restrict(values[rows]) if support.wide else values[rows]
-
-
-def _sparse(hmm: Composition, entries: list[tuple[Tensor, Tensor]], columns: int) -> Tensor:
-    """Return a sparse [Z, columns] tensor of flat indices and values, duplicates added up."""
-    none = (
-        torch.empty(0, dtype=torch.long, device=hmm.device),
-        torch.empty(0, dtype=hmm.dtype, device=hmm.device),
-    )
-    flat, values = (torch.cat(column) for column in zip(none, *entries, strict=True))
-    index = torch.stack([flat // columns, flat % columns])
+    for before, after, row, source, target in pairs:
+        size = at_once(k**2)
+        for rows, a, b in zip(row.split(size), source.split(size), target.split(size), strict=True):
+            scores = transition.tiles(a, b, k) + _in_block(before, rows, a, k)[:, :, None]
+            counts = (scores + _in_block(after, rows, b, k)[:, None]).exp() * weight[before.row[rows], None, None]
+            totals.index_add_(0, torch.searchsorted(known, a * blocks + b), counts)
+    origins, targets = ((each[:, None] * k + inside) for each in (known // blocks, known % blocks))
+    index = torch.stack(torch.broadcast_tensors(origins[:, :, None], targets[:, None]))
     with torch.sparse.check_sparse_tensor_invariants():
-        return torch.sparse_coo_tensor(index, values, (hmm.num_states, columns)).coalesce()
+        return torch.sparse_coo_tensor(index.flatten(1), totals.flatten(), (hmm.num_states,) * 2).coalesce()
+
+
+def _pairs(before: Stack, after: Stack, blocks: int, possible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the row, the source block and the target block [n] of every move of possible sequences.
+
+    With a missing token a row moves from all blocks, or to all.
+    """
+    source, target = before.support, after.support
+    assert isinstance(source, BlockSupport) and isinstance(target, BlockSupport)
+    rows = possible[before.row].nonzero()[:, 0]
+    if not source.wide and not target.wide:
+        return rows, source.blocks[rows], target.blocks[rows]
+    left, right = (~support.rows(rows).outside(blocks) for support in (source, target))
+    index, origin, aim = (left[:, :, None] & right[:, None]).nonzero().unbind(1)
+    return rows[index], origin, aim
+
+
+def _in_block(stack: Stack, rows: Tensor, blocks: Tensor, width: int) -> Tensor:
+    """Return the values [n, k] of rows [n] of a stack in one block each."""
+    values = stack.values[rows]
+    return values if values.shape[1] == width else BlockSupport(blocks, width).restrict(values)
