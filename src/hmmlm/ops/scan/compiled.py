@@ -41,17 +41,6 @@ class CompiledChain(NamedTuple):
     order: Tensor | None  # [B] original index of each row; None: not sorted
     evidence: Evidence
 
-    @property
-    def start(self) -> Tensor:
-        """Return the start distribution [Z]."""
-        return torch.from_numpy(self.table[0, : self.initial.shape[1]])
-
-    @property
-    def transition(self) -> Tensor:
-        """Return the transition matrix [Z, Z]."""
-        states = self.initial.shape[1]
-        return torch.from_numpy(self.table[1 : 1 + states, :states])
-
     def sort(self, values: Tensor) -> Tensor:
         """Return `values` with rows in the order of the chain."""
         return values if self.order is None else values[self.order]
