@@ -65,7 +65,7 @@ class UnionEmission(UnionTables[Emission], Emission):
         return torch.cat([part.dense() for part in self.parts])
 
     def gradient(self, tokens: Tensor, posterior: Tensor, support: Support) -> dict[str, Tensor]:
-        found = enumerate(self._split(posterior, support))
+        found = enumerate(self.split(posterior, support))
         return {
             f"{i}.{name}": value
             for i, (part, own, inner) in found

@@ -266,7 +266,7 @@ class Queries(Composition):
         """Compute log p(next token | tokens) [B, V]."""
         lattice, model = self._possible(tokens, lengths), self.detach()
         result = torch.empty(len(lattice.batch.tokens), self.vocab_size, dtype=self.dtype, device=self.device)
-        for t, ending in endings(lattice.batch):
+        for t, ending in endings(lattice.batch.active):
             source = some_rows(lattice.supports[t], ending)
             result[ending] = model._predict(lattice.filtered[t][ending], source)
         return lattice.batch.unsort(result)
@@ -306,7 +306,7 @@ class Queries(Composition):
         lattice, model = self._possible(tokens, lengths), self.detach()
         messages = run_messages(self.detach(), lattice)
         total = torch.zeros(len(lattice.batch.tokens), dtype=torch.float64, device=self.device)
-        for t, ending in endings(lattice.batch):
+        for t, ending in endings(lattice.batch.active):
             last = lattice.filtered[t][ending].exp()
             total[ending] -= torch.xlogy(last, last).sum(1)
         posterior = lattice.filtered.map(exp_of_sum, messages)
@@ -400,7 +400,7 @@ class Queries(Composition):
         model = self.detach()
         if isinstance(model.transition, BlockDiagonal):
             parts = zip(model.components, model.transition.split(log_probs, source), strict=True)
-            found = [(logsumexp(own, 1)[:, None], part, own, inner) for part, (own, inner) in parts]
+            found = [(logsumexp(own, 1)[:, None], part, own, inner) for part, (_, own, inner) in parts]
             return torch.stack(
                 [part._predict(own - finite(mass), inner) + mass for mass, part, own, inner in found]
             ).logsumexp(0)

@@ -213,11 +213,7 @@ class UnionTables(Tables, Generic[AnyPart]):
     def maximize(self: Self, counts: dict[str, Tensor], pseudocount: float = 0.0) -> Self:
         raise InputError(f"the {self.role} of a union has no closed M step: train it by gradients")
 
-    def split(self, values: Tensor, support: Support) -> Iterator[tuple[Tensor, Support]]:
-        """Yield the share of each part of values [n, K] over a support, and its support."""
-        return ((own, inner) for _, own, inner in self._split(values, support))
-
-    def _split(self, values: Tensor | None, support: Support) -> Iterator[tuple[AnyPart, Any, Support]]:
+    def split(self, values: Tensor | None, support: Support) -> Iterator[tuple[AnyPart, Any, Support]]:
         """Yield each part with its share of values [n, K] over a support, and its support."""
         supports = support.parts if isinstance(support, UnionSupport) else (None,) * len(self.parts)
         widths = support.widths if isinstance(support, UnionSupport) else self.sizes

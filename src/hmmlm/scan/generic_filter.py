@@ -69,7 +69,7 @@ def run_scaled(problem: GenericProblem, first: Tensor) -> Run:
     else:
         supports, (factors, offsets) = observe(hmm, batch, None, _relative)
         lattice, steps = Lattice.begin(batch, supports, factors), between(hmm.transition, batch, supports)
-        ending, predicted, peak = {t for t, _ in endings(batch)}, dict[int, Tensor](), finite(first.amax(1))
+        ending, predicted, peak = {t for t, _ in endings(batch.active)}, dict[int, Tensor](), finite(first.amax(1))
         begin = PROBABILITY.from_log(first - peak[:, None])
         for t in range(len(batch.active)):
             reached = add_step(steps, lattice, begin)
@@ -103,7 +103,7 @@ def _carry(hmm: Composition, lattice: Lattice, predicted: dict[int, Tensor]) -> 
         predicted: p(z_t | x_1..t−1) [n, K] at the steps where sequences end.
     """
     narrow, pieces = is_narrow(hmm, lattice.batch), list[Tensor]()
-    for t, ended in endings(lattice.batch):
+    for t, ended in endings(lattice.batch.active):
         scores = hmm.emission.score(lattice.batch.tokens[ended, t], lattice.batch.missing[t])[1]
         joint = log_normalize((predicted[t][ended].log() + scores).double())
         support = some_rows(lattice.supports[t], ended)
@@ -146,7 +146,7 @@ def _score_words(problem: GenericProblem, lattice: Lattice) -> Words:
 
 def _narrow(hmm: Composition, lattice: Lattice, log_probs: Tensor) -> Tensor:
     """Restrict values [m, Z] of the last tokens to their blocks [m, k]."""
-    supports = [some_rows(lattice.supports[t], ended) for t, ended in endings(lattice.batch)]
+    supports = [some_rows(lattice.supports[t], ended) for t, ended in endings(lattice.batch.active)]
     return BlockSupport(torch.cat([each.blocks for each in supports[::-1]]), hmm.emission.width).restrict(log_probs)  # type: ignore[union-attr, attr-defined]
 
 
@@ -201,7 +201,7 @@ def _lose(steps: Steps, lattice: Lattice, predicted: dict[int, Tensor], reachabl
     mask, lost, ends = (
         torch.zeros(len(lattice.filtered[0]), dtype=torch.bool, device=device),
         None,
-        endings(lattice.batch),
+        endings(lattice.batch.active),
     )
     ending = {t: ended for t, ended in ends if t in predicted}
     for t, (filtered, scores, scale) in enumerate(zip(lattice.filtered, lattice.scores, lattice.scales, strict=True)):

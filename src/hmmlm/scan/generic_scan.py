@@ -83,7 +83,8 @@ def generic_scan(
         if words is None:
             return scan
         emitted = torch.stack([hmm.emission.score(word, missing=False)[1] for word in words[:, 0].unbind(1)], 1)
-        score = score + _known(logsumexp(first[:, 1:] + emitted, 2)).mean(1)
+        entered = logsumexp(first[:, 1:] + emitted, 2)
+        score = score + entered.masked_fill(entered.detach() == NEG_INF, 0.0).mean(1)
         scan = scan._replace(next_word_score=cut.add_up(batch.unsort(score)))
         if hmm.dtype == torch.float64 or not len(suspect):
             return scan
@@ -186,8 +187,3 @@ class _GenericScan(torch.autograd.Function):
                     exact.new_zeros(len(first), exact.shape[1]).add_(first).index_add_(0, order, exact).to(hmm.dtype)
                 )
         return None, None, first, *(found.totals.get(name) for name in ctx.names)
-
-
-def _known(log_probs: Tensor) -> Tensor:
-    """Return log-probabilities with 0 for −inf."""
-    return log_probs.masked_fill(log_probs.detach() == NEG_INF, 0.0)

@@ -222,14 +222,11 @@ def add_first(values: Tensor, added: Tensor) -> Tensor:
     return values + added if rows == values.shape[0] else torch.cat([values[:rows] + added, values[rows:]])
 
 
-def endings(batch: SortedBatch) -> list[tuple[int, slice]]:
-    """Return the steps at which sequences end, and the rows that end there."""
-    following = [*batch.active[1:], 0]
-    return [
-        (t, slice(after, rows))
-        for t, (rows, after) in enumerate(zip(batch.active, following, strict=True))
-        if after < rows
-    ]
+def endings(active: list[int]) -> list[tuple[int, slice]]:
+    """Return the steps at which sequences end, and the rows that end there, from the number of rows of each step."""
+    following = [*active[1:], 0]
+    both = enumerate(zip(active, following, strict=True))
+    return [(t, slice(after, rows)) for t, (rows, after) in both if after < rows]
 
 
 def condition(ring: Semiring, predicted: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -140,19 +140,13 @@ def _count_union(model: Composition, tokens: Tensor, lengths: Tensor | None, wei
     given = torch.ones_like(share[0]) if weights is None else weights
     parts = zip(model.components, share, strict=True)
     counts = [expected_counts(part, tokens, lengths, own * given) for part, own in parts]
-    total = logsumexp(log_joint, 0).to(model.dtype)
+    total, emissions = logsumexp(log_joint, 0).to(model.dtype), tuple(each.emission for each in counts)
     return Counts(
         torch.cat([each.start for each in counts]),
         _block_diagonal([each.transition for each in counts]),
-        _stack(model.components, [each.emission for each in counts]),
+        torch.cat(emissions) if all(isinstance(part.emission, Categorical) for part in model.components) else emissions,
         torch.where(given > 0, given * total, 0.0).sum(),
     )
-
-
-def _stack(models: Sequence[Composition], counts: Sequence[Tensor]) -> Any:
-    """Return the emission counts of a union: one matrix [Z, V], or those of each model."""
-    matrices = all(isinstance(model.emission, Categorical) for model in models)
-    return torch.cat(list(counts)) if matrices else tuple(counts)
 
 
 def _block_diagonal(counts: Sequence[Any]) -> Any:

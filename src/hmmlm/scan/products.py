@@ -22,7 +22,7 @@ from hmmlm.ops.scan.api import refusal
 from hmmlm.ops.scan.scaled import GROUPS, ScaledChain, distinct, scaled_filter
 from hmmlm.ops.underflow import flush, least_sum
 from hmmlm.scan.composition import matrices
-from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, Supports
+from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, Supports, endings
 from hmmlm.transitions import Dense
 
 if TYPE_CHECKING:
@@ -191,12 +191,7 @@ def message_products(matrix: LogMatrix, given: Observations) -> Tensor | None:
         matrix: the transposed transition matrix.
     """
     factors = given.at(_relative(given.scores + matrix.peak)[1])
-    endings = [
-        (t, slice(ahead, rows))
-        for t, (rows, ahead) in enumerate(zip(given.active, [*given.active[1:], 0], strict=True))
-        if ahead < rows
-    ]
-    for t, ended in endings:
+    for t, ended in endings(given.active):
         factors[t, ended] = _relative(given.scores.index_select(0, given.row[t, ended]))[1]
     for group in GROUPS:
         sums, masses = torch.ones_like(factors), torch.ones_like(factors[..., 0])
@@ -211,7 +206,7 @@ def message_products(matrix: LogMatrix, given: Observations) -> Tensor | None:
         sure = sums.amin(2) * masses.clamp(max=1.0) >= least_sum(sums.shape[2], sums.dtype)
         if bool(sure.all()):  # a NaN, of an impossible sequence, is not
             messages = sums.log_().add_(matrix.peak)
-            for t, ended in endings:
+            for t, ended in endings(given.active):
                 messages[t, ended] = 0.0
             return messages
     return None

@@ -137,7 +137,7 @@ def last_filtered(hmm: Composition, lattice: Lattice) -> Tensor:
     """Return log p(z | x) [B, Z] at the last tokens in float64, rows as in the batch."""
     pieces = [
         spread(lattice.filtered[t][ended], some_rows(lattice.supports[t], ended), hmm.num_states, NEG_INF)
-        for t, ended in endings(lattice.batch)
+        for t, ended in endings(lattice.batch.active)
     ]
     return log_normalize(torch.cat(pieces[::-1]).double())
 
@@ -177,7 +177,7 @@ def best_paths(hmm: Composition, batch: SortedBatch) -> tuple[Tensor, Tensor]:
     for t in range(len(batch.active)):
         add_step(steps, lattice, first, normalize=t % _STEPS_PER_SHIFT == 0)
     log_prob = lattice.log_likelihood()
-    for t, ending in endings(batch):
+    for t, ending in endings(batch.active):
         log_prob[ending] += lattice.filtered[t][ending].amax(1)
     path, states = torch.full_like(batch.tokens, -1), torch.empty(0, dtype=torch.long, device=hmm.device)
     for t in reversed(range(len(lattice.supports))):

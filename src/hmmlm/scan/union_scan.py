@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hmmlm.numerics.support import spans
 from hmmlm.ops.common import NEG_INF, Carry, Scan, finite, log_normalize, logsumexp
 
 
@@ -92,18 +93,18 @@ def scan_components(
 
 def split_carry(carry: Carry, sizes: Sequence[int]) -> list[tuple[Tensor, Carry]]:
     """Return the log-mass [B] of each component in a carry, and its carry given the component."""
-    widths, starts = list(sizes), first_states(sizes)
+    widths, every = list(sizes), list(spans(sizes))
     if carry.states is not None:  # of a scan: the states of a component are side by side, in every row as many
-        ends = torch.tensor([*starts[1:], sum(sizes)], device=carry.states.device)
+        ends = torch.tensor([span.stop for span in every], device=carry.states.device)
         widths = torch.bucketize(carry.states[0], ends, right=True).bincount(minlength=len(sizes)).tolist()
     log_probs = carry.log_probs.split(widths, 1)
     states = [None] * len(widths) if carry.states is None else list(carry.states.split(widths, 1))
     result = []
-    for own, names, start in zip(log_probs, states, starts, strict=True):
+    for own, names, span in zip(log_probs, states, every, strict=True):
         log_mass = torch.logsumexp(own, 1)
         # A component without mass has weight zero, so that any distribution will do.
         conditional = torch.where(log_mass[:, None] > NEG_INF, own - finite(log_mass)[:, None], -math.log(own.shape[1]))
-        result.append((log_mass, Carry(conditional, None if names is None else names - start)))
+        result.append((log_mass, Carry(conditional, None if names is None else names - span.start)))
     return result
 
 
@@ -111,12 +112,7 @@ def join_carries(carries: Sequence[Carry], log_weights: Tensor, sizes: Sequence[
     """Return the carry of a union from those of its components and their log-weights [K, B]."""
     log_probs = [own.log_probs + weight[:, None] for own, weight in zip(carries, log_weights, strict=True)]
     states = []
-    for own, start, size in zip(carries, first_states(sizes), sizes, strict=True):
-        every = torch.arange(start, start + size, device=own.log_probs.device)
-        states.append(every.expand(len(own.log_probs), -1) if own.states is None else own.states + start)
+    for own, span in zip(carries, spans(sizes), strict=True):
+        every = torch.arange(span.start, span.stop, device=own.log_probs.device)
+        states.append(every.expand(len(own.log_probs), -1) if own.states is None else own.states + span.start)
     return Carry(torch.cat(log_probs, 1), torch.cat(states, 1))
-
-
-def first_states(sizes: Sequence[int]) -> list[int]:
-    """Return the first state of each component."""
-    return [sum(sizes[:k]) for k in range(len(sizes))]

@@ -29,20 +29,20 @@ class BlockDiagonal(UnionTables[Transition], Transition):
 
     def forward_step(self, ring: Semiring, x: Tensor, source: Support = None, target: Support = None) -> Tensor:
         moved = []
-        for (part, own, inner), (_, _, outer) in zip(self._split(x, source), self._split(None, target), strict=True):
+        for (part, own, inner), (_, _, outer) in zip(self.split(x, source), self.split(None, target), strict=True):
             mass = _mass(own) if ring is LOG else None  # a component expects distributions, or nothing at all
             step = part.forward_step(ring, own if mass is None else own - mass, inner, outer)
             moved.append(step if mass is None else step + mass)
         return torch.cat(moved, 1)
 
     def backward_step(self, ring: Semiring, y: Tensor, source: Support = None, target: Support = None) -> Tensor:
-        pairs = zip(self._split(y, target), self._split(None, source), strict=True)
+        pairs = zip(self.split(y, target), self.split(None, source), strict=True)
         return torch.cat(
             [part.backward_step(ring, own, outer, inner) for (part, own, inner), (_, _, outer) in pairs], 1
         )
 
     def origin_entropy(self, log_probs: Tensor, source: Support = None, target: Support = None) -> Tensor:
-        pairs = zip(self._split(log_probs, source), self._split(None, target), strict=True)
+        pairs = zip(self.split(log_probs, source), self.split(None, target), strict=True)
         found = [part.origin_entropy(own - _mass(own), inner, to) for (part, own, inner), (_, _, to) in pairs]
         return torch.cat(found, 1)
 
@@ -53,7 +53,7 @@ class BlockDiagonal(UnionTables[Transition], Transition):
         return result
 
     def log_columns(self, states: Tensor, source: Support = None) -> Tensor:
-        pairs = zip(self._locate(states), self._split(None, source), strict=True)
+        pairs = zip(self._locate(states), self.split(None, source), strict=True)
         found = [(inside, part.log_columns(own, origin)) for (part, inside, own), (_, _, origin) in pairs]
         return torch.cat([values.masked_fill(~inside[..., None], NEG_INF) for inside, values in found], -1)
 

@@ -73,13 +73,6 @@ class LowRank(Transition):
     def _into(self, states: Tensor) -> Tensor:
         return LOG.product(self.log_right.t()[states], self._backward[1])
 
-    def _into_block(self, states: Tensor, blocks: Tensor, width: int) -> Tensor:
-        return (
-            BlockSupport(blocks.expand_as(states).flatten(), width)
-            .restrict(self._into(states).flatten(0, -2))
-            .view(*states.shape, width)
-        )
-
 
 def _leave(ring: Semiring, values: Tensor, matrix: LogMatrix, support: Support) -> Tensor:
     """Multiply values [n, K] over a support by the rows of a matrix [Z, R] of its states."""

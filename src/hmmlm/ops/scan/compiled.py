@@ -170,7 +170,8 @@ def best_paths(parameters: Parameters, tokens: Tensor, active: list[int]) -> tup
         active: number of sequences at each step.
     """
     table, log_peak, _, words, _ = _make_table(parameters, tokens, -math.inf, to_probs=False)
-    path, log_prob, lengths = np.full(tokens.shape, -1), np.empty(tokens.shape[0]), _lengths(active)
+    path, log_prob = np.full(tokens.shape, -1), np.empty(tokens.shape[0])
+    lengths = (np.asarray(active)[:, None] > np.arange(len(tokens))).sum(0)
     lowest, states = table.dtype.type(np.finfo(table.dtype).min), len(parameters.log_start)
     into, strips = table[1 : 1 + states, :states].T.copy(), _strips(table, states)
     most = max(ROWS, min(MOST_ROWS, at_once(len(active) * table.shape[1]) // ROWS * ROWS))
@@ -247,14 +248,6 @@ def _shares(count: int, parts: int) -> list[tuple[int, int]]:
 
 def _array(tensor: Tensor) -> np.ndarray:
     return tensor.detach().contiguous().numpy()
-
-
-def _lengths(active: list[int]) -> np.ndarray:
-    """Return the number of steps of each sequence [B], longest first, from the number of sequences at each step."""
-    if active[-1] == active[0]:
-        return np.full(active[0], len(active))
-    ended = np.asarray(active) - np.asarray([*active[1:], 0])
-    return np.repeat(np.arange(1, len(active) + 1), ended)[::-1].copy()
 
 
 def _bounds(dtype: np.dtype) -> tuple[np.generic, np.generic]:
