@@ -200,7 +200,7 @@ class HMM(Fitting):
         Every start takes 50 iterations, and the best one is continued.
 
         Args:
-            sequences: in every form that `fit` takes.
+            sequences: lists, [B, T], or as in hmmlearn one after another, [N] or [N, 1], with lengths that sum to N.
             seed: of the first start; the others have seed + 1, seed + 2, …
             vocab_size: None: one more than the largest token.
             pseudocount, labels, allowed_transitions: see `fit`.
