@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from helpers.commands import python_environment
 from helpers.explorer_models import HOSTILE, post, request, serving
 from helpers.report_models import sentence_model
 
+from hmmlm import Automaton, Constraint
+from hmmlm.constrain.phrases import Phrases
 from hmmlm.errors import InputError
 from hmmlm.explorer import endpoints
 from hmmlm.explorer.explorer import Explorer
@@ -42,6 +46,36 @@ def test_short_operations_do_not_wait_for_other_threads(server: Server) -> None:
     before = torch.get_num_threads()
     assert server.worker.submit(torch.get_num_threads).result() == 1
     assert torch.get_num_threads() == before  # of this thread
+
+
+def test_others_are_answered_while_a_constraint_compiles(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, done, compile_text = Event(), Event(), Phrases.new_text
+
+    def slow(self: Phrases, constraint: Constraint, begin: Sequence[int]) -> Automaton | None:
+        if constraint.regex == "slow":
+            begun.set()
+            assert done.wait(60)
+        return compile_text(self, constraint, begin)
+
+    monkeypatch.setattr(Phrases, "new_text", slow)
+    with ThreadPoolExecutor(1) as client:
+        waiting = client.submit(post, server, "generate", {"constraints": {"regex": "slow"}})
+        try:
+            assert begun.wait(60)
+            assert post(server, "sentence", {"text": "the cat"})[0] == 200
+            assert post(server, "generate", {"constraints": {"regex": ".*"}})[0] == 200
+            assert not waiting.done()
+        finally:
+            done.set()
+        status, answer = waiting.result()
+        assert status == 400 and "cannot spell a text that satisfies regex" in answer["error"]
+
+
+def test_a_hard_constraint_is_refused_in_one_sentence(server: Server) -> None:
+    status, answer = post(server, "generate", {"constraints": {"regex": "(a|b)*a(a|b){20}"}})
+    assert status == 400 and re.fullmatch(
+        r"the constraint needs more than [\d,]+ steps to compile: .*", answer["error"]
+    )
 
 
 def test_the_policy_allows_own_scripts_only(server: Server) -> None:

@@ -29,6 +29,7 @@ PORT = 8765
 HOSTS = ("127.0.0.1", "localhost")
 MAX_BODY = 1 << 18  # bytes: 10,000 characters of any kind, escaped
 TIMEOUT_S = 30  # of a silent connection
+SAMPLERS = 4  # threads that sample, and compile constraints
 ONE_THREAD = 1024  # most states of a model whose operations are too short for several threads of torch
 """They would wait for each other, for seconds where other programs use the processors: the browser does."""
 POLICY = (
@@ -39,7 +40,10 @@ NOTEBOOKS = "http://127.0.0.1:* http://localhost:* https://localhost:* vscode-we
 
 
 class Server(ThreadingHTTPServer):
-    """Answers requests about one model; queries run one after another, in one thread."""
+    """Answers requests about one model: samples in several threads, as a constraint may take seconds to compile.
+
+    All other queries run one after another, in one thread.
+    """
 
     daemon_threads = True
 
@@ -50,6 +54,7 @@ class Server(ThreadingHTTPServer):
         # One thread: torch keeps its own threads for each thread that uses it.
         threads = 1 if explorer.lm.hmm.num_states <= ONE_THREAD else torch.get_num_threads()
         self.worker = ThreadPoolExecutor(1, "query", torch.set_num_threads, (threads,))
+        self.sampler = ThreadPoolExecutor(SAMPLERS, "sample", torch.set_num_threads, (threads,))
         try:
             super().__init__((ADDRESS, port), Handler)
         except OSError:
@@ -67,7 +72,8 @@ class Server(ThreadingHTTPServer):
     def server_close(self) -> None:
         self.closed = True
         super().server_close()
-        self.worker.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.worker, self.sampler):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore connections that the browser closes."""
@@ -107,7 +113,8 @@ class Handler(BaseHTTPRequestHandler):
         if fields is None:
             return
         try:
-            found = self.server.worker.submit(answer, self.server.explorer, name, fields).result()
+            pool = self.server.sampler if name == "generate" else self.server.worker
+            found = pool.submit(answer, self.server.explorer, name, fields).result()
             content = json.dumps(found, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
         except (InputError, UnicodeEncodeError) as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
