@@ -14,6 +14,7 @@ from helpers.oracle import random_hmm
 
 from hmmlm import HMM, Automaton, InputError
 from hmmlm.constrain.automaton import at_least, containing
+from hmmlm.constrain.budget import STEPS, construction
 from hmmlm.constrain.constraint import Constraint, counted_words
 from hmmlm.constrain.spelling import Spelling, containing_text
 from hmmlm.data.tokenizers import HuggingFaceTokenizer, WordTokenizer
@@ -142,7 +143,7 @@ def test_characters_are_constrained_and_left_out() -> None:
 def test_characters_that_tokens_spell_in_parts_are_matched() -> None:
     pieces = ["é", " ", "a", *(bytes([b]).decode(errors="surrogateescape") for b in "é☃".encode()), " é"]
     spelled = [piece.encode(errors="surrogateescape") for piece in pieces]
-    automaton = containing_text("é☃", Spelling(pieces))
+    automaton = containing_text(["é☃"], Spelling(pieces))
     units, generator, found = [[0], [1], [2], [3, 4], [5, 6, 7], [8]], random.Random(0), 0
     for _ in range(3000):
         tokens = [token for _ in range(generator.randrange(1, 5)) for token in generator.choice(units)]
@@ -215,8 +216,14 @@ def test_json_texts_follow_their_schema(subwords: LanguageModel) -> None:
         ({"choice": "cat"}, "choice: give a list"),
         ({"json": "{"}, "json: give a schema as a dictionary or its text"),
         ({"json": "[" * 100_000}, "json: give a schema as a dictionary or its text: maximum recursion depth"),
-        ({"json": optional_properties(3000, {"type": "string"})}, "json: the schema is too large: list optional"),
-        ({"json": optional_properties(50, {"$ref": "#"})}, "json: the schema is too large: list optional"),
+        (
+            {"json": optional_properties(3000, {"type": "string"})},
+            "steps to compile: list optional",
+        ),
+        (
+            {"json": optional_properties(50, {"$ref": "#"})},
+            "steps to compile: list optional",
+        ),
         ({"must": ["\ud800"]}, "a phrase has a lone surrogate"),
         ({"automaton": "x"}, "automaton: give an Automaton, not a str"),
         ({"automaton": at_least(1, 9)}, "automata over 6 and 9 words cannot be combined"),
@@ -226,6 +233,63 @@ def test_json_texts_follow_their_schema(subwords: LanguageModel) -> None:
 def test_bad_constraints_are_named(lm: LanguageModel, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         lm.generate(**options)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """Return a schema of lists in lists of strings."""
+    inner = (
+        {"type": "array", "items": nested(depth - 1), "maxItems": 8} if depth else {"type": "string", "maxLength": 20}
+    )
+    return {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+
+
+LETTERS = random.Random(0)
+NAMES = ["".join(LETTERS.choices("abcdefghijklmnop", k=5)) for _ in range(2000)]
+HOSTILE: list[tuple[dict[str, Any], bool]] = [
+    ({"never": NAMES}, True),
+    ({"must": [NAMES[:500]]}, True),
+    ({"choice": NAMES}, True),
+    ({"suffix": " ".join(NAMES)[:10_000] * 2}, False),
+    ({"suffix": "a" * 20_000}, False),
+    ({"words": (9_000, 10_000)}, False),
+    ({"words": (100, 200), "regex": "(?:[a-z ]{1,40},){1,40}", "suffix": "of the list"}, False),
+    ({"regex": r"(?:\w{1,20} ?){1,30}", "must": ["list"], "never": ["function"]}, True),
+    ({"json": nested(1)}, True),
+    ({"json": nested(8)}, False),
+]
+
+
+@pytest.mark.parametrize(("options", "compiles"), HOSTILE, ids=lambda value: str(value)[:30])
+def test_every_constraint_is_answered_within_the_budget(
+    subwords: LanguageModel, options: dict[str, Any], compiles: bool
+) -> None:
+    if "json" in options:
+        pytest.importorskip("outlines_core", reason="outlines-core is not installed")
+    with construction() as budget:
+        if compiles:
+            assert bool(subwords.automaton(**options).hopeful()[0])
+            assert budget.steps <= STEPS
+        else:
+            with pytest.raises(InputError, match=f"needs more than {STEPS:,} steps to compile"):
+                subwords.automaton(**options)
+
+
+def test_phrases_are_found_together(subwords: LanguageModel) -> None:
+    phrases, tokens = ["list", "a f", "ted", "list of", "s"], range(subwords.tokenizer.vocab_size)
+    generator = random.Random(0)
+    for match in ("word", "prefix", "substring"):
+        each = [subwords.automaton(must=[phrase], match=match) for phrase in phrases]
+        found, forbidden = (
+            subwords.automaton(must=[phrases], match=match),
+            subwords.automaton(never=phrases, match=match),
+        )
+        accepted = 0
+        for _ in range(300):
+            text = [token for token in generator.choices(tokens, k=12) if token != subwords.tokenizer.eos_id]
+            wanted = any(automaton.accepts(text) for automaton in each)
+            assert found.accepts(text) == wanted != forbidden.accepts(text)
+            accepted += wanted
+        assert 0 < accepted < 300, match
 
 
 def test_constraints_are_compared_by_value() -> None:

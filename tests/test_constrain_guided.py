@@ -49,7 +49,7 @@ def in_log_space(guides: Sequence[Guide], weight: float = 1.0) -> Steering:
     slow = [copy.copy(guide) for guide in guides]
     for guide in slow:
         guide.hmm = hmm
-        guide._nodes, guide._targets = {}, {}
+        guide._targets = {}
     return Steering.batch([(guide, guide.begin()) for guide in slow], weight)
 
 

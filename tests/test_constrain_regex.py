@@ -1,10 +1,12 @@
 """Regular expressions over bytes against Python's `re`, and over tokens of every spelling."""
 
+import itertools
 import random
 import re
 
 import pytest
 
+from hmmlm.constrain.budget import STEPS, construction
 from hmmlm.constrain.regex import regex_automaton
 from hmmlm.constrain.spelling import Spelling
 from hmmlm.errors import InputError
@@ -96,16 +98,59 @@ def test_bounds_are_redundant_at_the_ends() -> None:
         (r"a^b", "inside the expression"),
         (r"(a", "is not a regular expression: missing \\)"),
         (r"(?a)(?u)the", "is not a regular expression: ASCII and UNICODE flags are incompatible"),
-        ("(?:" * 300 + "a" + ")+" * 300, "nested too deeply|is not a regular expression"),
-        (r"(ab{500}){999}", "too large"),
-        (r"(a?){4000000000}", "too large"),
-        (r"(a|b{0,4000000000})", "too large"),
-        (r"(a|b)*a(a|b){20}", "needs more than 16,384 automaton states"),
+        ("(?:" * 3000 + "a" + ")+" * 3000, "nested too deeply|is not a regular expression"),
     ],
 )
 def test_what_is_not_regular_is_refused_with_the_reason(pattern: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         regex_automaton(pattern)
+
+
+HOSTILE = {
+    "(?:a{0,500}){0,500}": None,
+    "(?:.{0,60}|x){0,60}": None,
+    "(?:a?){4000}a{4000}": 8002,
+    r"(?:\w{1,20} ?){1,30}": 632,
+    "(a|b)*a(a|b){20}": None,
+    "(ab{500}){999}": None,
+    "(a?){4000000000}": None,
+    "(a|b{0,4000000000})": None,
+    r"(?:[^\w]{0,200}é?){0,50}": None,
+    "(?:(?:(?:a{0,20}b?){0,20}c?){0,20}d?){0,20}": None,
+    "(?:" * 60 + "a" + "{0,3})" * 60: None,
+    "a" * 2_000_000: None,
+    "(?i)" + "".join(map(chr, range(0x400, 0x1400))): None,
+}
+
+
+@pytest.mark.parametrize("pattern", HOSTILE, ids=lambda pattern: pattern[:30])
+def test_every_expression_is_answered_within_the_budget(pattern: str) -> None:
+    with construction() as budget:
+        if HOSTILE[pattern] is None:
+            with pytest.raises(InputError, match=f"needs more than {STEPS:,} steps to compile: use smaller repeats"):
+                regex_automaton(pattern)
+            assert budget.steps > STEPS
+        else:
+            assert regex_automaton(pattern).num_states == HOSTILE[pattern]
+            assert budget.steps <= STEPS
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(?:a{0,2}b?){1,3}",
+        "(?:a?){3}a{2,3}",
+        ".*a.{1,2}b",
+        "(?:(ab|a){1,2}b?){2,4}",
+        "(a{2,3}|a{5}b){1,2}",
+        "(?:a{2}){1,3}",
+    ],
+)
+def test_repeats_of_repeats_agree_with_re(pattern: str) -> None:
+    automaton, wanted = regex_automaton(pattern), re.compile(pattern)
+    for size in range(11):
+        for text in map("".join, itertools.product("ab", repeat=size)):
+            assert automaton.accepts(text.encode()) == bool(wanted.fullmatch(text)), text
 
 
 def test_repeats_of_nothing_end() -> None:

@@ -6,7 +6,7 @@ import json as json_library
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cache, lru_cache, reduce
+from functools import cache, reduce
 from operator import and_
 from typing import Any, Literal, TypedDict, get_args
 
@@ -14,6 +14,7 @@ import torch
 
 from hmmlm.arguments import describe
 from hmmlm.constrain.automaton import Automaton
+from hmmlm.constrain.budget import SLOW, spend
 from hmmlm.constrain.regex import regex_automaton
 from hmmlm.errors import InputError, require
 
@@ -24,8 +25,7 @@ Bounds = tuple[int | None, int | None]
 """Smallest and largest number; None for no bound."""
 MOST = 10_000  # words or tokens of a constraint
 DEPTH = 3  # of recursion in a JSON schema
-LARGEST_SCHEMA = 2**17  # characters of the regular expression of a JSON schema
-_LEAF = 30  # of them for a value without parts
+_LEAF = 30  # characters of the regular expression of a JSON value without parts
 _BEFORE_WORD = r"(?s:.*[\x00-/:-@\[-\^`{-\x7f])?"  # a text that ends with a character outside words
 
 
@@ -119,24 +119,24 @@ def counted_words(least: int | None, most: int | None) -> Automaton:
     low = least or 0
     top = low if most is None else most
     # Automaton state 2n is between words after n of them, 2n + 1 in the nth; the last one rejects.
-    lost = 2 * top + 2
-    count = torch.arange(top + 1)
+    count, lost = torch.arange(top + 1), 2 * top + 2
     further = torch.where(count < top, 2 * count + 3, lost if most is not None else 2 * top + 1)
-    between, inside = torch.stack([2 * count, further], 1), torch.stack([2 * count, 2 * count + 1], 1)
-    table = torch.cat([torch.stack([between, inside], 1).flatten(0, 1), torch.tensor([[lost, lost]])])
+    table = torch.stack([2 * count, further, 2 * count, 2 * count + 1], 1).view(-1, 2)
+    table = torch.cat([table, torch.tensor([[lost, lost]])])
     accepting = torch.cat([(count >= low).repeat_interleave(2), torch.tensor([False])])
     class_of = torch.ones(256, dtype=torch.long)
     class_of[list(b" \t\n\r\v\f")] = 0
-    return Automaton.of_classes(table, class_of, accepting).minimized()
+    return Automaton.of_classes(table, class_of, accepting)
 
 
-@lru_cache(maxsize=16)
 def json_regex(schema: str) -> str:
     """Return a regular expression of the JSON texts that a schema describes, with recursion up to a depth."""
     require("json", "outlines_core", reader="json")
     from outlines_core.json_schema import build_regex_from_schema
 
     try:
+        remedy = "list optional properties of the schema as required, or use fewer of them"
+        spend(8 * SLOW * _regex_size(json_library.loads(schema)), remedy)
         return str(build_regex_from_schema(schema, None, DEPTH))
     except Exception as error:  # outlines-core raises its own errors, of several kinds
         raise InputError(f"json: the schema cannot be used: {str(error).splitlines()[0]}") from None
@@ -150,12 +150,9 @@ def _schema(schema: object) -> str:
         content = json_library.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(content, dict):
             raise TypeError(f"it is a {type(content).__name__}")
-        text, size = json_library.dumps(content), _regex_size(content)
+        return json_library.dumps(content)
     except (RecursionError, TypeError, ValueError) as error:
         raise InputError(f"json: give a schema as a dictionary or its text: {error}") from None
-    if size > LARGEST_SCHEMA:
-        raise InputError("json: the schema is too large: list optional properties as required, or use fewer of them")
-    return text
 
 
 def _regex_size(schema: dict[str, Any]) -> int:

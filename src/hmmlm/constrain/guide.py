@@ -12,7 +12,6 @@ from which r tokens cannot be accepted have no row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hmmlm.arguments import check_arguments
 from hmmlm.checks import check_count
 from hmmlm.constrain.automaton import Automaton, check_words
+from hmmlm.constrain.budget import construction
 from hmmlm.constrain.guided import Plan, Targets, advance_states, log_probs_accept
 from hmmlm.constrain.lookahead import AcceptanceTable, WeightedEdges, acceptance_tables, live_states
 from hmmlm.errors import InputError
@@ -31,7 +31,6 @@ from hmmlm.ops.common import NEG_INF, logsumexp
 from hmmlm.ops.pieces import MOST, fits
 
 _KEPT_TARGETS = 1024
-_KEPT_NODES = 2**14
 
 
 class Position(NamedTuple):
@@ -49,14 +48,12 @@ class Position(NamedTuple):
         return f"Position(automaton={self.automaton}, remaining={self.remaining}, num_states={len(self.log_state)})"
 
 
-@dataclass(slots=True, eq=False)
-class Node:
+class Node(NamedTuple):
     """An automaton state and the number of tokens that follow."""
 
     automaton: int
     remaining: int
     settled: bool  # whether every continuation is accepted
-    plan: Plan | None = None  # once it is needed
 
 
 class Guide:
@@ -67,11 +64,14 @@ class Guide:
 
     Args:
         max_gb: memory of the recursion above which the constraint is refused.
-        few: tokens that lead to one automaton state; more are scored with the whole vocabulary.
+        few: tokens that lead to one automaton state; more are scored with the whole vocabulary. By default what is
+            faster: on a CPU, the product with a vocabulary has fewer operations per token than some tokens alone only
+            if there are many HMM states.
         cells: size of the largest intermediate.
     """
 
     @torch.no_grad()
+    @construction()
     @check_arguments
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Guide:
         automaton: Automaton,
         length: int,
         max_gb: float = 16.0,
-        few: int = 256,
+        few: int | None = None,
         cells: int = MOST,
     ) -> None:
         if automaton.vocab_size != hmm.vocab_size:
@@ -89,10 +89,11 @@ class Guide:
             )
         check_count("length", length, 1)
         self.hmm, self.automaton, self.length = hmm.detach(), automaton, length
-        self._few, self._cells = few, cells
+        on_cpu = hmm.device.type == "cpu"
+        self._few = max(256, hmm.vocab_size // hmm.num_states if on_cpu else 0) if few is None else few
+        self._cells = cells
         self.end: int | None = None
         """The token after which a text is over, of a guide whose texts have one."""
-        self._nodes: dict[tuple[int, int], Node] = {}
         self._targets: dict[tuple[int, int], Targets] = {}
         live = live_states(automaton, length)
         rows = sum(int(mask.sum()) for mask in live) + int(live[-1].sum()) * (length - len(live))
@@ -176,6 +177,10 @@ class Guide:
         return self.automaton.class_of.to(self.hmm.device).long()
 
     @cached_property
+    def _no_number(self) -> Tensor:
+        return torch.zeros_like(self._class_of, dtype=torch.int16)
+
+    @cached_property
     def _tokens_of(self) -> tuple[Tensor, ...]:
         """The tokens of each class."""
         class_of = self.automaton.class_of
@@ -183,20 +188,15 @@ class Guide:
         return class_of.argsort().split(sizes)
 
     def node(self, state: int, remaining: int) -> Node:
-        """Return the node of an automaton state; the same object if it is known."""
-        node = self._nodes.get((state, remaining))
-        if node is None:
-            if len(self._nodes) == _KEPT_NODES:
-                self._nodes.clear()
-            node = self._nodes[state, remaining] = Node(state, remaining, self._settled[state])
-        return node
+        """Return the node of an automaton state."""
+        return Node(state, remaining, self._settled[state])
 
     def node_after(self, node: Node, token: int) -> Node:
         """Return the node after one more token, which is not checked."""
         state, remaining = self.automaton.step(node.automaton, token), node.remaining - 1
         if not remaining:  # a text that is longer than its guide, and may be, stays accepted with every further token
             remaining = int(self.automaton.accepting[state])
-        return self._nodes.get((state, remaining)) or self.node(state, remaining)
+        return self.node(state, remaining)
 
     @cached_property
     def _settled(self) -> list[bool]:
@@ -205,17 +205,14 @@ class Guide:
 
     def plan(self, node: Node) -> Plan:
         """Return what scores the tokens after a node."""
-        if node.plan is None:
-            row_of, table = self._table(node.remaining)
-            key = node.automaton, id(row_of)
-            targets = self._targets.get(key)  # another thread may clear them
-            if targets is None:
-                if len(self._targets) == _KEPT_TARGETS:
-                    self._targets.clear()
-                    self._nodes.clear()  # which hold targets
-                targets = self._targets[key] = self._find_targets(node.automaton, row_of)
-            node.plan = Plan(targets, table)
-        return node.plan
+        row_of, table = self._table(node.remaining)
+        key = node.automaton, id(row_of)
+        targets = self._targets.get(key)  # another thread may clear them
+        if targets is None:
+            if len(self._targets) == _KEPT_TARGETS:
+                self._targets.clear()
+            targets = self._targets[key] = self._find_targets(node.automaton, row_of)
+        return Plan(targets, table)
 
     def _find_targets(self, state: int, row_of: Tensor) -> Targets:
         """Return the tokens that may follow an automaton state, by classes, which are far fewer than tokens."""
@@ -230,7 +227,7 @@ class Guide:
         alone = ((counts <= self._few) & (rows >= 0))[group].nonzero()[:, 0]
         return Targets(
             rows[shared].tolist(),
-            number[group].to(device)[self._class_of],
+            number[group].to(device)[self._class_of] if len(shared) else self._no_number,
             torch.cat([sizes[:0], *(tokens_of[each] for each in alone.tolist())]).to(device),
             row_of_class[alone].repeat_interleave(sizes[alone]).to(device),
             self.hmm.emission.column_of_word,

@@ -7,6 +7,7 @@ from typing import Any
 
 from hmmlm.checks import check_count
 from hmmlm.constrain.automaton import Automaton
+from hmmlm.constrain.budget import construction
 from hmmlm.constrain.constraint import Constraint
 from hmmlm.constrain.guide import Guide, Position
 from hmmlm.constrain.phrases import Phrases
@@ -24,6 +25,7 @@ class GuideCache:
         self._line: tuple[Constraint, Automaton] | None = None  # the kept automaton of whole lines
         self._guide: tuple[tuple[Any, ...], Guide] | None = None  # the kept guide and its arguments
 
+    @construction()
     def after(
         self,
         given: list[int],
@@ -55,7 +57,7 @@ class GuideCache:
         )
         words = constraint.words[0]
         if words and words > max_new_tokens * self.phrases.most_words:
-            raise too_short  # at once: an automaton that counts thousands of words takes seconds
+            raise too_short  # which is more to the point than too many steps
         kept_line = self._line  # read once: another thread may replace it
         if kept_line is None or kept_line[0] != constraint:
             kept_line = self._line = constraint, self.phrases.line(constraint)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -33,20 +34,17 @@ def has_kernels(hmm: HMM) -> bool:
     return matrices(hmm) is not None and there and hmm.dtype == torch.float32 and installed("triton")
 
 
+@dataclass(eq=False)
 class Targets:
     """The tokens that may follow an automaton state, by the rows of a guide's table that score them."""
 
+    rows: list[int]  # [m] those that many tokens share
+    number_of: Tensor  # [V] int16: the index in `rows` of each token's; m for all others
+    tokens: Tensor  # [n] that are scored alone
+    token_rows: Tensor  # [n]
+    column_of: Tensor | None  # [V] of each token, of emissions
     packed: Any = None
     """The same for the kernels of a GPU."""
-
-    def __init__(
-        self, rows: list[int], number_of: Tensor, tokens: Tensor, token_rows: Tensor, column_of: Tensor | None
-    ) -> None:
-        self.rows = rows  # [m] those that many tokens share
-        self.number_of = number_of  # [V] int16: the index in `rows` of each token's; m for all others
-        self.tokens, self.token_rows = tokens, token_rows  # [n] tokens that are scored alone, and their rows
-        self.singles = len(tokens)
-        self._column_of = column_of
 
     @cached_property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
@@ -56,12 +54,12 @@ class Targets:
     @cached_property
     def direct(self) -> bool:
         """Whether the tokens share one row and each has its own column of emissions."""
-        return self._column_of is None and len(self.rows) == 1
+        return self.column_of is None and len(self.rows) == 1
 
     @cached_property
     def cells(self) -> Tensor:
         """The place of each token [V] in a table [m + 1, U] of the columns of emissions."""
-        columns = self._column_of
+        columns = self.column_of
         if columns is None:
             columns = torch.arange(len(self.number_of), device=self.number_of.device)
         return (self.number_of.long() * (int(columns.max()) + 1) + columns).int()
@@ -174,10 +172,10 @@ def log_probs_accept(
         if columns is None:
             columns = _score_columns(hmm, log_states, plans, relative)
     result = _spread(columns, plans)
-    if matrices is not None and fits(max(plan.targets.singles for plan in plans) * log_states.shape[1], cells):
+    if matrices is not None and fits(max(len(plan.targets.tokens) for plan in plans) * log_states.shape[1], cells):
         states, found = log_states.numpy(), result.numpy()
         for row, plan in enumerate(plans):
-            if plan.targets.singles:
+            if len(plan.targets.tokens):
                 found[row, plan.targets.arrays[0]] = accept_by_token(matrices[1], states[row], plan)
     else:
         _score_single(hmm, log_states, plans, relative, cells, result)
@@ -221,7 +219,7 @@ def _score_single(
     """Set `log_probs_accept` of the tokens that are scored alone in result [n, V]."""
     by_table, size = dict[int, list[int]](), at_once(hmm.num_states, cells)
     for row, plan in enumerate(plans):
-        if plan.targets.singles:
+        if len(plan.targets.tokens):
             by_table.setdefault(id(plan.table), []).append(row)
     for rows in by_table.values():
         table, targets = plans[rows[0]].table, [plans[row].targets for row in rows]

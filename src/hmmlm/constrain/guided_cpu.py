@@ -36,7 +36,7 @@ def advance_products(
 ) -> Tensor | None:
     """Compute `guided.advance_states`."""
     matrix, dtype = transition.matrix(), log_states.dtype
-    joint = log_states.numpy() + _emitted(emission, tokens)
+    joint = log_states.numpy() + emission.log_probs.numpy()[:, tokens].T
     peak = joint.max(1, keepdims=True)
     if not peak.min() > NEG_INF:
         return None
@@ -72,19 +72,15 @@ def accept_by_column(emission: Categorical, log_states: Tensor, plans: Sequence[
 def accept_by_token(emission: Categorical, log_state: np.ndarray, plan: Plan) -> np.ndarray:
     """Compute log p(all accepted | next token) [n] of the tokens that are scored alone, from log_state [Z]."""
     tokens, rows = plan.targets.arrays
-    plain = log_state + _emitted(emission, tokens)
-    joint = plain + plan.table.numpy()[rows]
-    base, top = plain.max(1, keepdims=True), joint.max(1, keepdims=True)
-    possible = top[:, 0] > NEG_INF
-    base[~possible] = top[~possible] = 0.0
+    plain = log_state[:, None] + emission.log_probs.numpy()[:, tokens]
+    joint = plain + plan.table.numpy().T[:, rows]
+    base, top = plain.max(0), joint.max(0)
+    possible = top > NEG_INF
+    if not possible.all():
+        base[~possible] = top[~possible] = 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = np.exp(joint - top).sum(1) / np.exp(plain - base).sum(1)
-        return np.where(possible, np.log(ratios) + (top - base)[:, 0], NEG_INF)
-
-
-def _emitted(emission: Categorical, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return log p(token | z) [n, Z] of tokens [n]."""
-    return emission.log_probs.numpy()[:, tokens].T
+        ratios = np.exp(joint - top).sum(0) / np.exp(plain - base).sum(0)
+        return np.where(possible, np.log(ratios) + (top - base), NEG_INF)
 
 
 def _exp(relative: np.ndarray, dtype: torch.dtype) -> np.ndarray:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import threshold
 
 from hmmlm.constrain.automaton import Automaton
+from hmmlm.constrain.budget import SLOW, spend
 from hmmlm.constrain.guided import has_kernels
 from hmmlm.emissions.columns import log_group_sums
 from hmmlm.hmm.hmm import HMM
@@ -249,6 +250,7 @@ def live_states(automaton: Automaton, length: int) -> list[Tensor]:
     source, target, _ = automaton.edges
     live = [automaton.accepting]
     while len(live) < length:
+        spend(SLOW + 4 * len(source))
         mask = torch.zeros_like(automaton.accepting)
         mask[source[live[-1][target]]] = True
         live.append(mask)

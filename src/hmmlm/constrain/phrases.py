@@ -10,6 +10,7 @@ import torch
 
 from hmmlm.checks import check_text
 from hmmlm.constrain.automaton import Automaton, anything, at_least, containing
+from hmmlm.constrain.budget import construction
 from hmmlm.constrain.constraint import Constraint
 from hmmlm.constrain.spelling import SpacedSpelling, Spelling, containing_text
 from hmmlm.data.tokenizers import Tokenizer
@@ -80,37 +81,43 @@ class Phrases:
         first = self.tokenizer.encode("a")
         return self.tokenizer.kind == "word" or (self.tokenizer.spell(first[0]) or b"").startswith(b" ")
 
+    @construction()
     def line(self, constraint: Constraint) -> Automaton:
         """Return the automaton of lines that contain each of `must` (one of alternatives) and none of `never`."""
         automaton = anything(self.tokenizer.vocab_size)
-        for text in constraint.never:
-            if (found := self._finds(text, constraint)) is not None:
-                automaton &= ~found
+        if (found := self._finds(constraint.never, constraint)) is not None:
+            automaton &= ~found
         for wanted in constraint.must:
             texts = [wanted] if isinstance(wanted, str) else wanted
-            each = [found for text in texts if (found := self._finds(text, constraint, said=True)) is not None]
-            if not each:
+            if (found := self._finds(texts, constraint, said=True)) is None:
                 what = " or ".join(map(repr, texts))
                 raise InputError(
                     f"{what} has a word outside the vocabulary, so the model cannot generate it: remove it from must"
                 )
-            automaton &= reduce(or_, each)
+            automaton &= found
         if not bool(automaton.hopeful()[0]):
             raise InputError("must and never contradict each other")
         return automaton.minimized()
 
+    @construction()
+    def whole(self, constraint: Constraint) -> Automaton:
+        """Return the automaton of the lines that satisfy a constraint."""
+        line, new = self.line(constraint), self.new_text(constraint, begun=[])
+        return line if new is None else line & new
+
+    @construction()
     def new_text(self, constraint: Constraint, begun: Sequence[int]) -> Automaton | None:
         """Return the automaton of the tokens that follow a prompt; None if they are free.
 
         `begun`: the tokens of the prompt's last line. A space may separate them from those that follow.
         """
-        spacing = self.spacing_after(begun)
+        spacing, kept = self.spacing_after(begun), self._texts
         key = constraint, bool(begun), spacing
-        if key not in self._texts:
-            if len(self._texts) == _KEPT:
-                self._texts.clear()
-            self._texts[key] = self._compile(constraint, bool(begun) or self._strips, spacing)
-        return self._texts[key]
+        if key not in kept:
+            if len(kept) == _KEPT:
+                kept = self._texts = {}  # another thread may still read the earlier ones
+            kept[key] = self._compile(constraint, bool(begun) or self._strips, spacing)
+        return kept[key]
 
     def spacing_after(self, begun: Sequence[int]) -> Spacing:
         """Return what the spaces after the tokens of a line depend on."""
@@ -127,12 +134,12 @@ class Phrases:
         names = [name for name in constraint.names if name in ("choice", "regex", "json", "words", "suffix")]
         if spelled is not None:
             if not bool(spelled.hopeful()[0]):
-                raise InputError(f"no text satisfies {_listed(names)}: {_remedy(names)}")
+                raise InputError(f"no text satisfies {' and '.join(names)}: {_remedy(names)}")
             if spacing not in self._in_bytes:
                 self._in_bytes[spacing] = self._spelling(self._bytes, spacing)
             tokens = self._in_bytes[spacing].automaton(spelled, rejects=True).minimized()
             if not bool(tokens.hopeful()[0]):
-                raise InputError(f"the tokens of this model cannot spell a text that satisfies {_listed(names)}")
+                raise InputError(f"the tokens of this model cannot spell a text that satisfies {' and '.join(names)}")
             parts.append(tokens)
         if constraint.tokens[0]:
             parts.append(at_least(constraint.tokens[0], self.tokenizer.vocab_size))
@@ -142,24 +149,32 @@ class Phrases:
             return None
         joined = reduce(lambda one, other: one & other, parts)
         if not bool(joined.hopeful()[0]):
-            raise InputError(f"no text satisfies {_listed(constraint.names)}: {_remedy(constraint.names)}")
+            raise InputError(f"no text satisfies {' and '.join(constraint.names)}: {_remedy(constraint.names)}")
         return joined
 
-    def _finds(self, text: str, constraint: Constraint, said: bool = False) -> Automaton | None:
-        """Return the automaton of texts with the phrase; None if it has unknown words and is not matched by characters.
+    def _finds(self, texts: Sequence[str], constraint: Constraint, said: bool = False) -> Automaton | None:
+        """Return the automaton of lines with one of some phrases; None if none is possible.
 
-        A phrase to be `said` may not have unknown words even if it is matched by characters.
+        A phrase of unknown words is possible where it is matched by characters, unless it is to be `said`.
         """
         tokenizer, whole = self.tokenizer, constraint.match == "word"
-        tokens = self._encode(text)
-        if not said and tokenizer.unk_id is not None and text.strip() == tokenizer.token(tokenizer.unk_id):
-            return containing([tokenizer.unk_id], tokenizer.vocab_size)
-        if tokenizer.unk_id in tokens and whole and (said or tokenizer.kind == "word"):
-            return None
-        if tokenizer.kind == "word" and whole:
-            return containing(tokens, tokenizer.vocab_size)
-        found = containing_text(text.strip(), self._characters, left=constraint.match != "substring", right=whole)
-        return found if bool(found.hopeful()[0]) else None
+        in_tokens, in_characters, found = list[list[int]](), list[str](), list[Automaton]()
+        for text in texts:
+            tokens = self._encode(text)
+            if not said and tokenizer.unk_id is not None and text.strip() == tokenizer.token(tokenizer.unk_id):
+                in_tokens.append([tokenizer.unk_id])
+            elif tokenizer.unk_id not in tokens or not whole or not (said or tokenizer.kind == "word"):
+                if tokenizer.kind == "word" and whole:
+                    in_tokens.append(tokens)
+                else:
+                    in_characters.append(text.strip())
+        if in_tokens:
+            found.append(containing(in_tokens[0], tokenizer.vocab_size, *in_tokens[1:]))
+        if in_characters:
+            left = constraint.match != "substring"
+            found.append(containing_text(in_characters, self._characters, left=left, right=whole))
+        possible = [automaton for automaton in found if bool(automaton.hopeful()[0])]
+        return reduce(or_, possible) if possible else None
 
     def _encode(self, text: str) -> list[int]:
         """Return the tokens of a phrase; raise an InputError unless it is within one line."""
@@ -170,10 +185,6 @@ class Phrases:
                 f"{text!r} is not a word or phrase within a line: give at least one word, without a line break"
             )
         return tokens
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join(names)
 
 
 def _remedy(names: list[str]) -> str:

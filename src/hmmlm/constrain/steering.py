@@ -284,7 +284,7 @@ class Steering:
         tokens: list[int] | None = ids[:, -1].tolist() if before.length < ids.shape[1] else None
         nodes = [before.nodes[n] for n in numbers] if tokens is None else self._nodes_after(before, numbers, tokens)
         guides, pairs = self.guides, zip(roots, nodes, strict=True)
-        plans = [None if node.settled else node.plan or guides[root].plan(node) for root, node in pairs]
+        plans = [None if node.settled else guides[root].plan(node) for root, node in pairs]
         constrained = len(plans) - plans.count(None)
         if not constrained:
             self.log_masses = torch.zeros(len(ids), device=scores.device)

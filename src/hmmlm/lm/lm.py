@@ -203,9 +203,7 @@ class LanguageModel(SequenceModel):
 
         Automata are combined with &, | and ~, and given to `generate` and `guide` as `automaton`.
         """
-        asked, phrases = Constraint(must, never, **constraint), self._guides.phrases
-        line, new = phrases.line(asked), phrases.new_text(asked, begun=[])
-        return line if new is None else line & new
+        return self._guides.phrases.whole(Constraint(must, never, **constraint))
 
     @check_arguments
     def context(self, given: list[int]) -> list[int]:
