@@ -38,7 +38,6 @@ from hmmlm.scan.composition import Composition
 from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, condition, endings
 from hmmlm.scan.likelihood import expected_counts, log_likelihood
 from hmmlm.scan.recursions import (
-    exp_of_sum,
     find_best_paths,
     gather,
     last_filtered,
@@ -189,7 +188,7 @@ class Queries(Composition):
             return self._given(labels, tokens, lengths, Queries.posterior)
         lattice = self._possible(tokens, lengths)
         messages = run_messages(self.detach(), lattice)
-        return gather(self, lattice, lattice.filtered.map(exp_of_sum, messages))
+        return gather(self, lattice, lattice.filtered.map(lambda f, m: (f + m).exp_(), messages))
 
     @query
     def viterbi(
@@ -309,7 +308,7 @@ class Queries(Composition):
         for t, ending in endings(lattice.batch.active):
             last = lattice.filtered[t][ending].exp()
             total[ending] -= torch.xlogy(last, last).sum(1)
-        posterior = lattice.filtered.map(exp_of_sum, messages)
+        posterior = lattice.filtered.map(lambda f, m: (f + m).exp_(), messages)
         for (row, _, x, source), (_, _, share, target) in lattice.pairs(lattice.filtered, posterior):
             for piece in torch.arange(len(row), device=self.device).split(at_once(self.num_states, _ENTROPIES)):
                 own, other = some_rows(source, piece), some_rows(target, piece)
@@ -323,18 +322,13 @@ class Queries(Composition):
         lattice = self._possible(tokens, lengths)
         shape = (*lattice.batch.tokens.shape, self.vocab_size)
         result = torch.full(shape, NEG_INF, dtype=self.dtype, device=self.device)
-        ahead, active = self._ahead(lattice), lattice.batch.active
-        size = at_once(active[0] * max(self.vocab_size, self.num_states), 2**22)
-        for first in range(0, len(active), size):
-            sizes = active[first : first + size]
-            emitted = self.emit(self._surroundings(lattice, ahead, range(first, first + len(sizes))))
-            if sizes[0] == sizes[-1]:
-                whole = emitted.view(len(sizes), -1, self.vocab_size)
-                result[: sizes[0], first : first + len(sizes)] = whole.transpose(0, 1)
-                continue
-            for t, values in enumerate(emitted.split(sizes), first):
-                result[: len(values), t] = values
-        return lattice.batch.unsort(result)
+        ahead, batch = self._ahead(lattice), lattice.batch
+        size = at_once(batch.active[0] * max(self.vocab_size, self.num_states), 2**22)
+        for first in range(0, len(batch.active), size):
+            steps = range(first, min(first + size, len(batch.active)))
+            rows = slice(batch.starts[steps.start], batch.starts[steps.stop])
+            result[batch.row[rows], batch.step[rows]] = self.emit(self._surroundings(lattice, ahead, steps))
+        return batch.unsort(result)
 
     @query
     def infill_at(self, tokens: ArrayLike, position: int) -> Tensor:

@@ -152,12 +152,9 @@ def _narrow(hmm: Composition, lattice: Lattice, log_probs: Tensor) -> Tensor:
 
 def _select(batch: SortedBatch, rows: Tensor) -> SortedBatch:
     """Return some rows of a batch, which are in its order."""
-    lengths = torch.tensor(batch.active, device=rows.device)
-    active = [int((rows < n).sum()) for n in lengths]
-    count = sum(n > 0 for n in active)  # missing tokens as in the batch: supports stay the same
-    return SortedBatch(
-        batch.tokens[rows], active[:count], batch.missing[:count], torch.arange(len(rows), device=rows.device)
-    )
+    counts = (rows[:, None] < torch.tensor(batch.active, device=rows.device)).sum(0)
+    active, order = [n for n in counts.tolist() if n], torch.arange(len(rows), device=rows.device)
+    return SortedBatch(batch.tokens[rows], active, batch.missing[: len(active)], order)  # supports stay the same
 
 
 def _find_suspect(
@@ -198,12 +195,8 @@ def _lose(steps: Steps, lattice: Lattice, predicted: dict[int, Tensor], reachabl
     """
     dtype, device = lattice.filtered[0].dtype, lattice.filtered[0].device
     floor, most = FLOOR[dtype], TOLERANCE[dtype] / FLOOR[dtype]  # losses are in units of FLOOR
-    mask, lost, ends = (
-        torch.zeros(len(lattice.filtered[0]), dtype=torch.bool, device=device),
-        None,
-        endings(lattice.batch.active),
-    )
-    ending = {t: ended for t, ended in ends if t in predicted}
+    mask, lost = torch.zeros(len(lattice.filtered[0]), dtype=torch.bool, device=device), None
+    ending = {t: ended for t, ended in endings(lattice.batch.active) if t in predicted}
     for t, (filtered, scores, scale) in enumerate(zip(lattice.filtered, lattice.scores, lattice.scales, strict=True)):
         rows, support, total = len(filtered), lattice.supports[t], scale.clamp_min(torch.finfo(dtype).tiny)[:, None]
         moved = torch.zeros_like(filtered)

@@ -216,12 +216,6 @@ class Lattice(NamedTuple):
         return list(zip(*sides, strict=True))
 
 
-def add_first(values: Tensor, added: Tensor) -> Tensor:
-    """Return values [n, K] with `added` [m, K], m ≤ n, added to the first rows."""
-    rows = added.shape[0]
-    return values + added if rows == values.shape[0] else torch.cat([values[:rows] + added, values[rows:]])
-
-
 def endings(active: list[int]) -> list[tuple[int, slice]]:
     """Return the steps at which sequences end, and the rows that end there, from the number of rows of each step."""
     following = [*active[1:], 0]

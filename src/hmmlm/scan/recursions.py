@@ -21,7 +21,7 @@ from hmmlm.ops.pieces import at_once
 from hmmlm.ops.scan import path_loops_pay
 from hmmlm.scan.blocked_stream import filter_stream, is_stream
 from hmmlm.scan.composition import matrices
-from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, Supports, add_first, endings
+from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, Supports, endings
 from hmmlm.scan.products import filter_dense, messages_dense
 from hmmlm.scan.steps import Steps, add_step, pass_back
 
@@ -183,7 +183,8 @@ def best_paths(hmm: Composition, batch: SortedBatch) -> tuple[Tensor, Tensor]:
     for t in reversed(range(len(lattice.supports))):
         best, support, rows = lattice.filtered[t], lattice.supports[t], states.shape[0]
         if rows:
-            best = add_first(best, hmm.transition.log_columns(states, first_rows(support, rows)))
+            into = hmm.transition.log_columns(states, first_rows(support, rows))
+            best = torch.cat([best[:rows] + into, best[rows:]])
         states = state_ids(support, best.argmax(1))
         path[: states.shape[0], t] = states
     return path, log_prob
@@ -201,11 +202,6 @@ def run_possible(hmm: Composition, batch: SortedBatch, log_missing: Tensor | Non
         position = next(t for t, scale in enumerate(lattice.scales) if float(scale[row]) == NEG_INF)
         raise ImpossibleError(int(batch.order[row]), position, f"token {int(batch.tokens[row, position])}")
     return lattice
-
-
-def exp_of_sum(a: Tensor, b: Tensor) -> Tensor:
-    """Return exp(a + b)."""
-    return (a + b).exp_()
 
 
 def gather(hmm: Composition, lattice: Lattice, values: Packed) -> Tensor:

@@ -73,11 +73,8 @@ def expected_counts(
 
 def path_loops_pay(states: int, batch: int, device: torch.device) -> bool:
     """Return whether compiled loops find best paths faster than tensor operations, and numba works here."""
-    return (states <= LOOP_PATH_STATES or batch >= LOOP_SEQUENCES) and _loops_work(device)
-
-
-def _loops_work(device: torch.device) -> bool:
-    return device.type == "cpu" and installed("numba") and _importable("numba")
+    pays = device.type == "cpu" and (states <= LOOP_PATH_STATES or batch >= LOOP_SEQUENCES)
+    return pays and installed("numba") and _importable("numba")
 
 
 @cache
