@@ -20,14 +20,10 @@ class Transition(Tables):
     """A transition between Z states.
 
     A step takes values of a semiring [n, K] over the states of a support (None: all) to those of another. A kind
-    implements entries and pieces of log A; a structured one overrides the steps, so that A is never stored.
+    implements entries of log A; a structured one overrides the steps, so that A is never stored.
     """
 
     role = "transition"
-
-    @abstractmethod
-    def log_block(self, rows: slice, columns: slice) -> Tensor:
-        """Return log A[rows, columns], differentiable."""
 
     @abstractmethod
     def log_entries(self, i: Tensor, j: Tensor) -> Tensor:
@@ -42,6 +38,11 @@ class Transition(Tables):
         return contract(self, ring.reduce, y, target, source, forward=False, zero=ring.zero)
 
     # --- derived ---
+
+    def log_block(self, rows: slice, columns: slice) -> Tensor:
+        """Return log A[rows, columns], differentiable."""
+        every = torch.arange(self.num_states, device=self.device)
+        return self.log_entries(every[rows, None], every[columns])
 
     def dense(self) -> Tensor:
         """Return log A [Z, Z]."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cached_property
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from hmmlm.numerics.logmatrix import LogMatrix
@@ -61,10 +60,6 @@ class Monarch(Transition):
     def _spread(self, ring: Semiring, values: Tensor, support: Support) -> Tensor:
         """Return values over a support as values over all states [n, a, b]."""
         return spread(values, support, self.num_states, ring.zero).unflatten(1, (self.groups, self.width))
-
-    def log_block(self, rows: slice, columns: slice) -> Tensor:
-        every = torch.arange(self.num_states, device=self.device)
-        return self.log_entries(every[rows, None], every[columns])
 
     def log_entries(self, i: Tensor, j: Tensor) -> Tensor:
         group, middle = i // self.width, j % self.width
