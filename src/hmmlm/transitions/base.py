@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.numerics.semirings import LOG, Semiring
-from hmmlm.numerics.support import Support
+from hmmlm.numerics.support import BlockSupport, Support
 from hmmlm.numerics.tables import Tables
 from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.pieces import at_once
@@ -71,13 +71,13 @@ class Transition(Tables):
 
     def log_columns(self, states: Tensor, source: Support = None) -> Tensor:
         """Return `log A[i, j]` [..., n, K] from the states i of a source support into states j [..., n]."""
-        if source is None or source.wide:  # type: ignore[union-attr]
-            result = self._into(states)
-            if source is None:
-                return result
-            outside = source.outside(self.num_states // source.width)  # type: ignore[union-attr]
-            return result.masked_fill(outside.repeat_interleave(source.width, 1), NEG_INF)  # type: ignore[union-attr]
-        return self._into_block(states, source.blocks, source.width)  # type: ignore[union-attr]
+        if source is None:
+            return self._into(states)
+        assert isinstance(source, BlockSupport)
+        if not source.wide:
+            return self._into_block(states, source.blocks, source.width)
+        outside = source.outside(self.num_states // source.width).repeat_interleave(source.width, 1)
+        return self._into(states).masked_fill(outside, NEG_INF)
 
     def _into(self, states: Tensor) -> Tensor:
         """Return `log A[:, j]` [..., n, Z] into states j [..., n]."""

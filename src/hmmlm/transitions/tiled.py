@@ -103,10 +103,9 @@ class TiledTransition(Transition):
     def store(self, width: int) -> TileStore:
         """Return the tiles between the first pairs of blocks that are asked for, as many as there is room for."""
         if width not in self._stores:
-
-            def make(source: int, target: int) -> Tensor:
-                return self.log_block(*(span_of(block, width, self.num_states) for block in (source, target))).clone()
-
+            states = self.num_states
             room = int(_STORED_SHARE * total_memory(self.device)) // (width**2 * self.dtype.itemsize)
-            self._stores[width] = TileStore(make, self.num_states // width, room)
+            self._stores[width] = TileStore(
+                lambda *pair: self.log_block(*(span_of(block, width, states) for block in pair)), states // width, room
+            )
         return self._stores[width]

@@ -4,11 +4,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import threshold
 
 from hmmlm.numerics.logmatrix import LogMatrix
-from hmmlm.ops.common import NEG_INF
-from hmmlm.ops.underflow import FLOOR, least_sum
+from hmmlm.ops.underflow import flush, least_sum
 
 
 class TileStore:
@@ -21,7 +19,7 @@ class TileStore:
         """Create a store.
 
         Args:
-            make: returns log A [k, k] from one block to another, as a new tensor.
+            make: returns log A [k, k] from one block to another.
             room: number of tiles to keep.
         """
         self._make, self._blocks, self._room = make, blocks, room
@@ -39,8 +37,7 @@ class TileStore:
         groups = list(zip(pairs.tolist(), [0, *ends], ends, strict=False))
         values = log_probs.index_select(0, order)
         top = values.amax(1, keepdim=True).clamp_min(torch.finfo(values.dtype).min)
-        # Denormal numbers would slow the products down.
-        weights = threshold((values - top).exp_(), FLOOR[values.dtype], 0.0, inplace=True)
+        weights = flush((values - top).exp_())
         sums, peaks = torch.empty_like(values), torch.empty_like(values)
         for key, first, end in groups:
             peaks[first:end], scaled = self.tile(key)
@@ -61,10 +58,8 @@ class TileStore:
         """
         tile = self._kept.get(key)
         if tile is None:
-            log_values = self._make(*divmod(key, self._blocks))
-            peak = log_values.amax(0)
-            peak = torch.where(peak == NEG_INF, 0.0, peak)
-            tile = peak, threshold(log_values.sub_(peak).exp_(), FLOOR[peak.dtype], 0.0, inplace=True)
+            matrix = LogMatrix(self._make(*divmod(key, self._blocks)))
+            tile = matrix.peak, matrix.scaled
             if len(self._kept) < self._room:
                 self._kept[key] = tile
         return tile
