@@ -72,8 +72,9 @@ def _pairs(before: Stack, after: Stack, blocks: int, possible: Tensor) -> tuple[
     if not source.wide and not target.wide:
         return rows, source.blocks[rows], target.blocks[rows]
     left, right = (~support.rows(rows).outside(blocks) for support in (source, target))
-    index, origin, aim = (left[:, :, None] & right[:, None]).nonzero().unbind(1)
-    return rows[index], origin, aim
+    index, origin = left.nonzero().unbind(1)
+    move, aim = right[index].nonzero().unbind(1)
+    return rows[index[move]], origin[move], aim
 
 
 def _in_block(stack: Stack, rows: Tensor, blocks: Tensor, width: int) -> Tensor:
