@@ -307,10 +307,12 @@ def test_more_blocks_than_words_are_refused_before_clustering(place: Path, capsy
     argv += ["--model.kind", "neural", "--model.hidden", "2"]
     message = "model.blocks is 60,000, but the training text has 19 different words: set it to 9 or less"
     assert message in failure(capsys, *argv, "--model.blocks", "60000")
-    (place / "words.txt").write_text("".join(f"word{i}\n" for i in range(12_000)))
+    (place / "words.txt").write_text(
+        "".join(f"word{i} word{7 * i % 12_000} word{11 * i % 12_000}\n" for i in range(12_000))
+    )
     argv[2] = str(place / "words.txt")
     assert "into more than 4,096 takes hours" in failure(
-        capsys, *argv, "--model.blocks", "5000", "--tokenizer.min-count", "1"
+        capsys, *argv, "--model.blocks", "5000", "--tokenizer.vocab-size", "20000"
     )
 
 

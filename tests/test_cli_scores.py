@@ -100,7 +100,9 @@ def test_training_prints_the_share_of_unknown_words_and_the_report_has_all_figur
     assert main(["data", "animals.txt", *words, "--out", str(tmp_path / "tokens")]) == 0
     assert main(["train", "--data", str(tmp_path / "tokens"), *options]) == 0
     printed = capsys.readouterr()
-    assert "unknown, perplexity without them" in printed.out and "of the words of the test text" in printed.err
+    assert (
+        "unknown, perplexity of the HMM without them" in printed.out and "of the words of the test text" in printed.err
+    )
     assert "device cpu; " in printed.out and " parameters; vocabulary 6; " in printed.out
     assert "GB of memory" in printed.out and "train perplexity" in printed.out and "loss" not in printed.out
     results = json.loads((tmp_path / "run" / "results.json").read_text())

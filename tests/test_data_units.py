@@ -69,7 +69,22 @@ def test_python_reads_a_text_as_eval_does(
     gap = "\n\n" if unit == "document" else "\n"
     (tmp_path / "prose.txt").write_text("".join(f"the cat {i}\nsees the dog\n{gap}" for i in range(60)))
     tokens, run, other = tmp_path / "tokens", tmp_path / "run", tmp_path / "other.txt"
-    assert main(["data", str(tmp_path / "prose.txt"), "--out", str(tokens), "--text.unit", unit, "--quiet"]) == 0
+    assert (
+        main(
+            [
+                "data",
+                str(tmp_path / "prose.txt"),
+                "--out",
+                str(tokens),
+                "--text.unit",
+                unit,
+                "--tokenizer.kind",
+                "word",
+                "--quiet",
+            ]
+        )
+        == 0
+    )
     argv = ["train", "--data", str(tokens), *SMALL, *batches, "--train.epochs", "1", "--quiet", "--out", str(run)]
     assert main(argv) == 0
     text = "\nthe cat\nsees the dog\n\n\nthe dog\n \n\nthe cat sees\n\n"

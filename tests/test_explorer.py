@@ -311,7 +311,7 @@ def test_the_run_has_curves_settings_and_files(explorer: Explorer) -> None:
         ("sentence", {"text": "a", "more": 1}, "more: Extra inputs"),
         ("sentence", {"text": "\ud800"}, "text"),
         ("sentence", {"text": 5}, "valid string"),
-        ("blank", {"text": "the cat", "position": 99}, "position 99 is not one of the 3 tokens"),
+        ("blank", {"text": "the cat", "position": 99}, "position 99 is beyond the text of 3 tokens"),
         ("blank", {"text": "the cat", "position": -1}, "position"),
         ("state", {"state": 12}, "there is no state 12: the model has states 0 to 11"),
         ("search", {"word": ""}, "word"),

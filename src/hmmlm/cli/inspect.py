@@ -24,7 +24,7 @@ examples:
   hmmlm inspect runs/mine
   hmmlm inspect runs/mine --contexts
   hmmlm inspect runs/mine --num-states 40 --text "The function returns a list."
-  hmmlm inspect runs/mine --tags sentences.txt > states.txt"""
+  hmmlm inspect runs/mine --tags sentences.txt"""
 LINES = 1_000  # tagged together
 
 

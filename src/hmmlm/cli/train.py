@@ -39,7 +39,6 @@ most used options:
   --optimizer.kind KIND     adamw (default), baum-welch
   --optimizer.lr LR         peak learning rate (default: depends on the model family)
   --init lvd --teacher PATH distill a teacher (a Hugging Face network or one of `hmmlm teacher`)
-  --labels FILE             states that are known: a line for each line of the text
   --train.epochs N          passes over the text
   --train.seed N            seed of parameters and shuffling
   --train.restarts N        starts with several seeds, of which the best is trained to the end

@@ -130,7 +130,10 @@ class Fitting(Queries):
 def _each_table(pseudocount: float | Mapping[str, float]) -> dict[str, float]:
     """Return the pseudocount of each table, 0 for those that are left out."""
     names = ("start", "transition", "emission")
-    given = dict(pseudocount) if isinstance(pseudocount, Mapping) else dict.fromkeys(names, pseudocount)
+    if not isinstance(pseudocount, Mapping):
+        check_number("pseudocount", pseudocount)
+        return dict.fromkeys(names, pseudocount)
+    given = dict(pseudocount)
     if not given.keys() <= set(names):
         raise InputError(f"pseudocount is for {', '.join(names)}, not for {', '.join(map(str, given.keys() - names))}")
     for name, value in given.items():
