@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent / "recipes"
 CORPORA = ("embedded", "ptb", "wikitext-2")
 PLACES = {"chosen", "data_folder", "tokenizer.file", "initialization.cache", "train.device", "train.tensorboard"}
 """Settings that say where something is, or is done, or who set it, not what is trained."""
-BY_TEXT = ("model.", "optimizer.", "initialization.kind", "train.epochs", "train.restarts")
+BY_TEXT = ("tokenizer.kind", "model.", "optimizer.", "initialization.kind", "train.epochs", "train.restarts")
 """Beginnings of the names of settings that follow from the text where a command has no recipe and does not set them."""
 REQUIRED = (".kind", ".teacher", "tokenizer.file")
 """Ends of the names of settings that a kind needs, or that choose one."""
