@@ -169,6 +169,7 @@ def test_settings_of_sections_within_sections_are_compared_with_their_defaults(
     text = write_report(replace(finished[0], config=config)).read_text()
     shown = text[text.index("Settings</h2>") :].partition("<details>")[0]
     assert set(re.findall(r"<tr><td>([\w.]+)</td>", shown)) == {
+        "tokenizer.kind",
         "model.kind",
         "initialization.kind",
         "initialization.teacher",
