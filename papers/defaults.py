@@ -83,11 +83,6 @@ def messages(language: str) -> Iterator[str]:
     return iter(lines)
 
 
-def spaced(lines: Iterator[str]) -> Iterator[str]:
-    """Yield lines of characters with spaces between them; an underscore is a space."""
-    return (" ".join(line.replace(" ", "_")) for line in lines)
-
-
 def symbols() -> Iterator[str]:
     """Yield lines of a chain of second order over A, C, G and T."""
     draw = random.Random(0)
@@ -155,15 +150,15 @@ TEXTS: dict[str, Callable[[], Iterator[str]]] = {
     "English, 1 MB": lambda: first(1_000_000, docstrings()),
     "source code": lambda: first(400_000, source_code()),
     "German": lambda: first(600_000, messages("de")),
-    "Chinese": lambda: spaced(first(120_000, messages("zh_CN"))),
-    "Japanese": lambda: spaced(first(120_000, messages("ja"))),
-    "letters": lambda: spaced(first(150_000, docstrings())),
+    "Chinese": lambda: first(120_000, messages("zh_CN")),
+    "Japanese": lambda: first(120_000, messages("ja")),
+    "letters": lambda: ("".join(line.split()) for line in first(150_000, docstrings())),
     "symbols": symbols,
     "two states": two_states,
     "a table": table,
     "log lines": log_lines,
 }
-"""By name; Chinese, Japanese and letters have a space between characters."""
+"""By name; letters have no spaces."""
 MODELS = {"": "model", "unigram_": "unigram", "bigram_": "bigram", "ngram_": "5-gram", "mixture_": "HMM + 5-gram"}
 """The models of results.json by the first word of their metric."""
 
