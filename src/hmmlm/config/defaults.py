@@ -43,9 +43,10 @@ def settings_for(text: TextSize, own: Mapping[str, Mapping[str, Any]]) -> Sectio
         return {"model": {"kind": "scalar", "num_states": states}, "train": {"epochs": epochs, "restarts": restarts}}
     # A block for every word is worth it in longer texts too.
     if text.tokens <= FEW_TOKENS or (text.words <= BLOCKS and text.tokens <= 5 * FEW_TOKENS):
-        blocks = min(text.words, 2048 if text.tokens <= FEW_TOKENS // 2 else BLOCKS)
+        width = 2 if text.words <= 2 * BLOCKS else 1  # rather than blocks of several words
+        blocks = min(text.words, 4096 if width == 1 else 2048 if text.tokens <= FEW_TOKENS // 2 else BLOCKS)
         return {
-            "model": {"kind": "scalar", "num_states": 2 * blocks, "blocks": blocks},
+            "model": {"kind": "scalar", "num_states": width * blocks, "blocks": blocks},
             "optimizer": {"lr": 0.5},
             "initialization": {"kind": "bigram"},
             "train": {"epochs": max(3, min(6, 1_000_000 // max(1, text.tokens)))},

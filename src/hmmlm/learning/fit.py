@@ -68,6 +68,8 @@ class Fit:
         self.losses = Losses(learner, config.train.log_every, self.failure)
         self.lr = learner.peak_lr
         self.improved = False  # at the last validation check
+        self.starts_trained = False
+        """Whether the parameters of step 0 may be the best of the run."""
         self.carry: Any = None
         self.carry_rows = 0  # sequences of the last batch
 
@@ -80,11 +82,15 @@ class Fit:
         try:
             phases = plan()
             world().share_generator(self.learner.device)
-            if self.checkpoints.saved.step < 0:
+            begun = self.checkpoints.saved.step >= 0
+            start = self.check_start(request) if self.starts_trained and not begun else None
+            if not begun:
                 self.save()
             if history.empty:  # from here on, a run without a checkpoint has lost it
                 parameters = count_parameters(self.learner)
                 history.write("start", 0, device=device_name(self.learner.device), parameters=parameters)
+            if start is not None:
+                self.log_validation(start, best=True)
             with self.progress.phase("train", self.total_tokens, done=self.position.tokens) as self.display:
                 self.clock = Clock(self.position.seconds)
                 for phase in phases:
@@ -181,22 +187,35 @@ class Fit:
             self.history.write("train", position.step, **figures)
             self.display.advance(0, **{"train perplexity": perplexity_text(perplexity(-loss, 1))})
 
-    def validate(self, request: StopRequest) -> None:
-        """Validate: history, plateau, and the best model."""
-        self.losses.read(self.position.step)
+    def check_start(self, request: StopRequest) -> Evaluation:
+        """Validate the parameters that training starts from, which are then the best so far."""
+        result = self.evaluate(request)
+        self.plateau.check(result.loss)
+        self.improved = True
+        self.checkpoints.export("best", 0)
+        return result
+
+    def evaluate(self, request: StopRequest) -> Evaluation:
+        """Score the validation text."""
         with self.progress.phase("valid", self.valid.tokens_per_epoch) as phase:
 
             def on_batch(tokens: int) -> None:
                 phase.advance(tokens)
                 request.raise_if_asked()
 
-            result = self.learner.evaluate(self.valid.epoch(0), on_batch)
+            return self.learner.evaluate(self.valid.epoch(0), on_batch)
+
+    def validate(self, request: StopRequest) -> None:
+        """Validate: history, plateau, and the best model."""
+        self.losses.read(self.position.step)
+        result = self.evaluate(request)
         if math.isnan(result.loss):
             raise self.failure(f"the validation loss is NaN after step {self.position.step}")
-        self.improved = result.loss < self.plateau.best or not self.position.checked
+        self.improved = result.loss < self.plateau.best or math.isinf(self.plateau.best)
         diverges = self.plateau.check(result.loss)
         self.position.checked = self.position.step
         self.log_validation(result, self.improved)
+        self.display.advance(0, **{"valid perplexity": perplexity_text(result.perplexity)})
         if self.improved:
             self.checkpoints.export("best", self.position.step)
         if diverges:
@@ -213,7 +232,6 @@ class Fit:
         figures |= {"perplexity": result.perplexity, "best": best, "seconds": round(position.seconds, 3)}
         self.history.write("valid", position.step, **figures, skipped=self.losses.skipped)
         epochs = position.epoch + position.index / self.train.steps_per_epoch
-        self.display.advance(0, **{"valid perplexity": perplexity_text(result.perplexity)})
         self.progress.note(
             f"epoch {epochs:.2f}, step {position.step:,}: valid perplexity {perplexity_text(result.perplexity, 2)}"
             + (" (best so far)" if best else "")

@@ -361,6 +361,7 @@ class HmmTrainer(Trainer):
             words = draw_next_words(config, self.out, data, fit.learner.device, self.progress, on_work)
             marginal = NextWordBatches(fit.train, words, config.next_words.samples, config.train.seed, own_share())
         if not isinstance(start, LabelConfig):
+            fit.starts_trained = isinstance(start, BigramConfig)
             if position.step == 0 and not position.initialized:
                 self.start(request)
             return [Phase("marginal", total, marginal)]
