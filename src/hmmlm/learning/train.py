@@ -94,8 +94,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainResult", "TrainingError", "train", "train_baseline", "train_teacher"]
 
-TRIALS = 8
-"""A start is tried for this part of the run, and for an epoch at least."""
+TRIALS, TRIAL_EPOCHS = 8, 4
+"""A start is tried for this part of the run, and for one to so many epochs."""
 
 AnyRunConfig = RunConfig | TeacherConfig | BaselineConfig
 
@@ -401,7 +401,8 @@ class HmmTrainer(Trainer):
             resets = config.batches.kind == "stream" and config.batches.reset_at_eos
             assign_bigram(self.model, data.tokens["train"], data.tokenizer.eos_id, resets, seed)
         elif config.train.restarts > 1:
-            total = max(fit.train.tokens_per_epoch, fit.total_tokens // TRIALS)
+            epoch = fit.train.tokens_per_epoch
+            total = min(max(epoch, fit.total_tokens // TRIALS), TRIAL_EPOCHS * epoch)
 
             def attempt(seed: int) -> tuple[float, dict[str, Tensor]]:
                 own = config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})})
