@@ -94,7 +94,7 @@ def test_the_teacher_of_a_row_is_trained_once(tmp_path: Path, monkeypatch: pytes
 def test_a_baseline_is_performed_like_any_run(tmp_path: Path) -> None:
     settings = {
         "data": "embedded",
-        "tokenizer.vocab_size": 500,
+        "tokenizer.vocab_size": 1500,
         "model.kind": "feedforward",
         "model.hidden": 16,
         "optimizer.lr": 0.01,

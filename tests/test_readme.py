@@ -64,8 +64,7 @@ def test_every_command_of_the_readme_runs(folder: Path) -> None:
     for name in ("report.html", "best/model.safetensors", "history.jsonl", "last/state.json"):
         assert (folder / "runs" / "mine" / name).exists()
     assert (folder / "runs" / "teacher" / "best" / "model.safetensors").exists()
-    (distilled,) = (folder / "runs").glob("my-*")
-    assert (distilled / "clusters.safetensors").exists()
+    assert (folder / "runs" / "distilled" / "clusters.safetensors").exists()
     (baseline,) = (folder / "baselines").iterdir()
     assert (baseline / "perplexity.json").exists()
 

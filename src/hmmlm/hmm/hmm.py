@@ -203,7 +203,7 @@ class HMM(Fitting):
             sequences: lists, [B, T], or as in hmmlearn one after another, [N] or [N, 1], with lengths that sum to N.
             seed: of the first start; the others have seed + 1, seed + 2, …
             vocab_size: None: one more than the largest token.
-            pseudocount, labels, allowed_transitions: see `fit`.
+            pseudocount: see `fit`, as for labels and allowed_transitions.
         """
         check_count("restarts", restarts, 1)
         check_seed(seed, restarts)
