@@ -152,13 +152,13 @@ TEXTS: dict[str, Callable[[], Iterator[str]]] = {
     "German": lambda: first(600_000, messages("de")),
     "Chinese": lambda: first(120_000, messages("zh_CN")),
     "Japanese": lambda: first(120_000, messages("ja")),
-    "letters": lambda: ("".join(line.split()) for line in first(150_000, docstrings())),
+    "letters": lambda: ("".join(filter(str.isalpha, line)) for line in first(150_000, docstrings())),
     "symbols": symbols,
     "two states": two_states,
     "a table": table,
     "log lines": log_lines,
 }
-"""By name; letters have no spaces."""
+"""By name; letters have nothing between them."""
 MODELS = {"": "model", "unigram_": "unigram", "bigram_": "bigram", "ngram_": "5-gram", "mixture_": "HMM + 5-gram"}
 """The models of results.json by the first word of their metric."""
 

@@ -237,11 +237,7 @@ def _train(config: TrainingConfig, folder: Path, on_gpu: bool) -> dict[str, Any]
     try:
         return _train_and_score(config, folder, on_gpu)
     finally:
-        for link in (
-            "last",
-            "previous",
-            "restore",
-        ):  # the checkpoints to resume from; those of large networks soon fill a disk
+        for link in ("last", "previous", "restore"):  # checkpoints of large networks soon fill a disk
             remove_folder(folder, link)
 
 
