@@ -112,7 +112,7 @@ def test_a_baseline_is_performed_like_any_run(tmp_path: Path) -> None:
     assert not set(SPEEDS) & set(metrics)  # others may have been on the machine
     assert not list(tmp_path.rglob("state.*")) and list(tmp_path.glob("*/best/*"))
     assert 1 < metrics["valid_perplexity"] < 250 and 1 < metrics["train_perplexity"] < 700  # half of the 500 words
-    assert record["command"].startswith("hmmlm baseline --model.kind feedforward --tokenizer.vocab-size 500")
+    assert record["command"].startswith("hmmlm baseline --model.kind feedforward --tokenizer.vocab-size 1500")
 
 
 @pytest.mark.slow
