@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
 from rich.progress import Progress as RichDisplay
 from rich.text import Text
 
@@ -18,9 +18,34 @@ from hmmlm.terminal import printable
 LINE_EVERY_S = 15.0
 """Seconds between two plain lines of one phase."""
 FIRST_LINE_S = 3.0
-"""Seconds until the first one, with the time that the phase will take."""
+"""Seconds until the first one."""
+PACE_S = 1.0
+"""Seconds over which a rate is measured, at least."""
+STEADY = 2.0
+"""Ratio of two such rates, one after the other, up to which they predict the time that is left."""
 LARGEST = 1e7
 """Perplexities from here on are written as powers of ten: no vocabulary is as large."""
+
+
+class Pace:
+    """The rate of a phase in its last seconds: its first steps, which compile and load, predict nothing."""
+
+    def __init__(self) -> None:
+        self.began, self.count = time.monotonic(), 0
+        self.rates: list[float] = []
+
+    def advance(self, amount: int) -> None:
+        self.count += amount
+        seconds = time.monotonic() - self.began
+        if seconds >= PACE_S:
+            self.rates = [*self.rates[-1:], self.count / seconds]
+            self.began, self.count = time.monotonic(), 0
+
+    def seconds_for(self, amount: float) -> float | None:
+        """Return the time that `amount` more will take; None while the rate is not steady."""
+        if len(self.rates) < 2 or max(self.rates) > STEADY * min(self.rates):
+            return None
+        return amount * len(self.rates) / sum(self.rates)
 
 
 class ProgressPhase:
@@ -78,10 +103,12 @@ class _LinePhase(ProgressPhase):
         self.name, self.total, self.unit, self.done, self.before = name, total, unit, done, done
         self.began = self.shown = time.monotonic()
         self.wait = LINE_EVERY_S  # seconds until the next line
+        self.pace = Pace()
         self.figures: dict[str, str] = {}
 
     def advance(self, amount: int, **figures: str) -> None:
         self.done += amount
+        self.pace.advance(amount)
         self.figures |= figures
         if time.monotonic() - self.shown > self.wait:
             self.line()
@@ -91,8 +118,9 @@ class _LinePhase(ProgressPhase):
         rate = (self.done - self.before) / max(1e-9, self.shown - self.began)
         done = f"{self.done:,}" + (f" of {self.total:,}" if self.total else "")
         parts = [f"{done} {self.unit}", f"{rate:,.0f} {self.unit}/s"]
-        if self.total and rate and self.done < self.total:
-            parts.append(f"{_clock((self.total - self.done) / rate)} left")
+        left = self.pace.seconds_for(self.total - self.done) if self.total else None
+        if left:
+            parts.append(f"{_clock(left)} left")
         parts += [f"{name} {value}" for name, value in self.figures.items()]
         print(f"{self.name}: {', '.join(parts)}", flush=True)
 
@@ -105,7 +133,7 @@ class LiveProgress(Progress):
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
             _RateColumn(),
-            TimeRemainingColumn(),
+            _TimeLeftColumn(),
             TextColumn("{task.fields[figures]}"),
             console=console,
         )
@@ -118,9 +146,10 @@ class LiveProgress(Progress):
         if self.depth == 0:
             self.display.start()
         self.depth += 1
-        task = self.display.add_task(name, total=total, completed=done, unit=unit, figures="")
+        pace = Pace()
+        task = self.display.add_task(name, total=total, completed=done, unit=unit, figures="", pace=pace)
         try:
-            yield _LivePhase(self.display, task)
+            yield _LivePhase(self.display, task, pace)
         finally:
             self.display.remove_task(task)
             self.depth -= 1
@@ -132,11 +161,12 @@ class LiveProgress(Progress):
 
 
 class _LivePhase(ProgressPhase):
-    def __init__(self, display: RichDisplay, task: TaskID) -> None:
-        self.display, self.task = display, task
+    def __init__(self, display: RichDisplay, task: TaskID, pace: Pace) -> None:
+        self.display, self.task, self.pace = display, task, pace
         self.figures: dict[str, str] = {}
 
     def advance(self, amount: int, **figures: str) -> None:
+        self.pace.advance(amount)
         if figures:
             self.figures |= figures
             shown = "  ".join(f"{name} {value}" for name, value in self.figures.items())
@@ -149,6 +179,12 @@ class _RateColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
         return Text(f"{speed:,.0f} {task.fields['unit']}/s" if speed else "", style="progress.data.speed")
+
+
+class _TimeLeftColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        left = None if task.remaining is None else task.fields["pace"].seconds_for(task.remaining)
+        return Text("-:--" if left is None else _clock(left), style="progress.remaining")
 
 
 def perplexity_text(perplexity: float, digits: int = 1) -> str:
