@@ -63,6 +63,14 @@ def test_other_kinds_never_divide() -> None:
         assert plateau.factor == 1.0
 
 
+def test_two_losses_far_above_the_best_in_a_row_halve_the_rate_three_times_at_most() -> None:
+    plateau, bad = Plateau(CosineConfig()), 1.0 + math.log(1.6)
+    diverges = [plateau.check(loss) for loss in (1.0, bad, 1.0 + math.log(1.4), bad, bad)]
+    assert diverges == [False, False, False, False, True] and plateau.factor == 0.5
+    assert [plateau.check(bad) for _ in range(6)] == [False, True, False, True, False, False]
+    assert plateau.factor == 0.125
+
+
 @pytest.mark.parametrize("losses", [[], [math.inf], [2.0, 3.0, 3.0, 3.0]])
 def test_plateau_state_round_trip(losses: list[float]) -> None:
     config = PlateauConfig(patience=2)

@@ -29,6 +29,7 @@ from hmmlm.models.base import Model
 from hmmlm.models.scalar import Scalar
 from hmmlm.ops.scan import Evidence
 from hmmlm.runs.checkpoint import read_checkpoint
+from hmmlm.runs.progress import Progress
 from hmmlm.scan import implementations
 from hmmlm.scan.composition import matrices
 
@@ -304,3 +305,21 @@ def test_at_most_four_frames_from_a_step_to_the_scan_and_two_more_to_the_op(
     assert len(in_steps) == result.steps == 1
     begin, end = in_steps[0].index("Fit.step"), in_steps[0].index(scan)
     assert begin - end <= 4 and end <= 2, in_steps[0]
+
+
+def test_a_run_that_diverges_returns_to_its_best_parameters_at_half_the_rate(tmp_path: Path) -> None:
+    notes: list[str] = []
+
+    class Notes(Progress):
+        def note(self, line: str) -> None:
+            notes.append(line)
+
+    fast = {"lr": 30.0, "eps": 1e-8}
+    schedule, run = {"kind": "constant", "warmup": 0.0}, tmp_path / "run"
+    config = tiny_config(write_text(tmp_path), schedule=schedule, optimizer=fast, train={"log_every": 1})
+    train(config, run, progress=Notes())
+    assert any("parameters of step 13 at half the rate (1 of 3 times)" in note for note in notes)
+    rates = {record["step"]: record["rate"] for record in records(run, "train")}
+    assert (rates[39], rates[40]) == (30.0, 15.0)
+    losses = {record["step"]: record["loss"] for record in records(run, "valid")}
+    assert losses[52] < losses[39] - 1

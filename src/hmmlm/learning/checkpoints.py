@@ -21,9 +21,10 @@ from hmmlm.distributed.ranks import world
 from hmmlm.errors import InputError
 from hmmlm.learning.learners import Learner
 from hmmlm.learning.losses import Losses
-from hmmlm.learning.schedules import Plateau
+from hmmlm.learning.schedules import OPTIONAL, Plateau
 from hmmlm.runs.checkpoint import (
     PREVIOUS,
+    RESTORE,
     TENSORS,
     VALUES,
     TrainingPosition,
@@ -63,8 +64,8 @@ class Checkpoints:
         """Write the model for use to `out/link`."""
         self.ranks.on_first(lambda: save_folder(self.out, link, f"{link}-{step:08}", self.learner.export))
 
-    def save(self, loop: Resumable) -> None:
-        """Write a checkpoint to `out/last`."""
+    def save(self, loop: Resumable, best: bool = False) -> None:
+        """Write a checkpoint to `out/last`; `best`: that of the best validation check so far."""
         position, learner = loop.position, self.learner
         self.check_ranks(position.step)
         learner.optimizer.collect()
@@ -89,7 +90,8 @@ class Checkpoints:
             write_checkpoint(folder, tensors, content)
 
         name = f"step-{position.step:08}"
-        self.ranks.on_first(lambda: save_folder(self.out, "last", name, write, verify_checkpoint, PREVIOUS))
+        also = RESTORE if best else None
+        self.ranks.on_first(lambda: save_folder(self.out, "last", name, write, verify_checkpoint, PREVIOUS, also))
         self.saved = replace(position)
 
     def load(self, loop: Resumable) -> None:
@@ -101,10 +103,9 @@ class Checkpoints:
         loop.position = TrainingPosition(**position, seconds=self.seconds_until(position["step"]))
         loop.plateau.load(content["plateau"])
         loop.losses.tokens = content["window_tokens"]
-        load_tensors(folder, tensors, "parameters.", learner.parameters())
+        self.load_learner(folder, tensors, content)
         load_tensors(folder, tensors, "", {"window": loop.losses.log_likelihoods})
         self.ranks.keep_in_first([loop.losses.log_likelihoods])
-        learner.optimizer.load(folder, tensors, content["optimizer"])
         carry = {name.removeprefix("carry."): t for name, t in tensors.items() if name.startswith("carry.")}
         rng = {"rng.cpu": torch.get_rng_state()}
         load_tensors(folder, tensors, "", rng)
@@ -122,6 +123,20 @@ class Checkpoints:
             torch.cuda.set_rng_state(tensors["rng.cuda"], learner.device)
         self.saved = replace(loop.position)
 
+    def restore(self) -> int:
+        """Load parameters and optimizer as they were at the best validation check; return its step."""
+        folder = self.out / RESTORE
+        if not folder.exists():  # an earlier version started the run
+            folder = self.out / "last"
+        tensors, content = read_checkpoint(folder)
+        self.load_learner(folder, tensors, content)
+        return int(content["position"]["step"])
+
+    def load_learner(self, folder: Path, tensors: dict[str, Tensor], content: dict[str, Any]) -> None:
+        """Load the parameters and the optimizer of a checkpoint."""
+        load_tensors(folder, tensors, "parameters.", self.learner.parameters())
+        self.learner.optimizer.load(folder, tensors, content["optimizer"])
+
     def check_content(self, path: Path, content: dict[str, Any], loop: Resumable) -> None:
         """Raise an InputError that names what is wrong in the JSON file of a checkpoint."""
         like: dict[str, Any] = {
@@ -131,8 +146,9 @@ class Checkpoints:
             "optimizer": self.learner.optimizer.state_dict()[1],
             "window_tokens": [0],
         }
-        if isinstance(content.get("plateau"), dict) and "best" in content["plateau"]:  # from the first check on
-            like["plateau"]["best"] = 0.0
+        if isinstance(content.get("plateau"), dict):
+            optional = {"best": 0.0, **dict.fromkeys(OPTIONAL, 0)}
+            like["plateau"] |= {name: value for name, value in optional.items() if name in content["plateau"]}
         require_like(path, content, like)
         trained, own = content["vocabulary"], self.vocabulary
         if any(trained[name] != value for name, value in own.items()):

@@ -22,9 +22,9 @@ from hmmlm.distributed.ranks import FirstRankError, world
 from hmmlm.errors import InputError
 from hmmlm.learning.checkpoints import Checkpoints
 from hmmlm.learning.evaluate import Evaluation
-from hmmlm.learning.learners import count_parameters
+from hmmlm.learning.learners import Learner, count_parameters
 from hmmlm.learning.losses import Losses
-from hmmlm.learning.schedules import Plateau, lr_factor
+from hmmlm.learning.schedules import MAX_HALVINGS, Plateau, lr_factor
 from hmmlm.lm.scoring import perplexity
 from hmmlm.runs.checkpoint import TrainingPosition
 from hmmlm.runs.clock import Clock
@@ -67,6 +67,7 @@ class Fit:
         self.position, self.plateau = TrainingPosition(), Plateau(config.schedule)
         self.losses = Losses(learner, config.train.log_every, self.failure)
         self.lr = learner.peak_lr
+        self.improved = False  # at the last validation check
         self.carry: Any = None
         self.carry_rows = 0  # sequences of the last batch
 
@@ -125,6 +126,21 @@ class Fit:
         position.tokens += tokens
         self.display.advance(tokens)
 
+    def try_out(self, learner: Learner[Any], total: int, request: StopRequest) -> float:
+        """Train another learner for a number of tokens; return its loss on the validation text."""
+        tokens, epoch = 0, 0
+        while tokens < total:
+            carry: Any = None
+            for batch in self.train.epoch(epoch):
+                tokens += batch.whole_tokens()
+                factor = lr_factor(self.config.schedule, tokens, total)
+                carry = learner.step(batch, carry, learner.peak_lr * factor).carry
+                request.raise_if_asked()
+                if tokens >= total:
+                    break
+            epoch += 1
+        return learner.evaluate(self.valid.epoch(0), lambda tokens: request.raise_if_asked()).loss
+
     def between_steps(self, phase: Phase, request: StopRequest) -> None:
         """Do whatever is due at this step, in an order that a resumed run repeats."""
         train, position = self.config.train, self.position
@@ -177,12 +193,18 @@ class Fit:
             result = self.learner.evaluate(self.valid.epoch(0), on_batch)
         if math.isnan(result.loss):
             raise self.failure(f"the validation loss is NaN after step {self.position.step}")
-        best = result.loss < self.plateau.best or not self.position.checked
-        self.plateau.check(result.loss)
+        self.improved = result.loss < self.plateau.best or not self.position.checked
+        diverges = self.plateau.check(result.loss)
         self.position.checked = self.position.step
-        self.log_validation(result, best)
-        if best:
+        self.log_validation(result, self.improved)
+        if self.improved:
             self.checkpoints.export("best", self.position.step)
+        if diverges:
+            halved = f"half the rate ({self.plateau.halvings} of {MAX_HALVINGS} times)"
+            self.progress.note(
+                "valid perplexity is more than 1.5 times the best, twice in a row: continuing from the parameters of "
+                f"step {self.checkpoints.restore():,} at {halved}"
+            )
 
     def log_validation(self, result: Evaluation, best: bool) -> None:
         """Record a validation check: history, progress, and a line that remains."""
@@ -207,4 +229,4 @@ class Fit:
         if self.checkpoints.saved != self.position:
             self.losses.read(self.position.step)
             self.history.sync()
-            self.checkpoints.save(self)
+            self.checkpoints.save(self, best=self.improved and self.position.checked == self.position.step)

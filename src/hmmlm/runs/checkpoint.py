@@ -3,7 +3,8 @@
 A folder cannot be replaced atomically, a symbolic link can. So `RUN/last` and `RUN/best` are relative links into
 `RUN/checkpoints/`. To save: write everything into a hidden folder there and fsync it; read it back; rename it to its
 final name, unless a folder with the same content exists; make a new link to it under a temporary name and rename it
-over the old one (the atomic step); then delete what no link points to. `RUN/previous` is the checkpoint before `last`.
+over the old one (the atomic step); then delete what no link points to. `RUN/previous` is the checkpoint before `last`,
+`RUN/restore` the one of the best validation check, to which training returns if it diverges.
 A kill before the atomic step leaves the old checkpoint, a kill after it the new one; the next save removes the
 leftovers. If the disk is full, the hidden folder is removed and the old checkpoint remains.
 """
@@ -32,6 +33,8 @@ TENSORS = "state.safetensors"
 VALUES = "state.json"
 PREVIOUS = "previous"
 """The link to the checkpoint before the last one."""
+RESTORE = "restore"
+"""The link to the checkpoint of the best validation check."""
 
 
 @dataclass
@@ -60,6 +63,7 @@ def save_folder(
     write: Callable[[Path], None],
     verify: Callable[[Path], None] | None = None,
     previous: str | None = None,
+    also: str | None = None,
 ) -> None:
     """Make `run/link` point to a new folder `run/checkpoints/name` that `write` fills; all or nothing.
 
@@ -68,6 +72,7 @@ def save_folder(
     Args:
         verify: reads the folder back from the disk, and raises an InputError if it is not as it was written.
         previous: a second link, to where `run/link` pointed before.
+        also: a link that will point to the new folder too.
     """
     store = run / "checkpoints"
     final = store / name
@@ -91,6 +96,8 @@ def save_folder(
             final = same
         if previous is not None and (run / link).is_symlink():
             _replace_link(run / previous, (run / link).resolve())
+        if also is not None:
+            _replace_link(run / also, final)
         _replace_link(run / link, final)
         _fsync(run)
     except (OSError, InputError) as error:
