@@ -35,13 +35,14 @@ most used options:
   --init lvd --teacher PATH distill a teacher (a Hugging Face network or one of `hmmlm teacher`)
   --train.epochs N          passes over the text
   --train.seed N            seed of parameters and shuffling
+  --train.restarts N        starts with several seeds, of which the best is trained to the end
   --train.device DEVICE     auto (default), cpu, cuda
   --train.devices N         processes on this machine, each with a GPU or a part of the CPU's cores
   --threads N               CPU threads (default: one per core)
   --dry-run                 print what the run would cost (memory, time per epoch), from a few steps
   --quiet                   print results and warnings only
 
-Without model, optimizer and initialization options, the recipe `default` is used.
+What you leave out follows from the text: its vocabulary and its number of tokens (docs/guide/train.md).
 
 All settings, by section: hmmlm train --help SECTION
   SECTION is text, tokenizer, batches, model, initialization, optimizer, schedule, train, or all
@@ -51,7 +52,6 @@ examples:
   hmmlm train --data my.txt --model.num-states 1024 --train.epochs 20 --out runs/mine
   hmmlm train --resume runs/mine --train.epochs 40
   hmmlm train --recipe ptb-vl-hmm --train.seed 1
-  hmmlm train --data my.txt --init lvd --teacher teachers/mine
 """
 SHORTCUTS = {"initialization.kind": "init", "initialization.teacher": "teacher"}
 
@@ -108,7 +108,7 @@ def run(argv: list[str]) -> int:
 
     from hmmlm.learning.train import train
     from hmmlm.report.page import write_report
-    from hmmlm.report.results import MIXTURE, evaluate_run
+    from hmmlm.report.results import MODEL, evaluate_run
     from hmmlm.runs.progress import perplexity_text
     from hmmlm.terminal import printable
 
@@ -120,18 +120,22 @@ def run(argv: list[str]) -> int:
         return INTERRUPTED
     results = evaluate_run(result.out)
     score, baselines = results.scores["test"], results.baselines
-    others = ", ".join(f"{name} {perplexity_text(scores['test'].perplexity)}" for name, scores in baselines.items())
+    figures = {name: perplexity_text(found.perplexity) for name, found in results.best_first().items()}
+    (first, best), *others = figures.items()
     print(
-        f"test perplexity {perplexity_text(score.perplexity)} ({others}; {MIXTURE} "
-        f"{perplexity_text(results.mixture['test'].perplexity)}); {score.unknown_share:.1%} of the words are "
-        f"unknown, perplexity without them {perplexity_text(score.known_perplexity)}"
+        f"test perplexity {best}{'' if first == MODEL else f' of {first}'} "
+        f"({', '.join(f'{name} {figure}' for name, figure in others)}); {score.unknown_share:.1%} of the words are "
+        f"unknown, perplexity of the HMM without them {perplexity_text(score.known_perplexity)}"
     )
     warn_unknown({"the test text": score.unknown_share}, results.config.data)
+    train, states = results.config.train, results.config.model.num_states
     step = "step" if results.config.optimizer.kind == "baum-welch" else "lr"
     if results.scores["valid"].perplexity > 0.98 * baselines["unigram"]["valid"].perplexity:
         print(
-            "hmmlm: warning: the model has learned little more than word frequencies (unigram): train longer "
-            f"(--train.epochs), or lower optimizer.{step} if perplexity rose or did not change",
+            "hmmlm: warning: the model has learned little more than word frequencies (unigram): try other starts "
+            f"(--train.seed {train.seed + train.restarts}), one more state than you expect, for the ends of lines "
+            f"(--model.num-states {states + 1}), or more epochs (--train.epochs); lower optimizer.{step} if perplexity "
+            "rose",
             file=sys.stderr,
         )
     print(printable(f"report: {write_report(results)}"))

@@ -23,7 +23,7 @@ from hmmlm.report import plots
 from hmmlm.report.explain import StateSummary, TextExplanation, explain_states, explain_text, similar_order
 from hmmlm.report.facts import split_settings, training_facts
 from hmmlm.report.labels import state_followers, state_label, state_words, token_label
-from hmmlm.report.results import BASELINE_TOKENS, MIXTURE, RunResults, typical_sentence, write_results
+from hmmlm.report.results import BASELINE_TOKENS, MIXTURE, MODEL, RunResults, typical_sentence, write_results
 from hmmlm.runs.commands import program
 from hmmlm.runs.progress import perplexity_text
 
@@ -175,10 +175,10 @@ def _model_facts(results: RunResults) -> dict[str, str]:
 
 
 def _tiles(results: RunResults) -> dict[str, str]:
-    """Return test perplexity by label, the model's own first."""
-    own = {"test perplexity": results.scores["test"]}
-    others = {name: scores["test"] for name, scores in results.baselines.items()} | {MIXTURE: results.mixture["test"]}
-    return {name: perplexity_text(score.perplexity) for name, score in (own | others).items()}
+    """Return test perplexity by label, the model's own first, or the mixture's (see `RunResults.best_first`)."""
+    scores = {name: perplexity_text(score.perplexity) for name, score in results.best_first().items()}
+    (first, best), *others = scores.items()
+    return {f"test perplexity{'' if first == MODEL else f' of {first}'}": best, **dict(others)}
 
 
 def _result_rows(results: RunResults) -> Rows:

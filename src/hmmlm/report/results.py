@@ -48,6 +48,14 @@ class RunResults:
     mixture_weight: float  # of the model in it, the mean over the tokens of valid, where the weights were chosen
     test_log_probs: dict[str, FloatArray]  # of the test tokens [N], by the model and by the last baseline
 
+    def best_first(self) -> dict[str, TextScore]:
+        """Return test scores by name: the model first, or the mixture where the 5-gram alone beats the model."""
+        both = {MODEL: self.scores["test"], MIXTURE: self.mixture["test"]}
+        others = {name: scores["test"] for name, scores in self.baselines.items()}
+        if others["5-gram"].perplexity < both[MODEL].perplexity:
+            return {MIXTURE: both[MIXTURE], "HMM": both[MODEL], **others}
+        return {MODEL: both[MODEL], **others, MIXTURE: both[MIXTURE]}
+
 
 def evaluate_run(run: Path) -> RunResults:
     """Load the best model of the run in the folder `run`, and evaluate it and its baselines.
