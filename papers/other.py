@@ -59,6 +59,22 @@ CPU_DEFAULT = Study(
         "mixture_test_perplexity": "HMM + 5-gram, test",
     },
 )
+DEFAULTS = Study(
+    name="defaults",
+    title="The settings that `hmmlm train` chooses, on texts of many kinds",
+    device="CPU",
+    made_by="python -m papers.defaults",
+    headers={
+        "unigram_test_perplexity": "unigram, test",
+        "bigram_test_perplexity": "bigram, test",
+        "ngram_test_perplexity": "5-gram, test",
+        "mixture_test_perplexity": "HMM + 5-gram, test",
+        "words": "vocabulary",
+        "tokens": "training tokens",
+        "states": "states",
+        "seconds": "s",
+    },
+)
 DEMO = Study(
     name="demo",
     title="The demo",
