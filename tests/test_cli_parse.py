@@ -298,8 +298,9 @@ def test_options_in_all_their_forms() -> None:
 
 
 def test_defaults_are_those_of_the_configuration_and_follow_the_family() -> None:
-    assert parsed() == load_recipe("default")
-    assert parsed("--model.kind", "scalar") == RunConfig()
+    assert parsed() == RunConfig(chosen=())
+    assert parsed("--model.kind", "scalar") == RunConfig(chosen=("model.kind",))
+    assert parsed("--recipe", "default") == load_recipe("default")
     neural, scalar = parsed("--model.kind", "neural"), parsed("--model.kind", "scalar")
     assert (neural.optimizer.lr, scalar.optimizer.lr) == (0.003, 1.0)  # type: ignore[union-attr]
     assert (neural.model.num_states, scalar.model.num_states) == (2048, 512)

@@ -52,14 +52,19 @@ def test_the_recipe_of_the_demo_exists() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_without_choices_starts_from_the_default_recipe(tmp_path: Path) -> None:
-    """From the command line and from Python, on a text that has too few words for its blocks."""
+def test_a_run_without_choices_has_settings_for_its_text(tmp_path: Path) -> None:
+    """From the command line and from Python; the default recipe still is one, for a text with too few words for it."""
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat\na dog ran\nthe dog sat\nthe cat ran home\n" * 10)
     arguments = ["train", "--data", str(text), "--out", str(tmp_path / "run"), "--train.epochs", "1", "--quiet"]
     assert main(arguments) == 0
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (saved["model"]["kind"], saved["model"]["num_states"], saved["train"]["epochs"]) == ("scalar", 16, 1)
+    assert saved["chosen"] is None
+    arguments = ["train", "--recipe", "default", *arguments[1:3], "--out", str(tmp_path / "named"), *arguments[5:]]
+    assert main(arguments) == 0
+    saved = json.loads((tmp_path / "named" / "config.json").read_text())
     assert (saved["model"]["kind"], saved["model"]["num_states"], saved["train"]["epochs"]) == ("neural", 4096, 1)
-    assert max(json.loads((tmp_path / "run" / "blocks.json").read_text())) == 3  # nine words: at most four blocks
+    assert max(json.loads((tmp_path / "named" / "blocks.json").read_text())) == 3  # nine words: at most four blocks
     lm = hmmlm.train(text, tmp_path / "other", model={"num_states": 4}, train={"epochs": 1})
     assert (lm.hmm.kind, lm.hmm.num_states) == ("dense × categorical", 4)

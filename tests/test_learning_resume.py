@@ -44,6 +44,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "neural": {"model": {"kind": "neural", "blocks": 2, "hidden": 8, "dropout": 0.5, "network_dropout": 0.1}},
     "blocked scalar": {"model": {"blocks": 2, "dropout": 0.5}},
     "plateau": {"schedule": {"kind": "plateau", "warmup": 20, "patience": 1}, "optimizer": {"lr": 3.0}},
+    "diverging": {"schedule": {"kind": "constant", "warmup": 0.0}, "optimizer": {"lr": 30.0, "eps": 1e-8}},
+    "restarts": {"train": {"restarts": 3}},
+    "bigram": {"model": {"blocks": 2}, "initialization": {"kind": "bigram"}},
     "chunks": {"batches": {"kind": "chunks"}, "train": {"precision": "bf16-mixed"}},
 }
 

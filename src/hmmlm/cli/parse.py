@@ -147,6 +147,7 @@ class _Options:
 
     def __init__(self, kind: type[BaseModel], defaults: BaseModel | None) -> None:
         self.repeatable = {name for name, field in kind.model_fields.items() if ... in get_args(field.annotation)}
+        self.internal = {name for name, field in kind.model_fields.items() if argparse.SUPPRESS in field.metadata}
         self.sections = {name for name, field in kind.model_fields.items() if member_types(field)}
         self.notes: dict[str, str] = {}
         for section, field in kind.model_fields.items():
@@ -161,6 +162,8 @@ class _Options:
     def add(self, group: argparse._ActionsContainer, *names: str, **options: Any) -> argparse.Action:
         """Add an option to a group."""
         name = str(options.get("dest"))
+        if name in self.internal:
+            return argparse.Action([], name)
         if name in self.sections:  # a whole section as JSON: without a value it would change nothing
             options.pop("nargs", None)
             options.pop("const", None)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+from pydantic_settings import BaseSettings, CliSuppress, PydanticBaseSettingsSource
 
 from hmmlm.cli.parse import Arguments
+from hmmlm.config.defaults import names_of
 from hmmlm.config.explain import explain
 from hmmlm.config.networks import BaselineConfig, TeacherConfig
-from hmmlm.config.recipe import default_recipe, recipe_source, recipe_values
+from hmmlm.config.recipe import recipe_source, recipe_values
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import TrainingConfig, drop_other_kinds
 from hmmlm.errors import InputError
@@ -41,13 +42,15 @@ class StartingPoint(PydanticBaseSettingsSource):
         kind = _config_kind(self.settings_cls)
         if "resume" in sources:
             out = find_run(Path(given["resume"]), kind.command)
-            return drop_other_kinds(kind, saved_config(kind, out).dump(), given)
+            values = drop_other_kinds(kind, saved_config(kind, out).dump(), given)
+            chosen = values.get("chosen")  # of a run that was killed before its settings were complete
+            return values if chosen is None else {**values, "chosen": [*chosen, *names_of(given)]}
         if "config" in sources and not str(given["config"]).endswith(".toml"):
             raise InputError(f"--config {given['config']}: a recipe is a file that ends in .toml")
         name = given.get("config") or given.get("recipe")
-        if name is None and kind is RunConfig:
-            name = default_recipe(given)
-        return {} if name is None else _read_recipe(kind, str(name), given)
+        if name is None:
+            return {"chosen": names_of(given)} if kind is RunConfig else {}
+        return _read_recipe(kind, str(name), given)
 
 
 def _config_kind(arguments: type[BaseSettings]) -> type[TrainingConfig]:
@@ -100,6 +103,9 @@ class RecipeArguments(TrainingArguments):
 
 class TrainArguments(RecipeArguments, RunConfig):  # type: ignore[misc]
     """`hmmlm train`."""
+
+    chosen: CliSuppress[tuple[str, ...] | None] = None
+    """Set by `StartingPoint`."""
 
 
 class TeacherArguments(TrainingArguments, TeacherConfig):  # type: ignore[misc]

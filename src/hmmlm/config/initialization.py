@@ -1,4 +1,4 @@
-"""Where learning starts: latent variable distillation (LVD) from a teacher."""
+"""Where learning starts: random parameters, a bigram, or latent variable distillation (LVD) from a teacher."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ class NoInitialization(Section):
     """Random parameters."""
 
     kind: Literal["none"] = "none"
+
+
+class BigramConfig(Section):
+    """A smoothed bigram of the blocks (scalar with blocks); the most frequent words have a block of their own."""
+
+    kind: Literal["bigram"] = "bigram"
 
 
 class LabelConfig(Section):
@@ -81,4 +87,6 @@ class CountsConfig(LabelConfig):
     """Added to every count."""
 
 
-InitializationConfig = Annotated[NoInitialization | LvdConfig | CountsConfig, Field(discriminator="kind")]
+InitializationConfig = Annotated[
+    NoInitialization | BigramConfig | LvdConfig | CountsConfig, Field(discriminator="kind")
+]

@@ -18,8 +18,6 @@ from hmmlm.errors import InputError
 if TYPE_CHECKING:
     from hmmlm.config.run import RunConfig
 
-DEFAULT = "default"
-"""The recipe of runs that choose no model, optimizer or initialization."""
 TRAIN = "train"
 """The command of recipes that name none."""
 _FOLDER = resources.files("hmmlm.config") / "recipes"
@@ -87,11 +85,6 @@ def _base_values(base: str, above: tuple[str, ...], where: str, command: str) ->
         return recipe_values(base, above, command)
     except InputError as error:
         raise InputError(f"{where}: extends {base!r}: {error}") from None
-
-
-def default_recipe(given: Mapping[str, Any]) -> str | None:
-    """Return the recipe to start from if the given sections choose none of what it does."""
-    return None if {"model", "optimizer", "initialization"} & given.keys() else DEFAULT
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

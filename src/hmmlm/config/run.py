@@ -8,9 +8,16 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from hmmlm.config.explain import member_types
-from hmmlm.config.initialization import InitializationConfig, LabelConfig, LvdConfig, NoInitialization
+from hmmlm.config.initialization import (
+    BigramConfig,
+    InitializationConfig,
+    LabelConfig,
+    LvdConfig,
+    NoInitialization,
+)
 from hmmlm.config.next_words import NextWordsConfig
 from hmmlm.config.renames import present_sections
+from hmmlm.config.sections import HmmTrainConfig
 from hmmlm.config.training import TrainingConfig
 from hmmlm.distillation.pretrained import PretrainedConfig
 from hmmlm.models.base import ModelConfig
@@ -52,6 +59,9 @@ class RunConfig(TrainingConfig):
     model: AnyModelConfig = ScalarConfig()
     initialization: InitializationConfig = NoInitialization()
     next_words: NextWordsConfig = NextWordsConfig()
+    train: HmmTrainConfig = HmmTrainConfig()
+    chosen: tuple[str, ...] | None = None
+    """Names of the settings that the user chose, where the others will follow from the text; None: all are set."""
 
     @model_validator(mode="before")
     @classmethod
@@ -97,6 +107,8 @@ class RunConfig(TrainingConfig):
     @model_validator(mode="after")
     def _initialization_fits(self) -> RunConfig:
         start, model = self.initialization, self.model
+        if isinstance(start, BigramConfig) and (model.kind != "scalar" or not model.blocks):
+            raise ValueError("initialization.kind = 'bigram' needs model.kind = 'scalar' and model.blocks")
         if not isinstance(start, LabelConfig):
             return self
         if not model.distillable:

@@ -217,3 +217,11 @@ class TrainConfig(Section):
         if self.epochs is None and self.max_tokens is None:
             raise ValueError("give `epochs` or `max_tokens`, or the run never ends")
         return self
+
+
+class HmmTrainConfig(TrainConfig):
+    """The same, with several starts."""
+
+    restarts: Annotated[int, Field(gt=0, le=1_000)] = 1
+    """Starts with the seeds seed, seed + 1, …: each is trained for an eighth of the run, and the best on the validation
+    text is trained to the end."""

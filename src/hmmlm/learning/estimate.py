@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hmmlm.config.defaults import complete
+from hmmlm.config.initialization import BigramConfig
 from hmmlm.config.run import RunConfig
 from hmmlm.data.batches import Batch, Batches
 from hmmlm.device import peak_memory, pick_device
@@ -30,6 +33,7 @@ from hmmlm.learning.prepare import (
     make_batches,
     make_blocks,
     prepare,
+    text_size,
     with_actual_text,
 )
 from hmmlm.learning.train import describe, flush_denormals, make_fabric, make_learner
@@ -38,7 +42,7 @@ from hmmlm.models.base import BlockedConfig
 from hmmlm.runs.progress import Progress
 
 _WARM_UP = {"cpu": 1, "cuda": 6}  # untimed steps; a GPU compiles kernels and records a graph
-_SECONDS = 3.0  # timed steps end after this time,
+_SECONDS = 2.0  # timed steps end after this time,
 _STEPS = {"cpu": 10, "cuda": 100}  # or after this many
 _CHECKED = 3  # batches of a validation check that are timed
 
@@ -73,7 +77,10 @@ def estimate(config: RunConfig, progress: Progress) -> Estimate:
     check_data(config)
     with tempfile.TemporaryDirectory() as scratch:
         data = prepare(config, find_data(config), Path(scratch), progress)
-        data = Prepared(data.tokenizer, data.tokens, _quick_blocks(config, data, progress))
+        config, line = complete(config, text_size(data))
+        if line:
+            progress.note(line)
+        data = replace(data, block_of_word=_quick_blocks(config, data, progress))
         check_memory(
             config.model.size(data.tokenizer.vocab_size), config.optimizer.kind, pick_device(config.train.device)
         )
@@ -116,6 +123,8 @@ def _quick_blocks(config: RunConfig, data: Prepared, progress: Progress) -> torc
     model, tokenizer = config.model, data.tokenizer
     if not isinstance(model, BlockedConfig) or not model.blocks:
         return None
+    if isinstance(config.initialization, BigramConfig):
+        return torch.arange(tokenizer.vocab_size) % model.blocks
     if model.clusters is not None:
         return torch.tensor(make_blocks(model, tokenizer, data.tokens["train"], progress))
     return torch.arange(tokenizer.vocab_size) % count_blocks(model, data.tokens["train"])
@@ -124,14 +133,15 @@ def _quick_blocks(config: RunConfig, data: Prepared, progress: Progress) -> torc
 def _time_steps(learner: Learner[Carry], batches: Batches) -> tuple[float, float]:
     """Return the mean time and the mean number of tokens of a training step."""
     kind, carry = learner.device.type, None
-    begun, steps, tokens = 0.0, 0, 0
+    begun, steps, tokens = time.perf_counter(), 0, 0
     for done, batch in enumerate(_cycle(batches)):
         if done == _WARM_UP[kind]:
             _synchronize(learner.device)
             begun, steps, tokens = time.perf_counter(), 0, 0
         carry = learner.step(batch, select_carry(batch, carry), learner.peak_lr).carry
         steps, tokens = steps + 1, tokens + batch.num_tokens()
-        if done >= _WARM_UP[kind] and (steps >= _STEPS[kind] or time.perf_counter() - begun > _SECONDS):
+        warm = done >= _WARM_UP[kind] or kind == "cpu"  # on a CPU, a step that takes as long needs no warm-up
+        if (warm and time.perf_counter() - begun > _SECONDS) or (done >= _WARM_UP[kind] and steps >= _STEPS[kind]):
             break
     _synchronize(learner.device)
     return (time.perf_counter() - begun) / steps, tokens / steps
@@ -143,7 +153,9 @@ def _time_check(learner: Learner[Carry], batches: Batches) -> float:
     def seconds(count: int) -> float:
         return _seconds(lambda: learner.evaluate(islice(batches.epoch(0), count), lambda tokens: None), learner.device)
 
-    seconds(1)  # warm-up
+    warm_up = seconds(1)
+    if warm_up > _SECONDS:
+        return warm_up * batches.steps_per_epoch
     count = min(_CHECKED, batches.steps_per_epoch)
     first = seconds(1)
     each = max(0.0, (seconds(count) - first) / (count - 1)) if count > 1 else 0.0

@@ -15,7 +15,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from hmmlm.config.defaults import TextSize
 from hmmlm.config.explain import explain
+from hmmlm.config.initialization import BigramConfig
+from hmmlm.config.run import RunConfig
 from hmmlm.config.sections import (
     BatchConfig,
     BatchesConfig,
@@ -40,11 +43,12 @@ from hmmlm.errors import InputError
 from hmmlm.models.base import BlockedConfig
 from hmmlm.runs.folders import BLOCKS
 from hmmlm.runs.progress import Progress
-from hmmlm.section import ModelSize, Section
+from hmmlm.section import ModelSize
 from hmmlm.structure.brown import BrownClustering, brown_clusters
 from hmmlm.structure.paths import read_paths
 
 MAX_IN_SMALL_TEXT = 1_024  # states per block, where a text has too few words for the blocks: a step takes its square
+MAX_SHARED = 128  # blocks of several words, beside those of single ones
 MAX_CLUSTERS = 4_096  # the time of clustering grows with their square
 MIN_STREAM_TOKENS = 2_000  # of a stream in evaluation that carries through <eos>: each starts without context
 
@@ -107,10 +111,9 @@ def prepare(
     source: Mapping[str, Documents] | Path,
     run: Path,
     progress: Progress,
-    model: Section | None = None,
     workers: int | None = None,
 ) -> Prepared:
-    """Write run/tokenizer and run/data, from a folder of token files or from a text, and the word blocks of a model.
+    """Write run/tokenizer and run/data, from a folder of token files or from a text.
 
     `workers`: processes that read a text at the same time; what they have written before is kept. None: this one alone.
     """
@@ -132,11 +135,26 @@ def prepare(
         tokenizer, tokens = _encode(config, source, run, progress)
     else:
         tokenizer, tokens = _encode_in_parts(config, source, run, progress, workers)
-    blocks = None
-    if isinstance(model, BlockedConfig) and model.blocks:
-        blocks = make_blocks(model, tokenizer, tokens["train"], progress)
-        write_bytes(run / BLOCKS, json.dumps(blocks).encode())
-    return Prepared(tokenizer, tokens, None if blocks is None else torch.tensor(blocks))
+    return Prepared(tokenizer, tokens)
+
+
+def text_size(data: Prepared) -> TextSize:
+    """Return what the settings that follow from a text depend on."""
+    train, eos = data.tokens["train"], data.tokenizer.eos_id
+    return TextSize(data.tokenizer.vocab_size, len(train), int(train.word_counts()[eos]))
+
+
+def add_blocks(config: RunConfig, data: Prepared, run: Path, progress: Progress) -> Prepared:
+    """Return the data with the word blocks of the model, if it has blocks; they are written to run/blocks.json."""
+    model = config.model
+    if not isinstance(model, BlockedConfig) or not model.blocks:
+        return data
+    if isinstance(config.initialization, BigramConfig) and model.clusters is None:
+        blocks = word_blocks(data.tokens["train"], model.blocks, progress)
+    else:
+        blocks = make_blocks(model, data.tokenizer, data.tokens["train"], progress)
+    write_bytes(run / BLOCKS, json.dumps(blocks).encode())
+    return replace(data, block_of_word=torch.tensor(blocks))
 
 
 def _encode(
@@ -329,6 +347,24 @@ def make_blocks(config: BlockedConfig, tokenizer: Tokenizer, train: TokenFile, p
             f"model.blocks is {config.blocks}, but {config.clusters} has {found} clusters: set it to {found}"
         )
     return [int(cluster) for cluster in clustering.with_unseen_placed()]
+
+
+def word_blocks(train: TokenFile, blocks: int, progress: Progress) -> list[int]:
+    """Return blocks of single words, the most frequent ones, and a few blocks of all others, by Brown clusters."""
+    counts = train.word_counts()
+    if blocks > len(counts):
+        raise InputError(f"model.blocks is {blocks:,}, but the vocabulary has {len(counts):,} words: set it to that")
+    shared = min(MAX_SHARED, blocks // 4) if blocks < len(counts) else 0
+    order = np.argsort(-counts, kind="stable")
+    block_of_word = np.empty(len(counts), dtype=np.int64)
+    block_of_word[order[: blocks - shared]] = np.arange(blocks - shared)
+    if shared:
+        rare = order[blocks - shared :]
+        cluster = cluster_words(train, shared, 0, progress).with_unseen_placed()
+        parts = np.array_split(rare[np.argsort(cluster[rare], kind="stable")], shared)  # in the order of the tree
+        for block, words in enumerate(parts, blocks - shared):
+            block_of_word[words] = block
+    return [int(block) for block in block_of_word]
 
 
 def count_blocks(config: BlockedConfig, train: TokenFile) -> int:

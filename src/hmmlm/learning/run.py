@@ -9,9 +9,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from hmmlm.arguments import check_arguments
+from hmmlm.config.defaults import names_of
 from hmmlm.config.distill import DistillConfig
 from hmmlm.config.explain import explain
-from hmmlm.config.recipe import default_recipe, merge, recipe_values
+from hmmlm.config.recipe import merge, recipe_values
 from hmmlm.config.renames import present_sections
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import drop_other_kinds, read_config
@@ -39,8 +40,7 @@ def train(
     Args:
         data: a corpus by name, a text file (one example per line), or a folder with train, valid and test files.
         out: the folder of the run; None: a new one in runs/.
-        recipe: the settings to start from, by name or a .toml file; None: the recipe "default", unless the settings
-            choose a model, optimizer or initialization.
+        recipe: the settings to start from, by name or a .toml file; None: what is not set follows from the text.
         loggers: loggers of Lightning Fabric or Lightning (CSVLogger, WandbLogger, …), or objects with their methods
             log_hyperparams, log_metrics and finalize. They receive the configuration, and the figures of
             history.jsonl as "train/loss" or "valid/perplexity". A run that is resumed has none.
@@ -48,8 +48,10 @@ def train(
             train={"epochs": 3}.
     """
     given = present_sections({"data": str(data), **settings})
-    start = recipe or default_recipe(settings)
-    values = {} if start is None else drop_other_kinds(RunConfig, recipe_values(start), given)
+    if recipe is None:
+        values: dict[str, Any] = {"chosen": names_of(given)}
+    else:
+        values = drop_other_kinds(RunConfig, recipe_values(recipe), given)
     config = read_config(RunConfig, merge(values, given), "hmmlm.train")
     with new_folder(None if out is None else Path(out), "runs", recipe or Path(data).stem) as folder:
         result = train_in_folder(config, folder, progress=terminal_progress(), loggers=loggers)

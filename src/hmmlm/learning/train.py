@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from hmmlm.config.initialization import LabelConfig, LvdConfig
+from hmmlm.config.defaults import complete
+from hmmlm.config.initialization import BigramConfig, LabelConfig, LvdConfig
 from hmmlm.config.networks import BaselineConfig, TeacherConfig
 from hmmlm.config.run import RunConfig
 from hmmlm.config.sections import BaumWelchConfig
@@ -30,6 +32,7 @@ from hmmlm.distillation.next_words import NEXT_WORDS, NextWordBatches
 from hmmlm.distributed.ranks import LostRankError, connected, world
 from hmmlm.errors import InputError
 from hmmlm.hmm import Carry
+from hmmlm.learning.bigram_start import assign_bigram
 from hmmlm.learning.checkpoints import Checkpoints
 from hmmlm.learning.fit import Fit, Phase, TrainingError
 from hmmlm.learning.fused_adamw import fuse
@@ -43,6 +46,7 @@ from hmmlm.learning.learners import (
 )
 from hmmlm.learning.prepare import (
     Prepared,
+    add_blocks,
     check_batch_size,
     check_data,
     check_memory,
@@ -51,6 +55,7 @@ from hmmlm.learning.prepare import (
     prepare,
     reopen,
     text_digests,
+    text_size,
     with_actual_text,
 )
 from hmmlm.learning.warm_start import (
@@ -64,6 +69,8 @@ from hmmlm.learning.warm_start import (
 )
 from hmmlm.lm.scoring import perplexity
 from hmmlm.models.base import Model
+from hmmlm.models.scalar import BlockedScalar
+from hmmlm.restarts import best_of
 from hmmlm.runs.folders import (
     CONFIG,
     lock_run,
@@ -87,6 +94,9 @@ __all__ = ["TrainResult", "TrainingError", "train", "train_baseline", "train_tea
 
 PERPLEXITY = "perplexity.json"
 """Valid and test perplexity of a finished baseline."""
+
+TRIALS = 8
+"""A start is tried for this part of the run."""
 
 AnyRunConfig = RunConfig | TeacherConfig | BaselineConfig
 
@@ -190,6 +200,10 @@ class Trainer(ABC):
     def check(self) -> None:
         """Raise the errors that can be found before anything is written."""
 
+    def complete(self, data: Prepared) -> Prepared:
+        """Return the prepared text with whatever else training reads."""
+        return data
+
     @abstractmethod
     def make_learner(self, fabric: Fabric, data: Prepared) -> Learner[Any]:
         """Create the learner, with the parameters that training starts from."""
@@ -210,7 +224,9 @@ class Trainer(ABC):
             saved = ranks.on_first(lambda: self.open_folder(stack))
             if not ranks.first:
                 self.progress = Progress()
-                self.make_fit(reopen(out))
+                data = reopen(out)
+                self.complete(data)
+                self.make_fit(data)
             if saved:
                 self.load()
             fit = self.fit
@@ -255,7 +271,8 @@ class Trainer(ABC):
         with new_run(out, self.settings, begun=self.resume):
             self.progress.note(f"run folder: {out}")
             before = text_digests(out)
-            self.make_fit(prepare(config, source, out, self.progress, config.model))
+            data = prepare(config, source, out, self.progress)
+            self.make_fit(self.complete(data))
         if before.items() - text_digests(out).items():
             self.progress.note(f"{config.data} has changed since this run was started: the present text is used")
         return False
@@ -310,6 +327,17 @@ class HmmTrainer(Trainer):
             raise InputError(f"next_words.teacher: no folder {network}; `hmmlm baseline` trains one")
         self.teacher = open_label_teacher(config)
 
+    def complete(self, data: Prepared) -> Prepared:
+        """Choose the settings that the user left open, now that the text is known, and make word blocks."""
+        self.config, line = complete(self.config, text_size(data))
+        if not world().first:
+            return data
+        if line:
+            self.progress.note(line)
+            self.settings = (json.dumps(self.config.dump(), indent=1) + "\n").encode()
+            write_bytes(self.out / CONFIG, self.settings)
+        return add_blocks(self.config, data, self.out, self.progress)
+
     def make_learner(self, fabric: Fabric, data: Prepared) -> Learner[Carry]:
         config = self.config
         if not (self.out / NEXT_WORDS).exists():  # drawn words are stored, and the teacher may be gone
@@ -329,6 +357,8 @@ class HmmTrainer(Trainer):
             words = draw_next_words(config, self.out, data, fit.learner.device, self.progress, on_work)
             marginal = NextWordBatches(fit.train, words, config.next_words.samples, config.train.seed, own_share())
         if not isinstance(start, LabelConfig):
+            if position.step == 0 and not position.initialized:
+                self.start(request)
             return [Phase("marginal", total, marginal)]
         warm: WarmStart | None = None
         labeled: LabeledBatches | None = None
@@ -357,6 +387,31 @@ class HmmTrainer(Trainer):
             frozen = begin < frozen_tokens
             phases.append(Phase(name, end, batches, lambda frozen=frozen, joint=joint: enter(frozen, joint)))  # type: ignore[misc, arg-type]
         return phases
+
+    def start(self, request: StopRequest) -> None:
+        """Set the parameters of a new run to those of a bigram, or to the best of several starts."""
+        config, fit, data, seed = self.config, self.fit, self.data, self.config.train.seed
+        if isinstance(config.initialization, BigramConfig):
+            assert isinstance(self.model, BlockedScalar)  # the configuration was validated
+            resets = config.batches.kind == "stream" and config.batches.reset_at_eos
+            assign_bigram(self.model, data.tokens["train"], data.tokenizer.eos_id, resets, seed)
+        elif config.train.restarts > 1:
+            total = max(1, fit.total_tokens // TRIALS)
+
+            def attempt(seed: int) -> tuple[float, dict[str, Tensor]]:
+                own = config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})})
+                learner = fuse(make_learner(own, make_fabric(config), data))
+                loss = fit.try_out(learner, total, request)
+                self.progress.note(f"start with seed {seed}: valid perplexity {perplexity(-loss, 1):.2f}")
+                return loss, learner.parameters()
+
+            _, best = best_of(attempt, lambda found: -found[0], config.train.restarts, seed)
+            with torch.no_grad():
+                for name, parameter in fit.learner.parameters().items():
+                    parameter.copy_(best[name])
+        else:
+            return
+        fit.position.initialized = True
 
 
 class NetworkTrainer(Trainer):

@@ -31,6 +31,7 @@ PREPARED = (CONFIG, "tokenizer", "data", BLOCKS)
 """The files and folders of a run before training starts."""
 CHANGEABLE = frozenset(
     {
+        "chosen",
         "data_folder",
         "train.epochs",
         "train.max_tokens",
