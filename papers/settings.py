@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent / "recipes"
 CORPORA = ("embedded", "ptb", "wikitext-2")
-PLACES = {"data_folder", "tokenizer.file", "initialization.cache", "train.device", "train.tensorboard"}
-"""Settings that say where something is, or is done, not what is trained."""
+PLACES = {"chosen", "data_folder", "tokenizer.file", "initialization.cache", "train.device", "train.tensorboard"}
+"""Settings that say where something is, or is done, or who set it, not what is trained."""
+BY_TEXT = ("model.", "optimizer.", "initialization.kind", "train.epochs", "train.restarts")
+"""Beginnings of the names of settings that follow from the text where a command has no recipe and does not set them."""
 REQUIRED = (".kind", ".teacher", "tokenizer.file")
 """Ends of the names of settings that a kind needs, or that choose one."""
 
@@ -109,8 +111,8 @@ def flags(run: StudyRun) -> tuple[list[str], dict[str, Any]]:
         for name, value in target.items()
         if name.endswith(REQUIRED) and value is not None and plain.get(name) != value
     }
-    if not recipe:  # without a model, the command would start from the default recipe
-        kinds["model.kind"] = target["model.kind"]
+    if not recipe:
+        kinds |= {name: value for name, value in target.items() if name.startswith(BY_TEXT) and value is not None}
     plain = planned_settings(recipe, kinds)
     seed = {"train.seed": target.pop("train.seed")}
     return words, kinds | {name: value for name, value in target.items() if plain.get(name, ...) != value} | seed

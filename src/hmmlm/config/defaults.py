@@ -28,21 +28,20 @@ class TextSize(NamedTuple):
 
 
 def settings_for(text: TextSize, own: Mapping[str, Mapping[str, Any]]) -> Sections:
-    """Return the settings for a text, by section, beside the user's own.
-
-    A table in docs/guide/train.md describes the rule.
-    """
+    """Return the settings for a text, by section, beside the user's own (the table in docs/guide/train.md)."""
     model = own.get("model", {})
-    if (
-        model.get("kind", "scalar") != "scalar"
-        or model.get("blocks")
-        or "bigram" in own.get("initialization", {}).values()
-    ):
+    if model.get("kind", "scalar") != "scalar" or model.get("blocks"):
         return {}  # the family's defaults
     if text.words <= FEW_WORDS or {"model", "optimizer", "initialization"} & own.keys():
-        return dense(text, model.get("num_states"), "initialization" not in own)
+        # At most four parameters per token; small models are started from several seeds, which takes them seconds.
+        sizes = (s for s in (512, 256, 128, 64, 32) if s * (s + text.words) <= 4 * text.tokens)
+        states = model.get("num_states") or next(sizes, 16)
+        epochs = max(6, min(30, 500_000 // max(1, text.tokens)))
+        work = epochs * text.tokens * states * (states + 32)
+        restarts = 1 if work > 5e10 or "initialization" in own else 4 if work > 1e9 else 16
+        return {"model": {"kind": "scalar", "num_states": states}, "train": {"epochs": epochs, "restarts": restarts}}
     if text.tokens <= FEW_TOKENS:
-        blocks = min(text.words, 2048 if text.tokens <= 50_000 else 1536)
+        blocks = min(text.words, 2048 if text.tokens <= FEW_TOKENS // 2 else 1536)
         return {
             "model": {"kind": "scalar", "num_states": 2 * blocks, "blocks": blocks},
             "optimizer": {"lr": 0.5},
@@ -54,22 +53,6 @@ def settings_for(text: TextSize, own: Mapping[str, Mapping[str, Any]]) -> Sectio
         "optimizer": {"lr": 0.006, "weight_decay": 0.1, "max_grad_norm": 5.0},
         "train": {"epochs": max(3, min(10, 3_000_000 // text.tokens))},
     }
-
-
-def dense(text: TextSize, num_states: int | None, random: bool) -> Sections:
-    """Return the settings of a model of two matrices: at most four parameters per token.
-
-    Args:
-        num_states: the user's; None: those that follow from the text.
-        random: whether it starts from random parameters, of which several are tried.
-    """
-    states = next((s for s in (512, 256, 128, 64, 32) if s * (s + text.words) <= 4 * text.tokens), 16)
-    states = states if num_states is None else num_states
-    epochs = max(6, min(30, 500_000 // text.tokens))
-    work = epochs * text.tokens * states * (states + 32)
-    restarts = 16 if work < 1e9 else 4 if work < 5e10 else 1
-    restarts = restarts if random else 1
-    return {"model": {"kind": "scalar", "num_states": states}, "train": {"epochs": epochs, "restarts": restarts}}
 
 
 def names_of(given: Mapping[str, Any]) -> tuple[str, ...]:
@@ -93,19 +76,17 @@ def complete(config: RunConfig, text: TextSize) -> tuple[RunConfig, str]:
             own[section] = {**own.get(section, {}), field: values[section][field]}
     rule = settings_for(text, {name: value for name, value in own.items() if name not in TEXT})
     completed = read_config(RunConfig, merge(drop_other_kinds(RunConfig, rule, own), own))
-    model, train = completed.model, completed.train
+    model, train, start = completed.model, completed.train, completed.initialization.kind
     blocks = f" in {model.blocks_needed:,} blocks" if model.blocks_needed else ""
-    restarts = f", {train.restarts} starts" if train.restarts > 1 else ""
-    start = f", starting as a {completed.initialization.kind}" if completed.initialization.kind == "bigram" else ""
+    starts = f", {train.restarts} starts" if train.restarts > 1 else " from a bigram" if start == "bigram" else ""
     line = (
-        f"chosen for {text.tokens:,} tokens, {text.words:,} words: {model.kind}, {model.num_states:,} states{blocks}"
-        f"{start}, {train.epochs} epochs{restarts}; --model.num-states, --train.epochs and others override"
+        f"chosen for {text.tokens:,} tokens, {text.words:,} words: {model.kind}, {model.num_states:,} states{blocks}, "
+        f"{train.epochs} epochs{starts}; --model.num-states, --train.epochs and others override"
     )
-    alone = settings_for(text, {}).get("model", {})
-    if "initialization" in own and (alone["kind"], alone["num_states"]) != (model.kind, model.num_states):
+    alone = settings_for(text, {})["model"]
+    if "initialization" in own and alone != {"kind": model.kind, "num_states": model.num_states}:
         line += (
-            f"\n--init {completed.initialization.kind} changes the model, which is {alone['kind']} of "
-            f"{alone['num_states']:,} states without it: compare it with a run of the same --model.kind and "
-            "--model.num-states"
+            f"\n--init {start} changes the model, which is {alone['kind']} of {alone['num_states']:,} states without "
+            "it: compare it with a run of the same --model.kind and --model.num-states"
         )
     return completed, line

@@ -96,7 +96,7 @@ PERPLEXITY = "perplexity.json"
 """Valid and test perplexity of a finished baseline."""
 
 TRIALS = 8
-"""A start is tried for this part of the run."""
+"""A start is tried for this part of the run, and for an epoch at least."""
 
 AnyRunConfig = RunConfig | TeacherConfig | BaselineConfig
 
@@ -396,7 +396,7 @@ class HmmTrainer(Trainer):
             resets = config.batches.kind == "stream" and config.batches.reset_at_eos
             assign_bigram(self.model, data.tokens["train"], data.tokenizer.eos_id, resets, seed)
         elif config.train.restarts > 1:
-            total = max(1, fit.total_tokens // TRIALS)
+            total = max(fit.train.tokens_per_epoch, fit.total_tokens // TRIALS)
 
             def attempt(seed: int) -> tuple[float, dict[str, Tensor]]:
                 own = config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})})

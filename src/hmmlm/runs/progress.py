@@ -20,9 +20,7 @@ LINE_EVERY_S = 15.0
 FIRST_LINE_S = 3.0
 """Seconds until the first one."""
 PACE_S = 1.0
-"""Seconds over which a rate is measured, at least."""
-STEADY = 2.0
-"""Ratio of two such rates, one after the other, up to which they predict the time that is left."""
+"""Seconds over which a rate is measured, at least; two in a row that differ by at most a factor of two are steady."""
 LARGEST = 1e7
 """Perplexities from here on are written as powers of ten: no vocabulary is as large."""
 
@@ -43,9 +41,8 @@ class Pace:
 
     def seconds_for(self, amount: float) -> float | None:
         """Return the time that `amount` more will take; None while the rate is not steady."""
-        if len(self.rates) < 2 or max(self.rates) > STEADY * min(self.rates):
-            return None
-        return amount * len(self.rates) / sum(self.rates)
+        steady = len(self.rates) == 2 and max(self.rates) <= 2 * min(self.rates) > 0
+        return 2 * amount / sum(self.rates) if steady else None
 
 
 class ProgressPhase:
