@@ -223,5 +223,5 @@ class HmmTrainConfig(TrainConfig):
     """The same, with several starts."""
 
     restarts: Annotated[int, Field(gt=0, le=1_000)] = 1
-    """Starts, with the seeds seed, seed + 1, …: each is trained for an eighth of the run, at least an epoch; the best on
-    the validation text is trained to the end."""
+    """Starts, with the seeds seed, seed + 1, …: each is trained for an eighth of the run, at least an epoch; the best
+    on the validation text is trained to the end."""
