@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -200,7 +201,7 @@ def measure(name: str) -> dict[str, Any]:
         "seed": 0,
         "metrics": metrics | {"seconds": round(seconds, 1)},
         "settings": {},
-        "command": f"hmmlm {' '.join(options)}",
+        "command": f"python -m papers.defaults {shlex.quote(name)}",
         "commit": commit(),
         "machine": machine(on_gpu=False),
         "date": time.strftime("%Y-%m-%d"),

@@ -94,7 +94,9 @@ def test_the_demonstration_says_whether_counting_wins(finished: tuple[RunResults
     for hmm, ngram, text in ((better, worse, "The HMM is ahead"), (worse, better, "Counting wins here")):
         baselines = results.baselines | {"5-gram": {"test": ngram}}
         mixture = {"test": TextScore(10, -8.0, 8, 0, 0.0)}
-        verdict = _verdict(replace(results, scores={"test": hmm}, baselines=baselines, mixture=mixture))
+        compared = replace(results, scores={"test": hmm}, baselines=baselines, mixture=mixture)
+        assert next(iter(compared.best_first())) == ("model" if hmm is better else "HMM + 5-gram")
+        verdict = _verdict(compared)
         assert verdict.startswith(text) and verdict.endswith("10% below the better one.")
 
 

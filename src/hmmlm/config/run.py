@@ -63,6 +63,9 @@ class RunConfig(TrainingConfig):
     chosen: tuple[str, ...] | None = None
     """Names of the settings that the user chose, where the others will follow from the text; None: all are set."""
 
+    def dump(self) -> dict[str, Any]:
+        return {name: value for name, value in super().dump().items() if name != "chosen" or value is not None}
+
     @model_validator(mode="before")
     @classmethod
     def _fill_in_optimizer(cls, values: Any) -> Any:
