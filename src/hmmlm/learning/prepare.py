@@ -354,7 +354,7 @@ def word_blocks(train: TokenFile, blocks: int, progress: Progress) -> list[int]:
     counts = train.word_counts()
     if blocks > len(counts):
         raise InputError(f"model.blocks is {blocks:,}, but the vocabulary has {len(counts):,} words: set it to that")
-    shared = min(MAX_SHARED, blocks // 4) if blocks < len(counts) else 0
+    shared = max(1, min(MAX_SHARED, blocks // 4)) if blocks < len(counts) else 0
     order = np.argsort(-counts, kind="stable")
     block_of_word = np.empty(len(counts), dtype=np.int64)
     block_of_word[order[: blocks - shared]] = np.arange(blocks - shared)
