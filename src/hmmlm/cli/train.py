@@ -128,12 +128,12 @@ def run(argv: list[str]) -> int:
         f"unknown, perplexity of the HMM without them {perplexity_text(score.known_perplexity)}"
     )
     warn_unknown({"the test text": score.unknown_share}, results.config.data)
-    train, states = results.config.train, results.config.model.num_states
+    settings, states = results.config.train, results.config.model.num_states
     step = "step" if results.config.optimizer.kind == "baum-welch" else "lr"
     if results.scores["valid"].perplexity > 0.98 * baselines["unigram"]["valid"].perplexity:
         print(
             "hmmlm: warning: the model has learned little more than word frequencies (unigram): try other starts "
-            f"(--train.seed {train.seed + train.restarts}), one more state than you expect, for the ends of lines "
+            f"(--train.seed {settings.seed + settings.restarts}), one more state than expected, for ends of lines "
             f"(--model.num-states {states + 1}), or more epochs (--train.epochs); lower optimizer.{step} if perplexity "
             "rose",
             file=sys.stderr,
