@@ -35,6 +35,8 @@ def test_the_family_follows_from_words_and_tokens() -> None:
     assert few.model.num_states * (few.model.num_states + 6) <= 4 * 44_000
     assert (many.model.kind, many.initialization.kind) == ("scalar", "bigram") and many.model.blocks_needed <= 2_000
     assert (large.model.kind, large.model.num_states) == ("neural", 4096)
+    characters = completed(TextSize(words=1_100, tokens=110_000, lines=5_000))  # Chinese
+    assert (characters.initialization.kind, characters.model.blocks_needed) == ("bigram", 1_100)
     assert large.train.epochs < few.train.epochs  # type: ignore[operator]
 
 

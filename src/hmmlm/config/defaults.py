@@ -14,6 +14,7 @@ FEW_WORDS = 500
 """Up to this vocabulary every state may emit every word: such models learn more from a text than a bigram knows."""
 FEW_TOKENS = 100_000
 """Up to this length a text of many words is best learned from its bigram on."""
+BLOCKS = 1536
 TEXT = ("data", "data_folder", "text", "tokenizer")
 """The sections that say which text it is."""
 
@@ -40,13 +41,14 @@ def settings_for(text: TextSize, own: Mapping[str, Mapping[str, Any]]) -> Sectio
         work = epochs * text.tokens * states * (states + 32)
         restarts = 1 if work > 5e10 or "initialization" in own else 4 if work > 1e9 else 16
         return {"model": {"kind": "scalar", "num_states": states}, "train": {"epochs": epochs, "restarts": restarts}}
-    if text.tokens <= FEW_TOKENS:
-        blocks = min(text.words, 2048 if text.tokens <= FEW_TOKENS // 2 else 1536)
+    # A block for every word is worth it in longer texts too.
+    if text.tokens <= FEW_TOKENS or (text.words <= BLOCKS and text.tokens <= 5 * FEW_TOKENS):
+        blocks = min(text.words, 2048 if text.tokens <= FEW_TOKENS // 2 else BLOCKS)
         return {
             "model": {"kind": "scalar", "num_states": 2 * blocks, "blocks": blocks},
             "optimizer": {"lr": 0.5},
             "initialization": {"kind": "bigram"},
-            "train": {"epochs": 6},
+            "train": {"epochs": max(3, min(6, 1_000_000 // max(1, text.tokens)))},
         }
     return {
         "model": {"kind": "neural", "num_states": 4096, "blocks": 128, "hidden": 128, "dropout": 0.5},
