@@ -28,6 +28,8 @@ def execute(notebook: dict[str, Any], name: str) -> None:
     os.environ.setdefault("MPLBACKEND", "agg")
     values: dict[str, Any] = {"__name__": "__main__"}
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    for _ in _figures():  # of what ran before in this process
+        pass
     for number, cell in enumerate(cells, 1):
         body = ast.parse("".join(cell["source"])).body
         last = ast.Expression(body.pop().value) if body and isinstance(body[-1], ast.Expr) else None
