@@ -95,7 +95,7 @@ if TYPE_CHECKING:
 __all__ = ["TrainResult", "TrainingError", "train", "train_baseline", "train_teacher"]
 
 TRIALS, TRIAL_EPOCHS = 8, 4
-"""A start is tried for this part of the run, and for one to so many epochs."""
+"""A start is tried for 1 / TRIALS of the run: one epoch at least, TRIAL_EPOCHS at most."""
 
 AnyRunConfig = RunConfig | TeacherConfig | BaselineConfig
 
