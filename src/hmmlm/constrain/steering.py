@@ -283,8 +283,9 @@ class Steering:
         roots = [before.roots[number] for number in numbers]
         tokens: list[int] | None = ids[:, -1].tolist() if before.length < ids.shape[1] else None
         nodes = [before.nodes[n] for n in numbers] if tokens is None else self._nodes_after(before, numbers, tokens)
-        guides, pairs = self.guides, zip(roots, nodes, strict=True)
-        plans = [None if node.settled else guides[root].plan(node) for root, node in pairs]
+        guides, pairs = self.guides, list(zip(roots, nodes, strict=True))
+        plan_of = {pair: None if pair[1].settled else guides[pair[0]].plan(pair[1]) for pair in set(pairs)}
+        plans = [plan_of[pair] for pair in pairs]
         constrained = len(plans) - plans.count(None)
         if not constrained:
             self.log_masses = torch.zeros(len(ids), device=scores.device)
