@@ -46,12 +46,14 @@ SPEEDS = ("tokens_per_second", "step_ms", "train_seconds", "seconds")
 
 
 def with_settings(runs: Sequence[StudyRun], settings: Mapping[str, Any]) -> list[StudyRun]:
-    """Return the runs with `settings` set; every configuration is validated."""
-    changed = [StudyRun(replace(run.row, settings={**run.row.settings, **settings}), run.seed) for run in runs]
-    for run in changed:
+    """Return the runs with `settings` set, those that are then the same once; every configuration is validated."""
+    changed = dict[str, StudyRun]()
+    for run in runs:
+        run = StudyRun(replace(run.row, settings={**run.row.settings, **settings}), run.seed)
         for part in parts_of(run):
             configuration(part)
-    return changed
+        changed.setdefault(identity(run), run)
+    return list(changed.values())
 
 
 def run_study(study: Study, runs: Sequence[StudyRun], out: Path, work: Path, jobs: int, again: bool) -> int:

@@ -197,6 +197,12 @@ def test_a_study_resumes(study: Callable[..., int], tmp_path: Path, capsys: pyte
     assert list(runs("--again", "--seeds", "2", "--jobs", "2").items()) == [(1, False), (2, False)]
 
 
+def test_runs_that_settings_make_the_same_are_trained_once() -> None:
+    runs = [tiny(train__epochs=1), tiny(train__epochs=2)]
+    assert len(runner.with_settings(runs, {"train.epochs": 3})) == 1
+    assert len(runner.with_settings(runs, {"model.hidden": 16})) == 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_study_starts_no_further_run(
     number: signal.Signals,
