@@ -657,8 +657,8 @@ def sampling_speed(options: argparse.Namespace) -> float:
 def distil(options: argparse.Namespace) -> None:
     """Distil the model into a new run; at the deadline, what is trained by then is the result."""
     from hmmlm.config.distill import DistillConfig
-    from hmmlm.learning.distill import distill
     from hmmlm.runs.progress import terminal_progress
+    from hmmlm.training.distill import distill
 
     start = time.perf_counter()
     speed = sampling_speed(options)

@@ -18,10 +18,10 @@ from hmmlm.config.run import RunConfig
 from hmmlm.config.training import drop_other_kinds, read_config
 from hmmlm.data.tokenizers import load_tokenizer
 from hmmlm.device import pick_device
-from hmmlm.learning.distill import SAMPLES, distill, resume_distillation, run_config
-from hmmlm.learning.train import train
 from hmmlm.report.distill import evaluate_distillation, print_distillation
 from hmmlm.runs.progress import terminal_progress
+from hmmlm.training.distill import SAMPLES, distill, resume_distillation, run_config
+from hmmlm.training.train import train
 
 
 def main() -> None:

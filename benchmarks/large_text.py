@@ -28,8 +28,8 @@ from hmmlm.data.batches import Batches, ChunkBatches, StreamBatches
 from hmmlm.data.corpora import PART_BYTES
 from hmmlm.data.text import line_ranges, read_documents
 from hmmlm.device import peak_memory
-from hmmlm.learning.prepare import reopen
 from hmmlm.structure.bigrams import count_bigrams
+from hmmlm.training.prepare import reopen
 
 BATCH, LENGTH, STEPS = 256, 32, 2_000
 TRAINED_STEPS = 300

@@ -10,9 +10,9 @@ import numpy as np
 from pydantic import Field
 
 from hmmlm.config.training import TrainingConfig
-from hmmlm.learning.prepare import find_data, prepare
 from hmmlm.report.results import count_ngram, score_split
 from hmmlm.runs.progress import LineProgress
+from hmmlm.training.prepare import find_data, prepare
 
 
 class NgramConfig(TrainingConfig):

@@ -108,7 +108,7 @@ def perform(run: StudyRun, work: Path, alone: bool = True) -> dict[str, Any]:
     """Train one run and return its record; without speeds unless it is `alone` on the machine."""
     import torch
 
-    from hmmlm.learning.train import TrainingError
+    from hmmlm.training.train import TrainingError
 
     config = configuration(parts_of(run)[0]) if run.row.combine is not None else _with_teacher(run, work)
     if torch.cuda.is_available():  # a worker does several runs: peak memory is to be that of this one
@@ -156,8 +156,8 @@ def _with_teacher(run: StudyRun, work: Path) -> TrainingConfig:
 def train_teacher_of(run: StudyRun, work: Path) -> Path:
     """Return the run of the row's teacher in `work`; it is trained, or its training resumed, unless it is finished."""
     from hmmlm.data.files import PERPLEXITY
-    from hmmlm.learning.train import train_baseline
     from hmmlm.runs.progress import LineProgress
+    from hmmlm.training.train import train_baseline
 
     teacher = teacher_of(run)
     folder, config = work / _folder_name(f"teacher-{teacher.row.name}-{teacher.seed}"), configuration(teacher)
@@ -189,9 +189,9 @@ def _combine(run: StudyRun, combination: Combination, work: Path, on_gpu: bool) 
     from hmmlm.cli.join import build as join
     from hmmlm.cli.mix import MixArguments
     from hmmlm.cli.mix import build as mix
-    from hmmlm.learning.prepare import reopen
     from hmmlm.lm.scoring import perplexity
     from hmmlm.report.results import score_tokens
+    from hmmlm.training.prepare import reopen
 
     began, tokens, folders = time.perf_counter(), 0, list[Path]()
     for part in parts_of(run):
@@ -223,7 +223,7 @@ def _combine(run: StudyRun, combination: Combination, work: Path, on_gpu: bool) 
 
 def _find_finished(run: StudyRun, config: TrainingConfig, work: Path) -> Path | None:
     """Return the folder of a finished run with this configuration."""
-    from hmmlm.learning.prepare import with_actual_text
+    from hmmlm.training.prepare import with_actual_text
 
     wanted = with_actual_text(config, None)
     for folder in sorted(work.glob(f"{_stem(run)}*")):
@@ -245,9 +245,9 @@ def _train(config: TrainingConfig, folder: Path, on_gpu: bool) -> dict[str, Any]
 
 def _train_and_score(config: TrainingConfig, folder: Path, on_gpu: bool) -> dict[str, Any]:
     from hmmlm.data.files import PERPLEXITY, read_json
-    from hmmlm.learning.train import train, train_baseline
     from hmmlm.runs.history import read_history
     from hmmlm.runs.progress import LineProgress
+    from hmmlm.training.train import train, train_baseline
 
     began = time.perf_counter()
     if isinstance(config, NgramConfig):
@@ -275,8 +275,8 @@ def _train_and_score(config: TrainingConfig, folder: Path, on_gpu: bool) -> dict
 
 def _evaluate(folder: Path, on_gpu: bool) -> dict[str, float]:
     """Return the perplexities of a run's best model on valid and test."""
-    from hmmlm.learning.prepare import reopen
     from hmmlm.lm.lm import load
+    from hmmlm.training.prepare import reopen
 
     lm, data = load(folder), reopen(folder)
     lm = lm.to("cuda") if on_gpu else lm
@@ -292,7 +292,7 @@ def evaluate_tokens(lm: LanguageModel, tokens: TokenFile) -> Evaluation:
     """
     from hmmlm.config.sections import StreamConfig
     from hmmlm.learning.evaluate import evaluate
-    from hmmlm.learning.prepare import evaluation_batches, trained_batches
+    from hmmlm.training.prepare import evaluation_batches, trained_batches
 
     batches = trained_batches(lm.config)
     if isinstance(batches, StreamConfig) and not batches.eval_reset_at_eos:

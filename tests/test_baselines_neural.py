@@ -31,9 +31,9 @@ from hmmlm.config.networks import BaselineConfig, TeacherConfig
 from hmmlm.config.training import read_config
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.errors import InputError
-from hmmlm.learning.train import score_baseline, train_baseline
 from hmmlm.runs.folders import saved_config
 from hmmlm.teachers.teacher import open_teacher
+from hmmlm.training.train import score_baseline, train_baseline
 
 KINDS = ("feedforward", "lstm", "awd-lstm", "relaxed-hmm")
 CONFIGS = {

@@ -286,7 +286,7 @@ for line in ("data", "eval", "sample m --num-samples 0", "infill", "inspect", "d
 def test_models_that_cannot_fit_are_refused_before_the_text_is_read(
     options: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hmmlm.learning.prepare.total_memory", lambda device: 16 * 10**9)
+    monkeypatch.setattr("hmmlm.training.prepare.total_memory", lambda device: 16 * 10**9)
     argv = ["train", "--data", str(place / "text.txt"), "--out", str(place / "new"), *options.split()]
     assert re.search(r"takes at least [\d,]+ GB, and this machine has 16 GB", failure(capsys, *argv))
     assert not (place / "new").exists()
@@ -296,7 +296,7 @@ def test_a_vocabulary_that_cannot_fit_is_refused_before_the_model_is_made(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     states, words = 100, 15
-    monkeypatch.setattr("hmmlm.learning.prepare.total_memory", lambda device: 24 * states * (states + words) - 1)
+    monkeypatch.setattr("hmmlm.training.prepare.total_memory", lambda device: 24 * states * (states + words) - 1)
     argv = ["train", "--data", str(place / "text.txt"), "--out", str(place / "new"), "--tokenizer.split", "whitespace"]
     assert "takes at least" in failure(capsys, *argv, "--model.num-states", str(states))
     assert not (place / "new").exists()

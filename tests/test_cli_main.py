@@ -19,13 +19,13 @@ import hmmlm
 from hmmlm.cli.main import main
 from hmmlm.config.run import RunConfig
 from hmmlm.errors import InputError
-from hmmlm.learning.prepare import reopen
-from hmmlm.learning.train import train
 from hmmlm.lm.ctrlg import save_ctrlg
 from hmmlm.lm.lm import load
 from hmmlm.runs.checkpoint import read_checkpoint
 from hmmlm.runs.folders import saved_config
 from hmmlm.scan.composition import matrices
+from hmmlm.training.prepare import reopen
+from hmmlm.training.train import train
 
 SMALL = shlex.split(
     "--model.num-states 4 --batches.batch-size 4 --batches.length 8 --schedule.kind constant --schedule.warmup 0 "
@@ -445,7 +445,7 @@ find_spec = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *more: None if name == "transformers" else find_spec(name, *more)
 from hmmlm.cli.main import main
 assert main(["train", "--initialization.kind", "lvd", "--initialization.teacher", "gpt2"]) == 2
-assert "hmmlm.learning.train" not in sys.modules
+assert "hmmlm.training.train" not in sys.modules
 """
     done = run_python(program)
     assert done.returncode == 0, done.stderr

@@ -19,9 +19,9 @@ from hmmlm.cli.training import BaselineArguments, TeacherArguments, TrainArgumen
 from hmmlm.config.explain import member_types
 from hmmlm.config.recipe import load_recipe, recipe_names
 from hmmlm.config.run import RunConfig
-from hmmlm.learning.train import train
 from hmmlm.models.factored import LinearConfig
 from hmmlm.models.scalar import ScalarConfig
+from hmmlm.training.train import train
 
 TRAINING = {"train": TrainArguments, "teacher": TeacherArguments, "baseline": BaselineArguments}
 

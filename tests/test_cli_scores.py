@@ -20,11 +20,11 @@ from hmmlm.cli.main import main
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
 from hmmlm.data.corpora import Documents
-from hmmlm.learning import prepare
-from hmmlm.learning.prepare import reopen
 from hmmlm.lm.lm import load
 from hmmlm.ops import pieces
 from hmmlm.report.results import count_ngram, evaluate_run
+from hmmlm.training import prepare
+from hmmlm.training.prepare import reopen
 
 RUNNING = ["--no-batches.reset-at-eos", "--no-batches.eval-reset-at-eos"]
 

@@ -25,12 +25,12 @@ from hmmlm.data.tokenizers import Tokenizer, WordTokenizer
 from hmmlm.emissions import Blocked
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.learning.prepare import Prepared
-from hmmlm.learning.train import train
 from hmmlm.lm.lm import LanguageModel
 from hmmlm.models.neural import Neural
 from hmmlm.scan.composition import kinds_of, matrices
 from hmmlm.structure.blocks import Blocks
+from hmmlm.training.prepare import Prepared
+from hmmlm.training.train import train
 from hmmlm.transitions import Factored
 
 

@@ -10,8 +10,8 @@ from test_cli_main import SMALL
 from hmmlm.cli.main import main
 from hmmlm.data.corpora import load_text
 from hmmlm.data.text import MAX_CHARACTERS, split_long
-from hmmlm.learning.prepare import reopen
 from hmmlm.lm.lm import load
+from hmmlm.training.prepare import reopen
 
 RUNNING = ["--no-batches.reset-at-eos", "--no-batches.eval-reset-at-eos"]
 WRAPPED = "The first paragraph\nis wrapped.\n\nThe second one\n  too.\n\n\n\nAnother document\nis here.\n"

@@ -23,12 +23,12 @@ from hmmlm.distillation.transfer import (
     word_vectors,
 )
 from hmmlm.errors import InputError
-from hmmlm.learning.train import train
 from hmmlm.models.factored import DenseFactored, LinearConfig, MlpConfig
 from hmmlm.runs.checkpoint import read_checkpoint
 from hmmlm.teachers.gpt import GPT, GPTShape
 from hmmlm.teachers.teacher import open_teacher
 from hmmlm.teachers.tokenizers import FastTokenizer
+from hmmlm.training.train import train
 
 WORDS = ["<unk>", "<eos>", *"abcd"]
 

@@ -14,11 +14,11 @@ from hmmlm.baselines.ngram import NgramModel
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.errors import InputError
 from hmmlm.learning.bigram_start import assign_bigram
-from hmmlm.learning.prepare import word_blocks
-from hmmlm.learning.train import train
 from hmmlm.models.scalar import BlockedScalar
 from hmmlm.runs.progress import Progress
 from hmmlm.structure.blocks import Blocks
+from hmmlm.training.prepare import word_blocks
+from hmmlm.training.train import train
 from papers.defaults import two_states
 
 EOS, WORDS = 1, 12

@@ -20,11 +20,11 @@ from hmmlm.data.batches import StreamBatches
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.distillation.next_words import NEXT_WORDS, NextWordBatches
 from hmmlm.errors import InputError
-from hmmlm.learning.estimate import estimate
 from hmmlm.learning.learners import AdamWLearner
-from hmmlm.learning.prepare import reopen
-from hmmlm.learning.train import train, train_baseline
 from hmmlm.runs.progress import Progress
+from hmmlm.training.estimate import estimate
+from hmmlm.training.prepare import reopen
+from hmmlm.training.train import train, train_baseline
 
 NEURAL = {"kind": "neural", "num_states": 64, "blocks": 4, "hidden": 32, "dropout": 0.0}
 

@@ -29,12 +29,12 @@ from hmmlm.data.tensorfiles import write_tensors
 from hmmlm.errors import InputError
 from hmmlm.learning.fit import Fit
 from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner
-from hmmlm.learning.train import train, train_baseline, train_teacher
 from hmmlm.runs import checkpoint
 from hmmlm.runs.checkpoint import read_checkpoint, remove_folder
 from hmmlm.runs.folders import saved_config
 from hmmlm.runs.history import History
 from hmmlm.runs.progress import Progress, ProgressPhase
+from hmmlm.training.train import train, train_baseline, train_teacher
 
 MINI_BATCH = {"kind": "baum-welch", "full_batch": False, "pseudocount": 0.1, "momentum": 0.5, "step": 0.5}
 SETTINGS: dict[str, dict[str, Any]] = {

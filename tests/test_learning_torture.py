@@ -28,8 +28,8 @@ from hmmlm.config.networks import BaselineConfig, TeacherConfig
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import TrainingConfig, read_config
 from hmmlm.data.tokenizers import WordTokenizer, load_tokenizer
-from hmmlm.learning.train import train, train_baseline, train_teacher
 from hmmlm.teachers.gpt import GPT, GPTShape
+from hmmlm.training.train import train, train_baseline, train_teacher
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("TORTURE_KILLS", "8"))

@@ -13,9 +13,9 @@ from hmmlm.cli.main import main
 from hmmlm.data.modelfolder import CONFIG
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.learning.prepare import reopen
 from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.lm.union import join_models
+from hmmlm.training.prepare import reopen
 
 BLOCKED = ["--model.kind", "neural", "--model.num-states", "16"]
 

@@ -19,13 +19,13 @@ from hmmlm.config.training import read_config
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
-from hmmlm.learning.train import train
 from hmmlm.models.capacity import transformer_layers
 from hmmlm.models.factored import DenseFactored, LinearConfig, MlpConfig, TransformerConfig
 from hmmlm.models.networks import Mlp, MlpForm, Residual, Transformer, default_heads
 from hmmlm.models.scalar import Scalar
 from hmmlm.runs.history import read_history
 from hmmlm.scan.composition import matrices
+from hmmlm.training.train import train
 
 STATES, WORDS, WIDTH = 6, 9, 8
 

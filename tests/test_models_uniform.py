@@ -18,13 +18,13 @@ from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM, Carry
-from hmmlm.learning.train import train
 from hmmlm.models.uniform import UniformNeural, make_lists
 from hmmlm.ops import pieces
 from hmmlm.runs.history import read_history
 from hmmlm.scan.composition import matrices
 from hmmlm.structure.blocks import UniformSubsets
 from hmmlm.structure.dropout import sample_columns
+from hmmlm.training.train import train
 
 WORDS, STATES, DRAWN = 30, 16, 9
 

@@ -15,7 +15,7 @@ from test_cli_launch import START
 
 from hmmlm.cli.main import main
 from hmmlm.distributed.ranks import world
-from hmmlm.learning.train import train
+from hmmlm.training.train import train
 
 pytestmark = pytest.mark.slow
 BATCHES: dict[str, dict[str, Any]] = {

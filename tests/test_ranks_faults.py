@@ -21,8 +21,8 @@ from hmmlm.config.training import read_config
 from hmmlm.distributed.ranks import FirstRankError, LostRankError, connected, world
 from hmmlm.errors import InputError
 from hmmlm.learning.fit import Fit
-from hmmlm.learning.train import train
 from hmmlm.runs.checkpoint import read_checkpoint
+from hmmlm.training.train import train
 
 pytestmark = pytest.mark.slow
 LOST = re.compile(

@@ -20,8 +20,8 @@ from hmmlm.data.batches import Batch
 from hmmlm.data.files import PERPLEXITY
 from hmmlm.distillation.kmeans import Clusters
 from hmmlm.learning.learners import mask_padding
-from hmmlm.learning.train import train, train_baseline
 from hmmlm.runs.checkpoint import read_checkpoint
+from hmmlm.training.train import train, train_baseline
 
 pytestmark = pytest.mark.slow
 MINI_BATCH = {"kind": "baum-welch", "pseudocount": 0.1, "momentum": 0.5, "step": 0.5}

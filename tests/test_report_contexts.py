@@ -14,10 +14,10 @@ from hmmlm.cli.main import main
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.hmm import HMM
-from hmmlm.learning.train import train
 from hmmlm.lm.lm import LanguageModel
 from hmmlm.report.contexts import contexts_table, find_occurrences, text_share
 from hmmlm.report.explain import explain_states
+from hmmlm.training.train import train
 
 WORDS = ["<unk>", "<eos>", "a", "b", "[/b]"]
 VALUES = [0, 0, 1, 1, 2]  # of each word

@@ -19,7 +19,6 @@ from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
 from hmmlm.data.tokenfile import TokenFile, unknown_fraction
 from hmmlm.errors import InputError
-from hmmlm.learning.prepare import Prepared
 from hmmlm.lm import embeddings
 from hmmlm.lm.scoring import TextScore
 from hmmlm.report.demo import BLANK, SENTENCE, _verdict, next_steps, run_demo
@@ -29,6 +28,7 @@ from hmmlm.report.page import next_commands, write_report
 from hmmlm.report.results import RunResults, evaluate_run, typical_sentence
 from hmmlm.runs.folders import flat_settings
 from hmmlm.runs.progress import Progress
+from hmmlm.training.prepare import Prepared
 
 NOUNS = ["function", "list", "<b>tag</b>", "<script>alert(1)</script>", "$x^$", "{{1+1}}"]
 """Words that HTML, mathtext or a template would read as their own."""

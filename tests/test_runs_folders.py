@@ -13,8 +13,8 @@ from hmmlm.config.run import RunConfig
 from hmmlm.data import files
 from hmmlm.data.files import write_bytes, write_new
 from hmmlm.errors import InputError
-from hmmlm.learning.train import train
 from hmmlm.runs.folders import new_folder, new_run, refuse_used
+from hmmlm.training.train import train
 
 SMALL = shlex.split("--model.num-states 4 --batches.batch-size 4 --batches.length 8 --no-train.tensorboard")
 

@@ -21,11 +21,11 @@ from hmmlm.config.networks import TeacherConfig
 from hmmlm.config.training import read_config
 from hmmlm.data.tokenizers import HuggingFaceTokenizer
 from hmmlm.errors import InputError
-from hmmlm.learning.train import train_teacher
 from hmmlm.runs.checkpoint import read_checkpoint
 from hmmlm.teachers.embeddings import student_embeddings
 from hmmlm.teachers.gpt import GPT, GPTShape
 from hmmlm.teachers.teacher import open_teacher
+from hmmlm.training.train import train_teacher
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from hmmlm.errors import InputError, InputWarning
     from hmmlm.explorer.notebook import Display
     from hmmlm.hmm import HMM, Carry, Counts, Filtered
-    from hmmlm.learning.run import distill
     from hmmlm.lm.ctrlg import save_ctrlg
     from hmmlm.lm.lm import LanguageModel
     from hmmlm.lm.mixture import MixtureModel
     from hmmlm.runs.loading import load
+    from hmmlm.training.run import distill
 
 __version__ = "0.3.0"
 
@@ -32,7 +32,7 @@ _MODULES = {
     "constrain.automaton": "Automaton",
     "constrain.guide": "Guide",
     "cli.python": "train",
-    "learning.run": "distill",
+    "training.run": "distill",
     "runs.loading": "load",
     "constrain.constraint": "Constraint",
     "lm.ctrlg": "save_ctrlg",

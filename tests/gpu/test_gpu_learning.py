@@ -17,8 +17,8 @@ from hmmlm.data.tokenfile import TokenFile
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.learning.fused_adamw import FusedAdamWLearner, fuse
 from hmmlm.learning.learners import AdamWLearner, BaumWelchLearner, HmmLearner
-from hmmlm.learning.train import train
 from hmmlm.runs.checkpoint import read_checkpoint
+from hmmlm.training.train import train
 
 WORDS, BATCH, LENGTH = 40, 8, 16
 SCALAR = {"model": {"kind": "scalar", "num_states": 32}, "optimizer": {"lr": 0.05, "eps": 1e-4}}

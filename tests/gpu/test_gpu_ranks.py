@@ -11,7 +11,7 @@ from helpers.runs import records, tiny_config, write_text
 
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
-from hmmlm.learning.train import train
+from hmmlm.training.train import train
 
 MODELS: dict[str, dict[str, Any]] = {
     "scalar": {"num_states": 64},

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.hmm import HMM
-from hmmlm.learning import warm_start
+from hmmlm.training import warm_start
 
 LVD: dict[str, Any] = {"kind": "lvd", "teacher": "fake", "tokens": 1000, "kmeans": {"tokens": 800}}
 """An initialization section for a run with a fake teacher."""

@@ -8,7 +8,7 @@ import pytest  # noqa: F401
 import torch
 import torch.utils.tensorboard
 
-import hmmlm.learning.train  # noqa: F401
+import hmmlm.training.train  # noqa: F401
 from hmmlm.ops.common import installed
 from hmmlm.ops.scan import Evidence, Parameters
 

@@ -18,11 +18,11 @@ from hmmlm.config.training import read_config
 from hmmlm.data.tokenfile import TokenFile, write_tokens
 from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.hmm import HMM
-from hmmlm.learning import train as training
 from hmmlm.learning.fit import Fit
-from hmmlm.learning.prepare import Prepared
 from hmmlm.runs.history import read_history
 from hmmlm.runs.progress import Progress, ProgressPhase
+from hmmlm.training import train as training
+from hmmlm.training.prepare import Prepared
 
 WORDS = ["<unk>", "<eos>", "a", "b", "c", "d"]
 TIMES = ("seconds", "tokens_per_second")

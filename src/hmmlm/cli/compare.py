@@ -108,7 +108,7 @@ def _token_texts(arguments: CompareArguments, first: TextModel, second: TextMode
     """Return the texts of the first model's run, or of a folder of token files, if both models have its vocabulary."""
     import numpy as np
 
-    from hmmlm.learning.prepare import reopen
+    from hmmlm.training.prepare import reopen
 
     folder = tokens_of_text(first, arguments.first, arguments.data)
     if folder is None:

@@ -117,10 +117,10 @@ def run(argv: list[str]) -> int:
     arguments = parse(DataArguments, argv, "data", DESCRIPTION)
 
     from hmmlm.data.tokenfile import unknown_fraction
-    from hmmlm.learning.prepare import check_data, cluster_words, find_data, prepare
     from hmmlm.runs.folders import lock_run, removed_on_failure
     from hmmlm.runs.progress import Progress, terminal_progress
     from hmmlm.structure.paths import write_paths
+    from hmmlm.training.prepare import check_data, cluster_words, find_data, prepare
 
     out = arguments.out
     config = TrainingConfig(

@@ -60,11 +60,11 @@ def run(argv: list[str]) -> int:
         require_readers(arguments.model, arguments.gguf_file)
 
     from hmmlm.cli.main import INTERRUPTED
-    from hmmlm.learning.distill import distill, resume_distillation
     from hmmlm.report.distill import evaluate_distillation, print_distillation
     from hmmlm.report.page import write_report
     from hmmlm.runs.progress import Progress, terminal_progress
     from hmmlm.terminal import printable
+    from hmmlm.training.distill import distill, resume_distillation
 
     progress = Progress() if arguments.quiet else terminal_progress()
     if arguments.resume is not None:

@@ -85,7 +85,7 @@ def _token_files(arguments: EvalArguments, lm: TextModel, scratch: Path, ranks: 
     """Return the texts to score; one that is not encoded yet is encoded by rank 0, which alone can read a pipe."""
     from hmmlm.data.corpora import encode_documents
     from hmmlm.errors import InputError
-    from hmmlm.learning.prepare import reopen
+    from hmmlm.training.prepare import reopen
 
     folder = tokens_of_text(lm, arguments.model, arguments.data)
     if folder is not None:

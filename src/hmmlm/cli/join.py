@@ -10,8 +10,8 @@ from hmmlm.errors import InputError
 from hmmlm.terminal import counted
 
 if TYPE_CHECKING:
-    from hmmlm.learning.prepare import Prepared
     from hmmlm.lm.lm import LanguageModel
+    from hmmlm.training.prepare import Prepared
 
 DESCRIPTION = """Write the union of several HMMs with one vocabulary as one model: exactly an HMM, whose transition
 matrix is block-diagonal and whose start distribution is the weights times those of the models. So
@@ -42,9 +42,9 @@ def run(argv: list[str]) -> int:
 def build(arguments: CombineArguments) -> tuple[LanguageModel, list[float], list[float] | None]:
     """Return the union, its weights, and the validation perplexities of the models and itself, if there is a text."""
     from hmmlm.cli.models import tokens_of_models
-    from hmmlm.learning.prepare import reopen
     from hmmlm.lm.lm import load
     from hmmlm.lm.union import check_alike, join_models
+    from hmmlm.training.prepare import reopen
 
     models = [load(path, arguments.device) for path in arguments.models]
     check_alike(models)

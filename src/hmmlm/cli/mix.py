@@ -67,7 +67,6 @@ def build(arguments: MixArguments) -> tuple[MixtureModel, list[float], int]:
 
     from hmmlm.cli.models import tokens_of_models
     from hmmlm.device import pick_device
-    from hmmlm.learning.prepare import reopen
     from hmmlm.lm.mixture import MixtureModel, fit_mixture
     from hmmlm.lm.predictors import (
         CachePredictor,
@@ -78,6 +77,7 @@ def build(arguments: MixArguments) -> tuple[MixtureModel, list[float], int]:
         predictor_tokenizer,
     )
     from hmmlm.lm.recent import AdaptedHmmPredictor, RecentPredictor
+    from hmmlm.training.prepare import reopen
 
     folder = tokens_of_models(arguments.data, arguments.models)
     if folder is None:

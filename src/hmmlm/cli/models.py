@@ -30,8 +30,8 @@ class ModelArguments(Arguments):
 
 def tokens_of_models(data: Path | None, models: Sequence[Path]) -> Path | None:
     """Return the folder of token files `data`, or that of the first of the models that is a run; None if none is."""
-    from hmmlm.learning.prepare import is_prepared
     from hmmlm.report.results import run_folder
+    from hmmlm.training.prepare import is_prepared
 
     if data is not None and not is_prepared(data):
         raise InputError(f"{data} has no token files: give the folder of a run, or one made by `hmmlm data`")
@@ -43,8 +43,8 @@ def tokens_of_text(lm: TextModel, model: Path, data: str | None) -> Path | None:
 
     Return None if that is no such folder.
     """
-    from hmmlm.learning.prepare import is_prepared
     from hmmlm.report.results import run_folder
+    from hmmlm.training.prepare import is_prepared
 
     folder = run_folder(model) if data is None else None
     named = lm.config.get("data") if data is None else data

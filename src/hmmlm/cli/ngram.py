@@ -57,9 +57,9 @@ def run(argv: list[str]) -> int:
     from hmmlm.config.sections import StreamConfig
     from hmmlm.data.files import read_json
     from hmmlm.errors import InputError
-    from hmmlm.learning.prepare import is_prepared, reopen, trained_batches
     from hmmlm.report.results import BASELINE_TOKENS, count_ngram, score_split
     from hmmlm.runs.folders import CONFIG
+    from hmmlm.training.prepare import is_prepared, reopen, trained_batches
 
     folder = arguments.data
     if not is_prepared(folder):

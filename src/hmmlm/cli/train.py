@@ -16,8 +16,8 @@ from hmmlm.terminal import counted, time_text
 if TYPE_CHECKING:
     from hmmlm.cli.training import TrainArguments
     from hmmlm.config.run import RunConfig
-    from hmmlm.learning.train import TrainResult
     from hmmlm.runs.loggers import Logger
+    from hmmlm.training.train import TrainResult
 
 OVERVIEW = f"""usage: hmmlm train [OPTIONS]
 
@@ -64,8 +64,8 @@ SHORTCUTS = {"initialization.kind": "init", "initialization.teacher": "teacher"}
 
 def _print_estimate(config: RunConfig, arguments: TrainArguments) -> int:
     """Print what a run would cost."""
-    from hmmlm.learning.estimate import estimate
     from hmmlm.runs.progress import Progress, terminal_progress
+    from hmmlm.training.estimate import estimate
 
     if arguments.resume is not None:
         raise InputError("--dry-run measures a new run: leave out --resume")
@@ -111,11 +111,11 @@ def train_and_report(arguments: TrainArguments, loggers: Sequence[Logger] = ()) 
     from hmmlm.cli.models import warn_unknown
     from hmmlm.cli.training import config_of, run_training
     from hmmlm.config.run import RunConfig
-    from hmmlm.learning.train import train
     from hmmlm.report.page import write_report
     from hmmlm.report.results import MODEL, evaluate_run
     from hmmlm.runs.progress import perplexity_text
     from hmmlm.terminal import printable
+    from hmmlm.training.train import train
 
     name = arguments.recipe or Path(arguments.config or arguments.data).stem
     result, reports = run_training(

@@ -23,7 +23,7 @@ from hmmlm.runs.folders import FOLDERS, LATEST, find_run, new_folder, saved_conf
 from hmmlm.terminal import counted, printable
 
 if TYPE_CHECKING:
-    from hmmlm.learning.train import TrainResult
+    from hmmlm.training.train import TrainResult
 
 
 class StartingPoint(PydanticBaseSettingsSource):
@@ -133,9 +133,9 @@ def run_training(
     from hmmlm.data.tokenfile import unknown_fraction
     from hmmlm.device import peak_memory, pick_device
     from hmmlm.distributed.ranks import connected
-    from hmmlm.learning.prepare import reopen
     from hmmlm.runs.commands import program
     from hmmlm.runs.progress import Progress, terminal_progress
+    from hmmlm.training.prepare import reopen
 
     progress = Progress() if arguments.quiet else terminal_progress()
     with connected(pick_device(config.train.device).type == "cuda") as ranks, ExitStack() as stack:

@@ -20,9 +20,9 @@ from hmmlm.errors import InputError
 from hmmlm.explorer.index import StateIndex
 from hmmlm.explorer.layout import Layout, lay_out
 from hmmlm.explorer.tokens import display
-from hmmlm.learning.prepare import reopen
 from hmmlm.lm.lm import LanguageModel
 from hmmlm.report.results import run_folder, typical_sentence
+from hmmlm.training.prepare import reopen
 
 NGRAM_ORDER = 5
 NGRAM_TOKENS = 5_000_000  # training tokens that the n-gram is counted on

@@ -1,1 +1,1 @@
-"""Learning: configuration, updates, the training loop, checkpoints."""
+"""Learning: a batch becomes an update; the loop and its checkpoints."""

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from hmmlm.config.run import RunConfig
-from hmmlm.learning.train import TrainResult, train
 from hmmlm.report.explain import explain_states
 from hmmlm.report.page import write_report
 from hmmlm.report.results import MIXTURE, RunResults, evaluate_run
@@ -20,6 +19,7 @@ from hmmlm.report.tables import path_table
 from hmmlm.runs.commands import program
 from hmmlm.runs.progress import Progress, perplexity_text
 from hmmlm.terminal import printable
+from hmmlm.training.train import TrainResult, train
 
 SENTENCE = "The function returns a list of the names in the module."
 BLANK = "The function returns the ___ of the list."

@@ -14,10 +14,10 @@ import numpy as np
 from hmmlm.baselines.ngram import FloatArray
 from hmmlm.data.files import write_bytes
 from hmmlm.distillation.samples import SampleFolder
-from hmmlm.learning.distill import SAMPLES
 from hmmlm.lm.scoring import perplexity
 from hmmlm.report.results import BASELINES, MODEL, RunResults, count_ngram, evaluate_run
 from hmmlm.runs.progress import perplexity_text
+from hmmlm.training.distill import SAMPLES
 
 DISTILLATION = "distillation.json"
 """File of a run with these figures."""

@@ -17,12 +17,12 @@ from hmmlm.config.run import RunConfig
 from hmmlm.data.files import RESULTS, write_bytes
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.distributed.ranks import world
-from hmmlm.learning.prepare import Prepared, reopen
 from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.lm.scoring import TextScore, score_of
 from hmmlm.lm.textmodel import TextModel
 from hmmlm.runs.folders import saved_config
 from hmmlm.runs.history import read_history
+from hmmlm.training.prepare import Prepared, reopen
 
 BASELINES = {"unigram": 1, "bigram": 2, "5-gram": 5}
 MODEL = "model"

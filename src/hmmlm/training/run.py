@@ -11,10 +11,10 @@ from hmmlm.arguments import check_arguments
 from hmmlm.config.distill import DistillConfig
 from hmmlm.config.explain import explain
 from hmmlm.errors import InputError
-from hmmlm.learning.distill import distill as distill_in_folder
 from hmmlm.lm.lm import LanguageModel, load
 from hmmlm.runs.folders import new_folder
 from hmmlm.runs.progress import terminal_progress
+from hmmlm.training.distill import distill as distill_in_folder
 
 
 @check_arguments

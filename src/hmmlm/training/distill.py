@@ -35,13 +35,13 @@ from hmmlm.distillation.samples import (
     read_prompts,
 )
 from hmmlm.errors import InputError
-from hmmlm.learning.prepare import Prepared, check_memory
-from hmmlm.learning.train import TrainResult, make_fabric, make_learner, train
 from hmmlm.runs.folders import lock_run, new_run, refuse_used, saved_config
 from hmmlm.runs.interrupt import Stopped, stop_on_signals
 from hmmlm.runs.progress import Progress
 from hmmlm.teachers.sampling import TextSampler, open_sampler
 from hmmlm.terminal import time_text
+from hmmlm.training.prepare import Prepared, check_memory
+from hmmlm.training.train import TrainResult, make_fabric, make_learner, train
 
 MIN_TOKENS = 2_000
 """Of a distillation that --minutes chooses."""

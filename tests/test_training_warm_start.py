@@ -16,11 +16,11 @@ from hmmlm.distillation.kmeans import Clusters
 from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.learning.fit import Fit
-from hmmlm.learning.train import train
 from hmmlm.models.base import Model
 from hmmlm.models.factored import LinearConfig
 from hmmlm.runs.checkpoint import read_checkpoint
 from hmmlm.runs.folders import saved_config
+from hmmlm.training.train import train
 
 CHUNKS: dict[str, Any] = {"kind": "chunks", "batch_size": 8, "length": 16}
 COUNTS: dict[str, Any] = {**LVD, "kind": "counts"}

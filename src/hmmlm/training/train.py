@@ -44,30 +44,6 @@ from hmmlm.learning.learners import (
     NetworkLearner,
     count_parameters,
 )
-from hmmlm.learning.prepare import (
-    Prepared,
-    add_blocks,
-    check_batch_size,
-    check_data,
-    check_memory,
-    find_data,
-    make_batches,
-    prepare,
-    reopen,
-    text_digests,
-    text_size,
-    with_actual_text,
-    write_labels,
-)
-from hmmlm.learning.warm_start import (
-    WarmStart,
-    check_start,
-    check_teacher,
-    draw_next_words,
-    freeze_embeddings,
-    joint_tokens,
-    open_label_teacher,
-)
 from hmmlm.lm.scoring import perplexity
 from hmmlm.models.base import Model
 from hmmlm.models.scalar import BlockedScalar
@@ -88,6 +64,30 @@ from hmmlm.runs.loggers import Logger
 from hmmlm.runs.progress import Progress
 from hmmlm.teachers.teacher import Teacher
 from hmmlm.terminal import counted
+from hmmlm.training.prepare import (
+    Prepared,
+    add_blocks,
+    check_batch_size,
+    check_data,
+    check_memory,
+    find_data,
+    make_batches,
+    prepare,
+    reopen,
+    text_digests,
+    text_size,
+    with_actual_text,
+    write_labels,
+)
+from hmmlm.training.warm_start import (
+    WarmStart,
+    check_start,
+    check_teacher,
+    draw_next_words,
+    freeze_embeddings,
+    joint_tokens,
+    open_label_teacher,
+)
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric

@@ -39,7 +39,6 @@ from hmmlm.distillation.next_words import NEXT_WORDS, open_next_words, word_dtyp
 from hmmlm.distillation.transfer import check_width, set_state_embeddings, set_word_vectors
 from hmmlm.distributed.ranks import world
 from hmmlm.errors import InputError
-from hmmlm.learning.prepare import Prepared
 from hmmlm.models.base import Model
 from hmmlm.models.factored import DenseFactored
 from hmmlm.runs.progress import Progress
@@ -47,6 +46,7 @@ from hmmlm.teachers.checks import layer_index
 from hmmlm.teachers.embeddings import student_embeddings
 from hmmlm.teachers.teacher import Teacher, open_teacher
 from hmmlm.terminal import counted
+from hmmlm.training.prepare import Prepared
 
 CENTROIDS = "clusters.safetensors"
 DEFAULT_TOKENS, MAX_FRACTION = 5_000_000, 0.1

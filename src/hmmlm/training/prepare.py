@@ -39,13 +39,13 @@ from hmmlm.data.words import Split
 from hmmlm.device import total_memory
 from hmmlm.distillation.samples import SETTINGS
 from hmmlm.errors import InputError
-from hmmlm.learning.tokenizers import make_tokenizer
 from hmmlm.models.base import BlockedConfig
 from hmmlm.runs.folders import BLOCKS
 from hmmlm.runs.progress import Progress
 from hmmlm.section import ModelSize
 from hmmlm.structure.brown import BrownClustering, brown_clusters
 from hmmlm.structure.paths import read_paths
+from hmmlm.training.tokenizers import make_tokenizer
 
 MAX_IN_SMALL_TEXT = 1_024  # states per block, where a text has too few words for the blocks: a step takes its square
 MAX_SHARED = 128  # blocks of several words, beside those of single ones

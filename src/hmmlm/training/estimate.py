@@ -24,7 +24,9 @@ from hmmlm.learning.evaluate import select_carry
 from hmmlm.learning.fit import total_tokens
 from hmmlm.learning.fused_adamw import fuse
 from hmmlm.learning.learners import HmmLearner, Learner
-from hmmlm.learning.prepare import (
+from hmmlm.models.base import BlockedConfig
+from hmmlm.runs.progress import Progress
+from hmmlm.training.prepare import (
     Prepared,
     check_data,
     check_memory,
@@ -36,10 +38,8 @@ from hmmlm.learning.prepare import (
     text_size,
     with_actual_text,
 )
-from hmmlm.learning.train import describe, flush_denormals, make_fabric, make_learner
-from hmmlm.learning.warm_start import check_teacher
-from hmmlm.models.base import BlockedConfig
-from hmmlm.runs.progress import Progress
+from hmmlm.training.train import describe, flush_denormals, make_fabric, make_learner
+from hmmlm.training.warm_start import check_teacher
 
 _WARM_UP = {"cpu": 1, "cuda": 6}  # untimed steps; a GPU compiles kernels and records a graph
 _SECONDS = 2.0  # timed steps end after this time,

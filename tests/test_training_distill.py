@@ -22,12 +22,12 @@ from hmmlm.config.distill import DistillConfig
 from hmmlm.data.tokenfile import TokenFile
 from hmmlm.distillation.samples import SampleFolder, SamplePlan
 from hmmlm.errors import InputError
-from hmmlm.learning import distill as module
-from hmmlm.learning.distill import Speeds, _plan, distill, resume_distillation
 from hmmlm.report.distill import by_position, evaluate_distillation, verdict
 from hmmlm.runs.interrupt import Stopped
 from hmmlm.runs.progress import Progress
 from hmmlm.teachers.sampling import TextSampler, open_sampler
+from hmmlm.training import distill as module
+from hmmlm.training.distill import Speeds, _plan, distill, resume_distillation
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,7 +10,7 @@ from hmmlm.cli.main import main
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
 from hmmlm.errors import InputError
-from hmmlm.learning.train import train
+from hmmlm.training.train import train
 
 
 @pytest.fixture

@@ -21,9 +21,7 @@ from hmmlm.learning.evaluate import Evaluation, evaluate
 from hmmlm.learning.fit import Fit, TrainingError
 from hmmlm.learning.learners import AdamWLearner, HmmLearner
 from hmmlm.learning.optimizers import maximize
-from hmmlm.learning.prepare import evaluation_batches, make_batches
 from hmmlm.learning.schedules import lr_factor
-from hmmlm.learning.train import make_fabric, train
 from hmmlm.models import base, scalar
 from hmmlm.models.base import Model
 from hmmlm.models.scalar import Scalar
@@ -32,6 +30,8 @@ from hmmlm.runs.checkpoint import read_checkpoint
 from hmmlm.runs.progress import Progress
 from hmmlm.scan import implementations
 from hmmlm.scan.composition import matrices
+from hmmlm.training.prepare import evaluation_batches, make_batches
+from hmmlm.training.train import make_fabric, train
 
 CHUNKS: dict[str, Any] = {"kind": "chunks", "batch_size": 16, "length": 12}
 STEADY: dict[str, Any] = {"kind": "constant", "warmup": 0}

@@ -9,8 +9,8 @@ import pytest
 from hmmlm.config.sections import AutoTokenizerConfig
 from hmmlm.data.corpora import Documents, load_text, notices
 from hmmlm.data.words import WordTokenizer
-from hmmlm.learning.tokenizers import make_tokenizer
 from hmmlm.runs.progress import Progress
+from hmmlm.training.tokenizers import make_tokenizer
 
 _RANDOM = random.Random(0)
 

@@ -9,10 +9,10 @@ from helpers.commands import failure, write_corpus
 from hmmlm.cli.main import main
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
-from hmmlm.learning import estimate as module
-from hmmlm.learning.estimate import estimate
 from hmmlm.runs.progress import Progress
 from hmmlm.terminal import time_text
+from hmmlm.training import estimate as module
+from hmmlm.training.estimate import estimate
 
 BATCHES = {"batch_size": 4, "length": 8}
 MODELS = [

@@ -1,0 +1,1 @@
+"""Training: a run from its configuration to its folder, text prepared, warm starts, distillation."""
