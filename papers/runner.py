@@ -108,7 +108,7 @@ def perform(run: StudyRun, work: Path, alone: bool = True) -> dict[str, Any]:
     """Train one run and return its record; without speeds unless it is `alone` on the machine."""
     import torch
 
-    from hmmlm.training.train import TrainingError
+    from hmmlm.learning.fit import TrainingError
 
     config = configuration(parts_of(run)[0]) if run.row.combine is not None else _with_teacher(run, work)
     if torch.cuda.is_available():  # a worker does several runs: peak memory is to be that of this one
@@ -157,7 +157,7 @@ def train_teacher_of(run: StudyRun, work: Path) -> Path:
     """Return the run of the row's teacher in `work`; it is trained, or its training resumed, unless it is finished."""
     from hmmlm.data.files import PERPLEXITY
     from hmmlm.runs.progress import LineProgress
-    from hmmlm.training.train import train_baseline
+    from hmmlm.training.networks import train_baseline
 
     teacher = teacher_of(run)
     folder, config = work / _folder_name(f"teacher-{teacher.row.name}-{teacher.seed}"), configuration(teacher)
@@ -247,7 +247,8 @@ def _train_and_score(config: TrainingConfig, folder: Path, on_gpu: bool) -> dict
     from hmmlm.data.files import PERPLEXITY, read_json
     from hmmlm.runs.history import read_history
     from hmmlm.runs.progress import LineProgress
-    from hmmlm.training.train import train, train_baseline
+    from hmmlm.training.networks import train_baseline
+    from hmmlm.training.train import train
 
     began = time.perf_counter()
     if isinstance(config, NgramConfig):

@@ -11,7 +11,9 @@ from hmmlm.config.recipe import recipe_names
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import read_config
 from hmmlm.errors import InputError
-from hmmlm.training.train import TrainingError, train, train_baseline, train_teacher
+from hmmlm.learning.fit import TrainingError
+from hmmlm.training.networks import train_baseline, train_teacher
+from hmmlm.training.train import train
 from papers.settings import FOLDER, configuration, recipe_settings, sections
 from papers.study import BASELINE, StudyRow, StudyRun
 from papers.variants import VARIANTS

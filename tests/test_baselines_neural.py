@@ -33,7 +33,7 @@ from hmmlm.data.tokenizers import WordTokenizer
 from hmmlm.errors import InputError
 from hmmlm.runs.folders import saved_config
 from hmmlm.teachers.teacher import open_teacher
-from hmmlm.training.train import score_baseline, train_baseline
+from hmmlm.training.networks import score_baseline, train_baseline
 
 KINDS = ("feedforward", "lstm", "awd-lstm", "relaxed-hmm")
 CONFIGS = {

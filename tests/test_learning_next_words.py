@@ -23,8 +23,9 @@ from hmmlm.errors import InputError
 from hmmlm.learning.learners import AdamWLearner
 from hmmlm.runs.progress import Progress
 from hmmlm.training.estimate import estimate
+from hmmlm.training.networks import train_baseline
 from hmmlm.training.prepare import reopen
-from hmmlm.training.train import train, train_baseline
+from hmmlm.training.train import train
 
 NEURAL = {"kind": "neural", "num_states": 64, "blocks": 4, "hidden": 32, "dropout": 0.0}
 

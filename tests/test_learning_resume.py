@@ -34,7 +34,8 @@ from hmmlm.runs.checkpoint import read_checkpoint, remove_folder
 from hmmlm.runs.folders import saved_config
 from hmmlm.runs.history import History
 from hmmlm.runs.progress import Progress, ProgressPhase
-from hmmlm.training.train import train, train_baseline, train_teacher
+from hmmlm.training.networks import train_baseline, train_teacher
+from hmmlm.training.train import train
 
 MINI_BATCH = {"kind": "baum-welch", "full_batch": False, "pseudocount": 0.1, "momentum": 0.5, "step": 0.5}
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -29,7 +29,8 @@ from hmmlm.config.run import RunConfig
 from hmmlm.config.training import TrainingConfig, read_config
 from hmmlm.data.tokenizers import WordTokenizer, load_tokenizer
 from hmmlm.teachers.gpt import GPT, GPTShape
-from hmmlm.training.train import train, train_baseline, train_teacher
+from hmmlm.training.networks import train_baseline, train_teacher
+from hmmlm.training.train import train
 
 pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("TORTURE_KILLS", "8"))

@@ -84,7 +84,7 @@ def test_the_teacher_of_a_row_is_trained_once(tmp_path: Path, monkeypatch: pytes
     folder = tmp_path / "teacher-a-teacher-3"
     student = next(path for path in tmp_path.iterdir() if path != folder)
     assert json.loads((student / "config.json").read_text())["next_words"]["teacher"] == str(folder)
-    monkeypatch.setattr("hmmlm.training.train.train_baseline", None)  # it would fail
+    monkeypatch.setattr("hmmlm.training.networks.train_baseline", None)  # it would fail
     assert runner.train_teacher_of(run, tmp_path) == folder
     as_row = folder.rename(tmp_path / "a-teacher-3-1-1")  # the run of a row of its own
     assert runner.train_teacher_of(run, tmp_path) == as_row

@@ -20,7 +20,7 @@ from test_teachers_gpt import tiny_teacher
 from hmmlm.config.networks import BaselineConfig, TeacherConfig
 from hmmlm.config.training import read_config
 from hmmlm.distillation.next_words import NEXT_WORDS
-from hmmlm.training.train import train_baseline, train_teacher
+from hmmlm.training.networks import train_baseline, train_teacher
 
 pytestmark = pytest.mark.slow
 SEEDS = frozenset({"rng.cpu"})

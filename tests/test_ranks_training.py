@@ -21,7 +21,8 @@ from hmmlm.data.files import PERPLEXITY
 from hmmlm.distillation.kmeans import Clusters
 from hmmlm.learning.learners import mask_padding
 from hmmlm.runs.checkpoint import read_checkpoint
-from hmmlm.training.train import train, train_baseline
+from hmmlm.training.networks import train_baseline
+from hmmlm.training.train import train
 
 pytestmark = pytest.mark.slow
 MINI_BATCH = {"kind": "baum-welch", "pseudocount": 0.1, "momentum": 0.5, "step": 0.5}

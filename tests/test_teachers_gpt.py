@@ -25,7 +25,7 @@ from hmmlm.runs.checkpoint import read_checkpoint
 from hmmlm.teachers.embeddings import student_embeddings
 from hmmlm.teachers.gpt import GPT, GPTShape
 from hmmlm.teachers.teacher import open_teacher
-from hmmlm.training.train import train_teacher
+from hmmlm.training.networks import train_teacher
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,8 @@ from hmmlm.runs.progress import Progress
 from hmmlm.scan import implementations
 from hmmlm.scan.composition import matrices
 from hmmlm.training.prepare import evaluation_batches, make_batches
-from hmmlm.training.train import make_fabric, train
+from hmmlm.training.train import train
+from hmmlm.training.trainer import make_fabric
 
 CHUNKS: dict[str, Any] = {"kind": "chunks", "batch_size": 16, "length": 12}
 STEADY: dict[str, Any] = {"kind": "constant", "warmup": 0}

@@ -22,6 +22,7 @@ from hmmlm.learning.fit import Fit
 from hmmlm.runs.history import read_history
 from hmmlm.runs.progress import Progress, ProgressPhase
 from hmmlm.training import train as training
+from hmmlm.training import trainer
 from hmmlm.training.prepare import Prepared
 
 WORDS = ["<unk>", "<eos>", "a", "b", "c", "d"]
@@ -115,7 +116,7 @@ def fit_planted(out: Path, data: Prepared, **sections: dict[str, Any]) -> Fit:
             made.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "Fit", RecordedFit)
+        patch.setattr(trainer, "Fit", RecordedFit)
         assert training.train(tiny_config(folder, **sections), out).finished
     return made[0]
 

@@ -52,8 +52,8 @@ def run(argv: list[str]) -> int:
     from hmmlm.data.files import PERPLEXITY, read_json
     from hmmlm.data.tokenfile import unknown_fraction
     from hmmlm.runs.progress import perplexity_text
+    from hmmlm.training.networks import train_baseline
     from hmmlm.training.prepare import reopen
-    from hmmlm.training.train import train_baseline
 
     config = config_of(BaselineConfig, arguments)
     name = arguments.recipe or Path(arguments.config or arguments.data).stem

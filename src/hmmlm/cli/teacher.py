@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
     arguments = parse(TeacherArguments, argv, "teacher", OVERVIEW, defaults=TeacherConfig())
 
     from hmmlm.runs.progress import perplexity_text
-    from hmmlm.training.train import train_teacher
+    from hmmlm.training.networks import train_teacher
 
     if arguments.convert is not None:
         return _convert(arguments.convert, arguments.out)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hmmlm.cli.training import TrainArguments
     from hmmlm.config.run import RunConfig
     from hmmlm.runs.loggers import Logger
-    from hmmlm.training.train import TrainResult
+    from hmmlm.training.trainer import TrainResult
 
 OVERVIEW = f"""usage: hmmlm train [OPTIONS]
 

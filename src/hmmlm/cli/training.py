@@ -23,7 +23,7 @@ from hmmlm.runs.folders import FOLDERS, LATEST, find_run, new_folder, saved_conf
 from hmmlm.terminal import counted, printable
 
 if TYPE_CHECKING:
-    from hmmlm.training.train import TrainResult
+    from hmmlm.training.trainer import TrainResult
 
 
 class StartingPoint(PydanticBaseSettingsSource):

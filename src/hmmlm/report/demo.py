@@ -19,7 +19,8 @@ from hmmlm.report.tables import path_table
 from hmmlm.runs.commands import program
 from hmmlm.runs.progress import Progress, perplexity_text
 from hmmlm.terminal import printable
-from hmmlm.training.train import TrainResult, train
+from hmmlm.training.train import train
+from hmmlm.training.trainer import TrainResult
 
 SENTENCE = "The function returns a list of the names in the module."
 BLANK = "The function returns the ___ of the list."

@@ -41,7 +41,8 @@ from hmmlm.runs.progress import Progress
 from hmmlm.teachers.sampling import TextSampler, open_sampler
 from hmmlm.terminal import time_text
 from hmmlm.training.prepare import Prepared, check_memory
-from hmmlm.training.train import TrainResult, make_fabric, make_learner, train
+from hmmlm.training.train import make_learner, train
+from hmmlm.training.trainer import TrainResult, make_fabric
 
 MIN_TOKENS = 2_000
 """Of a distillation that --minutes chooses."""

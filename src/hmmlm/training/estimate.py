@@ -38,7 +38,8 @@ from hmmlm.training.prepare import (
     text_size,
     with_actual_text,
 )
-from hmmlm.training.train import describe, flush_denormals, make_fabric, make_learner
+from hmmlm.training.train import make_learner
+from hmmlm.training.trainer import describe, flush_denormals, make_fabric
 from hmmlm.training.warm_start import check_teacher
 
 _WARM_UP = {"cpu": 1, "cuda": 6}  # untimed steps; a GPU compiles kernels and records a graph
