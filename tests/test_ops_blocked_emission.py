@@ -4,18 +4,21 @@ The Triton kernels run here in Triton's interpreter (tests/helpers/interpreter.p
 bfloat16 products; tests/gpu runs both on a GPU.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from helpers.interpreter import (
     implementations,
-    needs_triton,
     outside_interpreter,
     run_in_interpreter,
     starts_interpreter,
 )
-from helpers.layers import EMISSION_CASES, assert_emission_agrees, emission_inputs, solve_emission
+from helpers.layers import (
+    EMISSION_CASES,
+    assert_emission_agrees,
+    emission_inputs,
+    emission_specification,
+    solve_emission,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,7 +69,7 @@ def test_narrow_products_round_the_operands_only() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = blocked_emission(hidden, words, bias, tiles)
     rounded = [x.bfloat16().double() for x in (hidden, words)]
-    expected = blocked_emission(*rounded, bias.double(), tiles, impl="naive")
+    expected = emission_specification(*rounded, bias.double(), tiles)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(blocked_emission(hidden, words, bias, tiles).double(), expected, rtol=1e-5, atol=1e-5)
@@ -92,34 +95,18 @@ def test_a_block_without_words_is_named() -> None:
         make_tiles(torch.tensor([0, 2, 2]), 3)
 
 
-SHAPES = ((2, 3, 4), (5, 4), (5,))
-
-
-def emission(shapes: tuple[tuple[int, ...], ...], **options: Any) -> None:
-    tiles = make_tiles(torch.tensor([0, 1, 1, 0, 1]), 2)
-    hidden, words, bias = (torch.ones(shape) for shape in shapes)
-    blocked_emission(hidden, words, bias, tiles, **options)
-
-
 @outside_interpreter
 @pytest.mark.parametrize(
-    ("shapes", "options", "message"),
+    ("shapes", "message"),
     [
-        (SHAPES, {"impl": "cuda"}, "blocked_emission: unknown impl 'cuda': use auto, naive, tiled or triton"),
-        (((3, 3, 4), (5, 4), (5,)), {}, r"hidden \[3, 3, 4\] and words \[5, 4\] must be \[2, k, h\] and \[5, h\]"),
-        (((2, 3, 4), (5, 4), (6,)), {}, r"bias \[6\] must be \[5\]"),
+        (((3, 3, 4), (5, 4), (5,)), r"hidden \[3, 3, 4\] and words \[5, 4\] must be \[2, k, h\] and \[5, h\]"),
+        (((2, 3, 4), (5, 4), (6,)), r"bias \[6\] must be \[5\]"),
     ],
 )
-def test_bad_input_is_named(shapes: tuple[tuple[int, ...], ...], options: dict[str, Any], message: str) -> None:
+def test_bad_input_is_named(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
+    hidden, words, bias = (torch.ones(shape) for shape in shapes)
     with pytest.raises(InputError, match=message):
-        emission(shapes, **options)
-
-
-@outside_interpreter
-@needs_triton
-def test_rows_too_wide_for_the_kernels_are_named() -> None:
-    with pytest.raises(InputError, match=r"do not support .*rows of more than 1024 bytes: use impl='tiled'"):
-        emission(((2, 3, 257), (5, 257), (5,)), impl="triton")
+        blocked_emission(hidden, words, bias, make_tiles(torch.tensor([0, 1, 1, 0, 1]), 2))
 
 
 @starts_interpreter

@@ -6,11 +6,10 @@ from helpers.interpreter import needs_triton
 
 from hmmlm.errors import InputError
 from hmmlm.ops import common
-from hmmlm.ops.common import Carry, choose_kernels, factor_logits, logsumexp, product_dtype
-from hmmlm.ops.scan import scaled
+from hmmlm.ops.common import Carry, factor_logits, find_kernels, kernel_refusal, logsumexp, product_dtype
 from hmmlm.ops.underflow import FLOOR, exp
 
-CPU = torch.zeros(1)
+CPU = torch.device("cpu")
 
 
 def factors(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,31 +69,23 @@ def test_exp_has_no_denormal_numbers(dtype: torch.dtype) -> None:
     torch.testing.assert_close(result, torch.where(scores.exp() < floor, 0.0, scores.exp()))
 
 
-def test_the_portable_implementation_is_chosen_on_the_cpu() -> None:
-    assert choose_kernels("scan", "auto", CPU, "scaled") is scaled
-    assert choose_kernels("scan", "scaled", CPU, "scaled") is scaled
-    with pytest.raises(InputError, match="scan: unknown impl 'tiled': use auto, naive, scaled or triton"):
-        choose_kernels("scan", "tiled", CPU, "scaled")
-    with pytest.raises(InputError, match="scan: the triton kernels do not support float64: use impl='scaled'"):
-        choose_kernels("scan", "triton", CPU, "scaled", "float64")
-
-
 @needs_triton
-def test_the_kernels_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_for_gpus_the_interpreter_and_what_they_support(monkeypatch: pytest.MonkeyPatch) -> None:
     from hmmlm.ops.scan import triton  # kernels that are first imported with that variable are never compiled
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert choose_kernels("scan", "triton", CPU, "scaled") is triton
+    assert find_kernels("scan", CPU) is triton
+    assert find_kernels("scan", CPU, "float64") is None
     monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(InputError, match="scan: impl='triton' needs tensors on a GPU, not on cpu: use impl='scaled'"):
-        choose_kernels("scan", "triton", CPU, "scaled")
+    assert find_kernels("scan", CPU) is None
+    assert kernel_refusal(CPU) == "needs tensors on a GPU, not on cpu"
 
 
 def test_triton_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "installed", lambda name: False)
-    assert choose_kernels("scan", "auto", CPU, "scaled") is scaled
-    with pytest.raises(InputError, match="needs the package triton, which is not installed: use impl='scaled'"):
-        choose_kernels("scan", "triton", CPU, "scaled")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernel_refusal(CPU) == "needs the package triton, which is not installed"
+    assert find_kernels("scan", CPU) is None
 
 
 def test_a_carry_has_rows_and_a_most_likely_state() -> None:

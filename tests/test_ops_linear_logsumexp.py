@@ -4,20 +4,17 @@ The Triton kernels run here in Triton's interpreter (tests/helpers/interpreter.p
 bfloat16 products; tests/gpu runs both on a GPU.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from helpers.interpreter import (
     INTERPRETING,
     implementations,
     in_interpreter,
-    needs_triton,
     outside_interpreter,
     run_in_interpreter,
     starts_interpreter,
 )
-from helpers.layers import LINEAR_CASES, assert_linear_agrees, linear_inputs, solve_linear
+from helpers.layers import LINEAR_CASES, assert_linear_agrees, linear_inputs, linear_specification, solve_linear
 from helpers.ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,10 +57,10 @@ def test_columns_of_minus_infinity_are_ignored(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_the_result_may_be_changed_in_place(impl: Any) -> None:
+def test_the_result_may_be_changed_in_place(impl: str) -> None:
     u, w = (x.float() for x in linear_inputs(3, 700, 4, False, seed=6))
-    changed = linear_logsumexp(u.requires_grad_(), w, impl=impl).mul_(2)
-    torch.testing.assert_close(changed, 2 * linear_logsumexp(u, w, impl="naive"))
+    changed = linear_logsumexp(u.requires_grad_(), w).mul_(2)
+    torch.testing.assert_close(changed, 2 * linear_specification(u, w))
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -142,7 +139,7 @@ def test_rows_of_a_normalized_transition_sum_to_one() -> None:
 @outside_interpreter
 def test_gradients_agree_with_finite_differences() -> None:
     leaves = [x.requires_grad_() for x in linear_inputs(4, 5, 3, True, seed=8)]
-    assert torch.autograd.gradcheck(lambda u, w, b: linear_logsumexp(u, w, b, impl="chunked"), leaves)
+    assert torch.autograd.gradcheck(linear_logsumexp, leaves)
 
 
 @outside_interpreter
@@ -150,15 +147,13 @@ def test_narrow_products_round_the_operands_only() -> None:
     """With bfloat16 products the value is exact for the rounded operands; gradients stay in float32."""
     u, w = (x.float() for x in linear_inputs(40, 50, 32, False, seed=9))
     rounded = [x.bfloat16().double() for x in (u, w)]
-    expected = linear_logsumexp(*rounded, impl="naive")
+    expected = linear_specification(*rounded)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        by_autocast = linear_logsumexp(u, w)
-    for value in (linear_logsumexp(u, w, product_dtype=torch.bfloat16), by_autocast):
-        assert value.dtype == torch.float32
-        torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-6)
+        value = linear_logsumexp(u, w)
+        (gradient,) = torch.autograd.grad(linear_logsumexp(u.requires_grad_(), w).sum(), [u])
+    assert value.dtype == torch.float32
+    torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-6)
     assert not torch.allclose(linear_logsumexp(u, w).double(), expected, rtol=1e-6, atol=1e-6)
-    u.requires_grad_()
-    (gradient,) = torch.autograd.grad(linear_logsumexp(u, w, product_dtype=torch.bfloat16).sum(), [u])
     exact = torch.softmax(rounded[0] @ rounded[1].T, 1) @ rounded[1]
     assert (gradient - exact).norm() / exact.norm() < 5e-3
     assert not torch.equal(gradient, gradient.bfloat16().float())
@@ -166,33 +161,16 @@ def test_narrow_products_round_the_operands_only() -> None:
 
 @outside_interpreter
 @pytest.mark.parametrize(
-    ("arguments", "options", "message"),
+    ("arguments", "message"),
     [
-        ((torch.ones(2, 3), torch.ones(4, 5)), {}, r"u \[2, 3\] and w \[4, 5\] must be \[N, h\] and \[M, h\]"),
-        ((torch.ones(2, 3), torch.ones(0, 3)), {}, "M > 0"),
-        ((torch.ones(2, 3), torch.ones(4, 3), torch.ones(2)), {}, r"bias \[2\] must be \[4\]"),
-        (
-            (torch.ones(2, 3), torch.ones(4, 3)),
-            {"impl": "cuda"},
-            "linear_logsumexp: unknown impl 'cuda': use auto, naive, chunked or triton",
-        ),
-        (
-            (torch.ones(2, 3), torch.ones(4, 3)),
-            {"product_dtype": torch.float16},
-            "float16 cannot represent probabilities: use bfloat16 or wider",
-        ),
+        ((torch.ones(2, 3), torch.ones(4, 5)), r"u \[2, 3\] and w \[4, 5\] must be \[N, h\] and \[M, h\]"),
+        ((torch.ones(2, 3), torch.ones(0, 3)), "M > 0"),
+        ((torch.ones(2, 3), torch.ones(4, 3), torch.ones(2)), r"bias \[2\] must be \[4\]"),
     ],
 )
-def test_bad_input_is_named(arguments: tuple[torch.Tensor, ...], options: dict[str, Any], message: str) -> None:
+def test_bad_input_is_named(arguments: tuple[torch.Tensor, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        linear_logsumexp(*arguments, **options)
-
-
-@outside_interpreter
-@needs_triton
-def test_float64_is_not_for_the_kernels() -> None:
-    with pytest.raises(InputError, match="do not support float64: use impl='chunked'"):
-        linear_logsumexp(torch.ones(2, 3).double(), torch.ones(4, 3).double(), impl="triton")
+        linear_logsumexp(*arguments)
 
 
 @starts_interpreter

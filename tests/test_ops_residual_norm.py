@@ -3,19 +3,16 @@
 The Triton kernels run here in Triton's interpreter (tests/helpers/interpreter.py); tests/gpu runs them on a GPU.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from helpers.interpreter import (
     in_interpreter,
-    needs_triton,
     outside_interpreter,
     run_in_interpreter,
     starts_interpreter,
 )
 from helpers.layers import RESIDUAL_CASES, assert_residual_agrees, residual_inputs, solve_residual
-from torch import Tensor, nn
+from torch import nn
 
 from hmmlm.errors import InputError
 from hmmlm.models.networks import Residual
@@ -107,28 +104,11 @@ def test_dropout_is_for_training_only() -> None:
 
 
 @outside_interpreter
-@pytest.mark.parametrize(
-    ("change", "options", "message"),
-    [
-        ({}, {"impl": "cuda"}, "residual_norm: unknown impl 'cuda': use auto, naive or triton"),
-        ({}, {"impl": "triton"}, "do not support dtypes other than float32: use impl='naive'"),
-        ({}, {"impl": "triton", "dropout": 0.1}, "do not support dropout: use impl='naive'"),
-        ({2: torch.ones(5)}, {}, r"for rows of 4 .* not \[4, 4\], \[5\]"),
-    ],
-)
-def test_bad_input_is_named(change: dict[int, Tensor], options: dict[str, Any], message: str) -> None:
+def test_bad_input_is_named() -> None:
     given = residual_inputs(3, 4)
-    for index, value in change.items():
-        given[index] = value
-    with pytest.raises(InputError, match=message):
-        residual_norm(*given, **options)
-
-
-@outside_interpreter
-@needs_triton
-def test_rows_too_wide_for_the_kernels_are_named() -> None:
-    with pytest.raises(InputError, match="do not support rows of more than 1024 elements: use impl='naive'"):
-        residual_norm(*(x.float() for x in residual_inputs(1, 1025)), impl="triton")
+    given[2] = torch.ones(5)
+    with pytest.raises(InputError, match=r"for rows of 4 .* not \[4, 4\], \[5\]"):
+        residual_norm(*given)
 
 
 @starts_interpreter

@@ -211,14 +211,15 @@ def test_a_sequence_that_is_not_suspect_is_not_doubtful() -> None:
 
 @outside_interpreter
 @needs_triton
-def test_problems_that_the_kernels_do_not_support_are_named() -> None:
+def test_problems_that_the_kernels_do_not_support_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     parameters, evidence = make_problem(4, 3, 2, 5)
     narrow = Parameters(*(p.float() for p in parameters))
-    with pytest.raises(InputError, match=r"scan: .* do not support ragged lengths: use impl='scaled'"):
+    with pytest.raises(InputError, match=r"scan: .* does not support ragged lengths: use impl='scaled'"):
         scan(narrow, Evidence(evidence.tokens, torch.tensor([5, 2])), "triton")
-    with pytest.raises(InputError, match=r"scan: .* do not support parameters in torch.float64: use impl='scaled'"):
+    with pytest.raises(InputError, match=r"scan: .* does not support parameters in torch.float64: use impl='scaled'"):
         scan(parameters, evidence, "triton")
-    with pytest.raises(InputError, match=r"scan: .* do not support windows of a single token"):
+    with pytest.raises(InputError, match=r"scan: .* does not support windows of a single token"):
         scan(narrow, Evidence(evidence.tokens[:, :1]), "triton")
 
 

@@ -1,11 +1,14 @@
-"""Inputs of linear_logsumexp, blocked_emission and residual_norm, and their values and gradients on any device."""
+"""Inputs of linear_logsumexp, blocked_emission and residual_norm, and their values and gradients on any device.
 
-from typing import Any
+The implementation "naive" is the specification, "triton" the kernels and any other name the portable functions.
+"""
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from hmmlm.ops.blocked_emission import blocked_emission, make_tiles
+from hmmlm.ops.blocked_emission import Tiles, blocked_emission, make_tiles
+from hmmlm.ops.common import logsumexp
 from hmmlm.ops.linear_logsumexp import linear_logsumexp
 from hmmlm.ops.residual_norm import residual_norm
 
@@ -52,12 +55,16 @@ def linear_inputs(n: int, m: int, h: int, with_bias: bool, seed: int) -> list[Te
     return [_normal(generator, *shape) for shape in [(n, h), (m, h)] + [(m,)] * with_bias]
 
 
-def solve_linear(
-    impl: Any, given: list[Tensor], weight: Tensor | None = None, device: Device = "cpu", **options: Any
-) -> list[Tensor]:
+def linear_specification(u: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `linear_logsumexp` from the whole score matrix."""
+    scores = u @ w.T
+    return logsumexp(scores if bias is None else scores + bias, 1)
+
+
+def solve_linear(impl: str, given: list[Tensor], weight: Tensor | None = None, device: Device = "cpu") -> list[Tensor]:
     """Return value and gradients in float64, on the CPU."""
     leaves = _leaves(given, impl, device)
-    out = linear_logsumexp(*leaves, impl=impl, **options)
+    out = (linear_specification if impl == "naive" else linear_logsumexp)(*leaves)
     weight = torch.linspace(-1, 2, len(given[0]), dtype=torch.float64) if weight is None else weight
     return _values(out, torch.autograd.grad(out, leaves, weight.to(out)))
 
@@ -84,11 +91,23 @@ def emission_inputs(
     return block_of_word, [_normal(generator, *shape) for shape in shapes]
 
 
-def solve_emission(impl: Any, block_of_word: Tensor, given: list[Tensor], device: Device = "cpu") -> list[Tensor]:
+def emission_specification(hidden: Tensor, words: Tensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
+    """Compute `blocked_emission`: every state scores every word, and words of other blocks are masked."""
+    scores = torch.einsum("mkh,vh->mkv", hidden, words)
+    if bias is not None:
+        scores = scores + bias
+    blocks = torch.arange(hidden.shape[0], device=hidden.device)
+    scores = scores.masked_fill((tiles.block_of_word != blocks[:, None])[:, None, :], float("-inf"))
+    log_probs = scores.log_softmax(2)
+    return log_probs[tiles.block_of_word, :, torch.arange(words.shape[0], device=words.device)]
+
+
+def solve_emission(impl: str, block_of_word: Tensor, given: list[Tensor], device: Device = "cpu") -> list[Tensor]:
     """Return value and gradients in float64, on the CPU."""
     leaves = _leaves(given, impl, device)
     tiles = make_tiles(block_of_word, len(given[0])).to(device)
-    out = blocked_emission(leaves[0], leaves[1], leaves[2] if len(leaves) == 3 else None, tiles, impl=impl)
+    solve = emission_specification if impl == "naive" else blocked_emission
+    out = solve(leaves[0], leaves[1], leaves[2] if len(leaves) == 3 else None, tiles)
     return _values(out, torch.autograd.grad(out, leaves, _waves(out)))
 
 
@@ -108,10 +127,16 @@ def residual_inputs(n: int, h: int, seed: int = 0) -> list[Tensor]:
     return [given[0], given[1] / h**0.5, given[2], given[3] / h**0.5, *given[4:]]
 
 
-def solve_residual(impl: Any, given: list[Tensor], device: Device = "cpu") -> list[Tensor]:
+def residual_specification(e: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, *norm: Tensor) -> Tensor:
+    """Compute `residual_norm` as a composition of PyTorch operations."""
+    inner = functional.linear(e, w1, b1).relu()
+    return functional.layer_norm(functional.linear(inner, w2, b2).relu() + inner, norm[0].shape, *norm)
+
+
+def solve_residual(impl: str, given: list[Tensor], device: Device = "cpu") -> list[Tensor]:
     """Return value and gradients in float64, on the CPU."""
     leaves = _leaves(given, impl, device)
-    out = residual_norm(*leaves, impl=impl)
+    out = (residual_specification if impl == "naive" else residual_norm)(*leaves)
     return _values(out, torch.autograd.grad(out, leaves, _waves(out)))
 
 

@@ -6,7 +6,6 @@ emission matrix, few of them one by one.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,7 @@ from hmmlm.hmm.hmm import HMM
 from hmmlm.numerics.logmatrix import log_ratio
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import restrict
-from hmmlm.ops.common import NEG_INF, installed, logsumexp, without_autocast
+from hmmlm.ops.common import NEG_INF, kernel_refusal, logsumexp, without_autocast
 from hmmlm.ops.pieces import MOST, at_once, fits
 from hmmlm.scan.composition import matrices
 from hmmlm.scan.lattice import condition
@@ -30,8 +29,7 @@ from hmmlm.scan.lattice import condition
 
 def has_kernels(hmm: HMM) -> bool:
     """Return whether the GPU kernels of constraints serve a model."""
-    there = hmm.device.type == "cuda" or "TRITON_INTERPRET" in os.environ
-    return matrices(hmm) is not None and there and hmm.dtype == torch.float32 and installed("triton")
+    return matrices(hmm) is not None and hmm.dtype == torch.float32 and not kernel_refusal(hmm.device)
 
 
 @dataclass(eq=False)

@@ -97,29 +97,16 @@ def installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
-def choose_kernels(op: str, impl: str, reference: Tensor, portable: str, unsupported: str = "") -> ModuleType:
-    """Return the module that implements `op`: the portable one or `triton`.
+def kernel_refusal(device: torch.device) -> str:
+    """Return why Triton kernels cannot run on a device; empty if they can, as in Triton's interpreter on a CPU."""
+    if device.type != "cuda" and "TRITON_INTERPRET" not in os.environ:
+        return f"needs tensors on a GPU, not on {device}"
+    return "" if installed("triton") else "needs the package triton, which is not installed"
 
-    Args:
-        impl: "auto" selects Triton for CUDA tensors if Triton is installed and supports the problem.
-        reference: a tensor on the device of the computation.
-        portable: name of the implementation that runs on every device.
-        unsupported: feature of this problem that the Triton kernels do not support; empty if none.
-    """
-    if impl == "auto":
-        impl = "triton" if reference.is_cuda and not unsupported and installed("triton") else portable
-    if impl not in (portable, "triton"):
-        known = ", ".join(dict.fromkeys(("auto", "naive", portable)))
-        raise InputError(f"{op}: unknown impl {impl!r}: use {known} or triton")
-    if impl == "triton" and unsupported:
-        raise InputError(f"{op}: the triton kernels do not support {unsupported}: use impl={portable!r}")
-    if impl == "triton" and not installed("triton"):
-        raise InputError(f"{op}: impl='triton' needs the package triton, which is not installed: use impl={portable!r}")
-    if impl == "triton" and not reference.is_cuda and "TRITON_INTERPRET" not in os.environ:
-        raise InputError(
-            f"{op}: impl='triton' needs tensors on a GPU, not on {reference.device}: use impl={portable!r}"
-        )
-    return import_module(f"hmmlm.ops.{op}.{impl}")
+
+def find_kernels(op: str, device: torch.device, unsupported: object = None) -> ModuleType | None:
+    """Return the module with the Triton kernels of `op`; None where they cannot run, or do not support the problem."""
+    return None if unsupported or kernel_refusal(device) else import_module(f"hmmlm.ops.{op}.triton")
 
 
 def last_tokens(tokens: Tensor, lengths: Tensor | None) -> Tensor:

@@ -1,6 +1,5 @@
 """Log-likelihood of a blocked HMM as a differentiable function, with a closed-form gradient, on a GPU."""
 
-import os
 from itertools import islice
 from typing import Any
 
@@ -18,17 +17,13 @@ from hmmlm.ops.blocked_scan.problem import (
     lay_out,
     one_step_problem,
 )
-from hmmlm.ops.common import NEG_INF, Carry, Scan, installed, log_normalize
+from hmmlm.ops.common import NEG_INF, Carry, Scan, kernel_refusal, log_normalize
 from hmmlm.ops.common import product_dtype as resolve_dtype
 
 
 def refusal(device: torch.device, dtype: torch.dtype) -> str:
     """Return why `blocked_scan` does not serve parameters of a dtype on a device; empty if it does."""
-    if device.type != "cuda" and "TRITON_INTERPRET" not in os.environ:
-        return f"needs tensors on a GPU, not on {device}"
-    if not installed("triton"):
-        return "needs the package triton, which is not installed"
-    return "does not support float64" if dtype == torch.float64 else ""
+    return kernel_refusal(device) or ("does not support float64" if dtype == torch.float64 else "")
 
 
 def blocked_scan(

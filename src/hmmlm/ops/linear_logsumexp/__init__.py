@@ -1,9 +1,9 @@
 """logsumexp of a linear layer: the normalizer of softmax(U Wᵀ + b) in O(N) memory.
 
-`impl`: "naive" materializes all N × M scores, "chunked" some rows at a time, "triton" (CUDA) none (chunks in the
-backward pass for rows over 512 bytes); "auto" selects the fastest that supports the problem.
+On a CPU, scores are computed in tiles. The Triton kernels store none (some rows at a time in the backward pass for rows
+over 512 bytes).
 """
 
-from hmmlm.ops.linear_logsumexp.api import LinearImpl, linear_logsumexp
+from hmmlm.ops.linear_logsumexp.api import linear_logsumexp
 
-__all__ = ["LinearImpl", "linear_logsumexp"]
+__all__ = ["linear_logsumexp"]

@@ -1,40 +1,27 @@
 """Public function, choice of implementation and closed-form gradient."""
 
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hmmlm.errors import InputError
-from hmmlm.ops.common import choose_kernels, wide
-from hmmlm.ops.common import product_dtype as resolve_dtype
-from hmmlm.ops.linear_logsumexp import naive
-
-LinearImpl = Literal["auto", "naive", "chunked", "triton"]
+from hmmlm.ops.common import find_kernels, product_dtype, wide
+from hmmlm.ops.linear_logsumexp import chunked
 
 
-def linear_logsumexp(
-    u: Tensor,
-    w: Tensor,
-    bias: Tensor | None = None,
-    *,
-    product_dtype: torch.dtype | None = None,
-    impl: LinearImpl = "auto",
-) -> Tensor:
+def linear_logsumexp(u: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute log Σ_j exp(u_i · w_j + bias_j) [N] for u [N, h], w [M, h], bias [M]; differentiable in all three.
 
-    `product_dtype` is the dtype of matrix product operands (default: autocast's, else that of u). Sums and the result
-    are float32, or float64 for float64 products. A bias of −inf removes its column. impl="naive" computes everything in
-    the dtype of u.
+    Operands of products are in autocast's dtype, else in that of u. Sums and the result are float32, or float64 for
+    float64 products. A bias of −inf removes its column.
     """
     _check(u, w, bias)
-    if impl == "naive":
-        return naive.linear_logsumexp(u, w, bias)
-    dtype = resolve_dtype(u, product_dtype)
-    chosen = choose_kernels("linear_logsumexp", impl, u, "chunked", "float64" if dtype == torch.float64 else "")
-    result: Tensor = _LinearLogSumExp.apply(chosen, dtype, u, w, bias)
+    dtype = product_dtype(u)
+    kernels = find_kernels("linear_logsumexp", u.device, dtype == torch.float64) or chunked
+    result: Tensor = _LinearLogSumExp.apply(kernels, dtype, u, w, bias)
     return result
 
 

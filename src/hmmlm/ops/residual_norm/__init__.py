@@ -1,10 +1,9 @@
 """Residual network of Chiu & Rush (2020): LN(ReLU(D W2ᵀ + b2) + D) with D = ReLU(E W1ᵀ + b1).
 
-`impl`: "naive" composes PyTorch operations, on any device and in any dtype, with optional dropout; "triton" (CUDA)
-uses PyTorch for the linear layers and fuses the rest in one forward and two backward kernels; "auto" selects the
-fastest that supports the problem.
+A composition of PyTorch operations, on any device and in any dtype, with optional dropout. With the Triton kernels
+PyTorch computes the linear layers, and one forward and two backward kernels the rest.
 """
 
-from hmmlm.ops.residual_norm.api import ResidualImpl, residual_norm
+from hmmlm.ops.residual_norm.api import residual_norm
 
-__all__ = ["ResidualImpl", "residual_norm"]
+__all__ = ["residual_norm"]

@@ -1,17 +1,15 @@
 """Public function, choice of implementation and closed-form gradient."""
 
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from hmmlm.errors import InputError
-from hmmlm.ops.common import choose_kernels, matmul, product_dtype
-from hmmlm.ops.residual_norm import naive
-
-ResidualImpl = Literal["auto", "naive", "triton"]
+from hmmlm.ops.common import find_kernels, matmul, product_dtype
 
 _WIDEST = 1024  # elements per row: a program of the kernels holds whole rows
 
@@ -27,7 +25,6 @@ def residual_norm(
     *,
     eps: float = 1e-5,
     dropout: float = 0.0,
-    impl: ResidualImpl = "auto",
 ) -> Tensor:
     """Compute LN(ReLU(D w2ᵀ + b2) + D)·gamma + beta [..., h] with D = dropout(ReLU(E w1ᵀ + b1)).
 
@@ -39,11 +36,12 @@ def residual_norm(
         found = ", ".join(str(list(x.shape)) for x in (w1, b1, w2, b2, gamma, beta))
         raise InputError(f"residual_norm: for rows of {h} the parameters must be [{h}, {h}] and [{h}], not {found}")
     parameters = (w1, b1, w2, b2, gamma, beta)
-    unsupported = _unsupported(embedding, parameters, dropout)
-    kernels = choose_kernels("residual_norm", impl, embedding, "naive", unsupported)
-    if kernels is naive:
-        return naive.residual_norm(embedding, *parameters, eps, dropout)
-    rows = embedding.reshape(-1, embedding.shape[-1])
+    narrow = all(x.dtype == torch.float32 for x in (embedding, *parameters)) and h <= _WIDEST
+    kernels = find_kernels("residual_norm", embedding.device, dropout or not narrow)
+    if kernels is None:
+        inner = functional.dropout(functional.linear(embedding, w1, b1).relu(), dropout)
+        return functional.layer_norm(functional.linear(inner, w2, b2).relu() + inner, gamma.shape, gamma, beta, eps)
+    rows = embedding.reshape(-1, h)
     result: Tensor = _ResidualNorm.apply(kernels, product_dtype(embedding), eps, rows, *parameters)
     return result.view(embedding.shape)
 
@@ -86,12 +84,3 @@ class _ResidualNorm(torch.autograd.Function):
             grad_first, grad_b1 = ctx.kernels.relu_backward_(grad_inner, inner)
             grad_w1, grad_w2 = matmul(grad_first.T, e), matmul(grad_second.T, inner)
             return None, None, None, matmul(grad_first, w1), grad_w1, grad_b1, grad_w2, grad_b2, grad_gamma, grad_beta
-
-
-def _unsupported(embedding: Tensor, parameters: tuple[Tensor, ...], dropout: float) -> str:
-    """Return the feature of this problem that the kernels do not support; empty if none."""
-    if dropout > 0:
-        return "dropout"
-    if any(x.dtype != torch.float32 for x in (embedding, *parameters)):
-        return "dtypes other than float32"
-    return f"rows of more than {_WIDEST} elements" if embedding.shape[-1] > _WIDEST else ""

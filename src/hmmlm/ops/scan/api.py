@@ -20,8 +20,8 @@ from hmmlm.ops.common import (
     Impl,
     Scan,
     capturing,
-    choose_kernels,
     installed,
+    kernel_refusal,
     product_dtype,
     without_autocast,
 )
@@ -101,12 +101,8 @@ def refusal(parameters: Parameters, evidence: Evidence, products: torch.dtype, i
             return f"is slower for more than {LOOP_STATES} states"
         return "" if _importable("numba") else "cannot import numba"
     if impl == "triton":
-        if device.type != "cuda":
-            return f"needs tensors on a GPU, not on {device}"
-        if not installed("triton"):
-            return "needs the package triton, which is not installed"
         missing = unsupported(parameters, evidence)
-        return missing and f"does not support {missing}"
+        return kernel_refusal(device) or (missing and f"does not support {missing}")
     return ""
 
 
@@ -115,12 +111,10 @@ def choose_recursions(parameters: Parameters, evidence: Evidence, products: torc
     if impl == "auto":
         fastest: list[Impl] = ["compiled", "triton", "scaled"]
         impl = next(each for each in fastest if not refusal(parameters, evidence, products, each))
-    if impl != "compiled":
-        return choose_kernels("scan", impl, parameters.log_start, "scaled", unsupported(parameters, evidence))
     reason = refusal(parameters, evidence, products, impl)
     if reason and not reason.startswith("is slower"):
-        raise InputError(f"scan: impl='compiled' {reason}: use impl='scaled'")
-    return import_module("hmmlm.ops.scan.compiled")
+        raise InputError(f"scan: impl={impl!r} {reason}: use impl='scaled'")
+    return import_module(f"hmmlm.ops.scan.{impl}")
 
 
 def unsupported(parameters: Parameters, evidence: Evidence) -> str:
