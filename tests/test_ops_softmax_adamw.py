@@ -16,7 +16,16 @@ from helpers.interpreter import (
     starts_interpreter,
 )
 from helpers.runs import cpu_fabric
-from helpers.softmax_adamw import SCANS, UPDATES, check_scan, check_updates, make_logits, scan_exactly, scan_logits
+from helpers.softmax_adamw import (
+    SCANS,
+    UPDATES,
+    as_matrix,
+    check_scan,
+    check_updates,
+    make_logits,
+    scan_exactly,
+    scan_logits,
+)
 from torch import Tensor
 
 from hmmlm.config.sections import AdamWConfig
@@ -48,7 +57,7 @@ def test_triton_gradients_agree_with_float64(size: tuple[int, int, int, int], op
 @in_interpreter
 def test_triton_softmax_of_rows_in_several_blocks() -> None:
     """Rows of transitions have several with more than 4,096 states, too many for the recursions of a test."""
-    from hmmlm.ops.scan.row_kernels import softmax_gradient_kernel, softmax_kernel
+    from hmmlm.ops.scan.softmax_kernels import softmax_gradient_kernel, softmax_kernel
 
     generator = torch.Generator().manual_seed(0)
     logits, gradient = torch.randn(2, 3, 50, generator=generator)
@@ -82,7 +91,7 @@ def test_triton_gradients_of_words_that_fill_many_chunks() -> None:
     weighted = (posterior / posterior.sum(2, keepdim=True) * seed[:, None]).double()
     counts = torch.stack([weighted[evidence.tokens.t() == word].sum(0) for word in range(words)], 1)
     expected = counts - counts.sum(1, keepdim=True) * logits.log_emission.double().softmax(1)
-    torch.testing.assert_close(gradient.dense(logits.log_emission).double(), expected, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(as_matrix(gradient, logits.log_emission).double(), expected, rtol=1e-5, atol=1e-3)
 
 
 @in_interpreter
@@ -97,7 +106,7 @@ def test_triton_steps_that_have_nothing_to_learn_from() -> None:
     logits, evidence = make_logits((5, 7, 2, 3), "cpu")
     evidence = evidence._replace(tokens=torch.full_like(evidence.tokens, -1))
     _, (_, _, gradient), _ = scan_logits(logits, evidence, torch.ones(2))
-    assert not gradient.dense(logits.log_emission).any()
+    assert not as_matrix(gradient, logits.log_emission).any()
 
 
 @in_interpreter
@@ -194,8 +203,8 @@ def test_the_reference_has_the_gradient_of_every_word() -> None:
 @pytest.mark.parametrize("vocab", [300, 40_000])
 def test_the_kernels_compile(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from hmmlm.ops.scan import kernel_chain, kernel_counts
+    from hmmlm.ops.softmax_adamw import Moments
     from hmmlm.ops.softmax_adamw import triton as updates
-    from hmmlm.ops.softmax_adamw.naive import Moments
 
     states, batch, steps = 512, 200, 4
     _, evidence = make_logits((1, vocab, batch, steps), "cpu")

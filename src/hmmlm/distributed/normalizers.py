@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.distributed.ranks import world
-from hmmlm.ops.linear_logsumexp.api import linear_logsumexp
+from hmmlm.ops.linear_logsumexp import linear_logsumexp
 
 
 def split_linear_logsumexp(u: Tensor, w: Tensor) -> Tensor:

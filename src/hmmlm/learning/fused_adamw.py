@@ -19,7 +19,7 @@ from hmmlm.models.scalar import Scalar
 from hmmlm.ops.common import capturing, installed
 from hmmlm.ops.graph import side_by_side
 from hmmlm.ops.scan import Evidence, Parameters
-from hmmlm.ops.softmax_adamw.naive import Moments, Settings
+from hmmlm.ops.softmax_adamw import Moments, Settings
 
 if TYPE_CHECKING:
     from hmmlm.ops.scan.softmax import SoftmaxScan

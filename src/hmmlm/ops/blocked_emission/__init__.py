@@ -4,7 +4,66 @@ Tiles of words are multiplied by the states of their block. The Triton kernels d
 storing scores.
 """
 
-from hmmlm.ops.blocked_emission.api import blocked_emission
-from hmmlm.ops.blocked_emission.tiles import Tiles, make_tiles
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hmmlm.errors import InputError
+from hmmlm.ops.blocked_emission import tiled
+from hmmlm.ops.blocked_emission.tiled import Tiles, make_tiles
+from hmmlm.ops.common import find_kernels, product_dtype, wide
 
 __all__ = ["Tiles", "blocked_emission", "make_tiles"]
+
+_WIDEST = 1024  # bytes of a row of states for the kernels
+
+
+def blocked_emission(hidden: Tensor, words: Tensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
+    """Compute log p(word | state i of its block) [V, k] from hidden [M, k, h], words [V, h] and bias [V].
+
+    Differentiable in all three. Under autocast, operands of products are rounded to its dtype; sums and the result are
+    float32, or float64 for float64. Scores and their normalizer use the same rounded operands, so the probabilities of
+    a state sum to one in any precision.
+    """
+    blocks, vocab_size = len(tiles.first) - 1, len(tiles.slot_of_word)
+    if hidden.dim() != 3 or hidden.shape[0] != blocks or words.shape != (vocab_size, hidden.shape[2]):
+        found = f"hidden {list(hidden.shape)} and words {list(words.shape)}"
+        raise InputError(f"blocked_emission: {found} must be [{blocks}, k, h] and [{vocab_size}, h]")
+    if bias is not None and bias.shape != (vocab_size,):
+        raise InputError(f"blocked_emission: bias {list(bias.shape)} must be [{vocab_size}], one per word")
+    dtype = product_dtype(hidden)
+    unsupported = dtype == torch.float64 or hidden.shape[2] * dtype.itemsize > _WIDEST
+    kernels = find_kernels("blocked_emission", hidden.device, unsupported) or tiled
+    result: Tensor = _BlockedEmission.apply(kernels, dtype, tiles, hidden, words, bias)
+    return result
+
+
+class _BlockedEmission(torch.autograd.Function):
+    """Autograd function of `blocked_emission`; rounds the operands itself, so that gradients stay in the wide dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: ModuleType,
+        dtype: torch.dtype,
+        tiles: Tiles,
+        hidden: Tensor,
+        words: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        factors = hidden.to(dtype).contiguous(), words.to(dtype).contiguous()
+        offset = None if bias is None else bias.to(wide(dtype)).contiguous()
+        out: Tensor = kernels.forward(*factors, offset, tiles)
+        ctx.kernels, ctx.tiles = kernels, tiles
+        ctx.dtypes = [x if x is None else x.dtype for x in (hidden, words, bias)]
+        ctx.save_for_backward(*factors, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.kernels.backward(grads[0].contiguous(), *ctx.saved_tensors, ctx.tiles)
+        return None, None, None, *(None if d is None else g.to(d) for g, d in zip(gradients, ctx.dtypes, strict=True))

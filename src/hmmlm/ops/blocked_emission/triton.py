@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hmmlm.ops.blocked_emission.tiles import TILE, Tiles
+from hmmlm.ops.blocked_emission.tiled import TILE, Tiles
 from hmmlm.ops.common import dot_precision
 
 

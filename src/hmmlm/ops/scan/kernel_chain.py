@@ -10,9 +10,8 @@ from hmmlm.ops.common import NEG_INF
 from hmmlm.ops.graph import side_by_side
 from hmmlm.ops.scan.kernels import gather_kernel
 from hmmlm.ops.scan.problem import Evidence, Parameters
-from hmmlm.ops.scan.row_kernels import softmax_kernel
 from hmmlm.ops.scan.scaled import carried_probs
-from hmmlm.ops.scan.word_kernels import mark_words_kernel, normalizer_kernel
+from hmmlm.ops.scan.softmax_kernels import mark_words_kernel, normalizer_kernel, softmax_kernel
 from hmmlm.ops.underflow import FLOOR
 
 # Number of states from which products use the library. The fused kernel reads its operands Z/64 and B/128 times from

@@ -9,8 +9,12 @@ from hmmlm.ops.graph import side_by_side
 from hmmlm.ops.scan.kernel_chain import KernelChain, KernelForward, find_edges, row_blocks
 from hmmlm.ops.scan.kernels import weigh_kernel
 from hmmlm.ops.scan.problem import Parameters
-from hmmlm.ops.scan.row_kernels import softmax_gradient_kernel
-from hmmlm.ops.scan.word_kernels import expand_words_kernel, join_words_kernel, sum_words_kernel
+from hmmlm.ops.scan.softmax_kernels import (
+    expand_words_kernel,
+    join_words_kernel,
+    softmax_gradient_kernel,
+    sum_words_kernel,
+)
 from hmmlm.ops.softmax_adamw import GradientNorm, LogitGradient
 from hmmlm.ops.softmax_adamw.triton import square_norm
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hmmlm.ops.softmax_adamw.naive import GradientNorm, LogitGradient, Moments, Settings
+from hmmlm.ops.softmax_adamw import GradientNorm, LogitGradient, Moments, Settings
 
 _NORM = {"BLOCK_N": 32, "BLOCK_Z": 64, "num_warps": 4}
 _UPDATE = {"BLOCK_Z": 32, "BLOCK_V": 64, "num_warps": 4}
