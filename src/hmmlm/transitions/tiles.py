@@ -69,7 +69,13 @@ def contract(
         if found is None:
             found = torch.cat([reduce(own, piece) for piece in transition.pieces(left, right, forward)], 1)
         results.append(found)
-    return _assemble(groups, results, width, states, outer, zero)
+    whole = not isinstance(outer, BlockSupport) or outer.wide
+    if len(groups) == 1 and (groups[0][2] < 0 or not whole):
+        return results[0]
+    result = values.new_full((len(values), states if whole else width), zero)
+    for (rows, _, block), found in zip(groups, results, strict=True):
+        result[rows, span_of(block, width, states) if whole else slice(width)] = found
+    return result
 
 
 def _groups(states: int, inner: Support, outer: Support, values: Tensor) -> list[tuple[Tensor, int, int]] | None:
@@ -83,33 +89,6 @@ def _groups(states: int, inner: Support, outer: Support, values: Tensor) -> list
     inners, outers = (s.blocks if isinstance(s, BlockSupport) else everywhere for s in (inner, outer))
     pairs, group = torch.stack([inners, outers], 1).unique(dim=0, return_inverse=True)
     return [((group == g).nonzero().squeeze(1), a, b) for g, (a, b) in enumerate(pairs.tolist())]
-
-
-def _assemble(
-    groups: list[tuple[Tensor, int, int]],
-    results: list[Tensor],
-    width: int,
-    states: int,
-    outer: Support,
-    zero: float,
-) -> Tensor:
-    """Combine the rows of groups over a support; `zero` outside a row's block."""
-    if len(groups) == 1:
-        (_, _, block), (only,) = groups[0], results
-        if block < 0 or not _is_wide(outer):
-            return only
-    order = torch.cat([rows for rows, _, _ in groups]).argsort()
-    if _is_wide(outer):
-        padded = []
-        for (_, _, block), values in zip(groups, results, strict=True):
-            span = span_of(block, width, states)
-            padded.append(torch.nn.functional.pad(values, (span.start, states - span.stop), value=zero))
-        results = padded
-    return torch.cat(results)[order]
-
-
-def _is_wide(support: Support) -> bool:
-    return not isinstance(support, BlockSupport) or support.wide
 
 
 def entropy_of_sources(values: Tensor, log_tiles: Tensor) -> Tensor:
