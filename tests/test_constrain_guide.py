@@ -23,6 +23,7 @@ from hmmlm.errors import InputError
 from hmmlm.hmm import HMM
 from hmmlm.lm.lm import LanguageModel
 from hmmlm.numerics.logmatrix import LogMatrix
+from hmmlm.ops import pieces
 
 WORDS = 4
 
@@ -126,8 +127,8 @@ def test_chances_of_several_positions_agree_with_each_alone(number: int) -> None
             position = guide.advance(position, token)
             expected.append(guide.log_prob_accept(position))
         assert found == pytest.approx(expected)
-    pieces = Guide(hmm, automaton, 5, few=1, cells=1)  # of one automaton state or token
-    torch.testing.assert_close(pieces.log_probs_accept_of(positions), alone)
+    with pieces.limit(1):  # of one automaton state or token
+        torch.testing.assert_close(Guide(hmm, automaton, 5, few=1).log_probs_accept_of(positions), alone)
 
 
 @pytest.mark.parametrize("number", range(4))

@@ -24,35 +24,15 @@ def sharp(*shape: int, seed: int, sharpness: float) -> Tensor:
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 20.0, 60.0])
-def test_products_of_log_matrices_are_exact_at_any_scale(sharpness: float) -> None:
-    matrix, weights = sharp(60, 2000, seed=0, sharpness=sharpness), sharp(40, 60, seed=1, sharpness=sharpness)
+@pytest.mark.parametrize("states", [60, 130])  # few, and enough for the transposed product
+def test_products_of_log_matrices_are_exact_at_any_scale(sharpness: float, states: int) -> None:
+    matrix, weights = sharp(states, 2000, seed=0, sharpness=sharpness), sharp(40, states, seed=1, sharpness=sharpness)
     matrix[:, 7], matrix[:, 8], weights[3] = -torch.inf, -torch.inf, -torch.inf
     matrix[5, 8] = -200.0
     want = torch.logsumexp(weights.double()[:, :, None] + matrix.double(), 1)
     product = LogMatrix(matrix)
     for _ in range(2):  # the second time with what is kept
         torch.testing.assert_close(product.product(weights).double(), want, rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("sharpness", [1.0, 20.0, 60.0])
-@pytest.mark.parametrize("states", [6, 130])  # few, and enough for the transposed product
-@pytest.mark.parametrize("rows", [[0, 1], [1, 0, 1, 1]])
-@pytest.mark.parametrize("zeros", [False, True])
-def test_ratios_are_exact_at_any_scale(sharpness: float, states: int, rows: list[int], zeros: bool) -> None:
-    matrix = sharp(states, 5 * states, seed=0, sharpness=sharpness)
-    base, weights = (sharp(n, states, seed=n, sharpness=sharpness) for n in (2, len(rows)))
-    if zeros:
-        matrix[:, 3], weights[0, 1:] = -torch.inf, -torch.inf
-        matrix[0, 4] = -torch.inf
-
-    def product(log_weights: Tensor) -> Tensor:
-        return torch.logsumexp(log_weights.double()[:, :, None] + matrix.double(), 1)
-
-    want = product(weights) - product(base)[rows]
-    want = torch.where(product(weights) == -torch.inf, -torch.inf, want)
-    assert not want.isnan().any() and (want == -torch.inf).any() == zeros
-    got = LogMatrix(matrix).ratio(weights, base, rows).double()
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-4)
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 20.0, 60.0])

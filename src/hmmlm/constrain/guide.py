@@ -28,7 +28,7 @@ from hmmlm.constrain.lookahead import AcceptanceTable, WeightedEdges, acceptance
 from hmmlm.errors import InputError
 from hmmlm.hmm.hmm import HMM
 from hmmlm.ops.common import NEG_INF, logsumexp
-from hmmlm.ops.pieces import MOST, fits
+from hmmlm.ops.pieces import fits
 
 _KEPT_TARGETS = 1024
 
@@ -67,7 +67,6 @@ class Guide:
         few: tokens that lead to one automaton state; more are scored with the whole vocabulary. By default what is
             faster: on a CPU, the product with a vocabulary has fewer operations per token than some tokens alone only
             if there are many HMM states.
-        cells: size of the largest intermediate.
     """
 
     @torch.no_grad()
@@ -80,7 +79,6 @@ class Guide:
         length: int,
         max_gb: float = 16.0,
         few: int | None = None,
-        cells: int = MOST,
     ) -> None:
         if automaton.vocab_size != hmm.vocab_size:
             raise InputError(
@@ -91,7 +89,6 @@ class Guide:
         self.hmm, self.automaton, self.length = hmm.detach(), automaton, length
         on_cpu = hmm.device.type == "cpu"
         self._few = max(256, hmm.vocab_size // hmm.num_states if on_cpu else 0) if few is None else few
-        self._cells = cells
         self.end: int | None = None
         """The token after which a text is over, of a guide whose texts have one."""
         self._targets: dict[tuple[int, int], Targets] = {}
@@ -103,8 +100,8 @@ class Guide:
                 f"{length} tokens, {automaton.num_states} automaton states and {hmm.num_states} HMM states need "
                 f"{size:.3g} GB: use fewer tokens or a simpler constraint"
             )
-        edges = WeightedEdges(self.hmm, automaton, cells)
-        self._edges = edges if fits(edges.log_weights.numel(), cells) else None  # for `reading`
+        edges = WeightedEdges(self.hmm, automaton)
+        self._edges = edges if fits(edges.log_weights.numel()) else None  # for `reading`
         self._tables = acceptance_tables(self.hmm, automaton, edges, live, length)
 
     def __repr__(self) -> str:
@@ -239,7 +236,7 @@ class Guide:
             raise InputError("there are no positions: give at least one")
         log_states = torch.stack([position.log_state for position in positions])
         plans = [self.plan(self.node(position.automaton, position.remaining)) for position in positions]
-        return log_probs_accept(self.hmm, log_states, plans, relative, self._cells)
+        return log_probs_accept(self.hmm, log_states, plans, relative)
 
     @check_arguments
     def next_token(self, position: Position) -> Tensor:

@@ -22,7 +22,7 @@ from hmmlm.numerics.logmatrix import log_ratio
 from hmmlm.numerics.semirings import LOG
 from hmmlm.numerics.support import restrict
 from hmmlm.ops.common import NEG_INF, kernel_refusal, logsumexp, without_autocast
-from hmmlm.ops.pieces import MOST, at_once, fits
+from hmmlm.ops.pieces import at_once, fits
 from hmmlm.scan.composition import matrices
 from hmmlm.scan.lattice import condition
 
@@ -153,16 +153,13 @@ def _advance(hmm: HMM, log_states: Tensor, tokens: Sequence[int]) -> Tensor:
     return hmm.transition.forward_step(LOG, filtered, support)
 
 
-def log_probs_accept(
-    hmm: HMM, log_states: Tensor, plans: Sequence[Plan], relative: bool = True, cells: int = MOST
-) -> Tensor:
+def log_probs_accept(hmm: HMM, log_states: Tensor, plans: Sequence[Plan], relative: bool = True) -> Tensor:
     """Compute log p(all accepted | tokens so far, next token = v) [n, V] from log p(z of the next token) [n, Z].
 
     It is −inf for tokens of probability zero.
 
     Args:
         relative: otherwise log p(next token = v, all accepted | tokens so far).
-        cells: size of the largest intermediate.
     """
     matrices = cpu_matrices(hmm) if relative else None
     with without_autocast(log_states):
@@ -170,13 +167,13 @@ def log_probs_accept(
         if columns is None:
             columns = _score_columns(hmm, log_states, plans, relative)
     result = _spread(columns, plans)
-    if matrices is not None and fits(max(len(plan.targets.tokens) for plan in plans) * log_states.shape[1], cells):
+    if matrices is not None and fits(max(len(plan.targets.tokens) for plan in plans) * log_states.shape[1]):
         states, found = log_states.numpy(), result.numpy()
         for row, plan in enumerate(plans):
             if len(plan.targets.tokens):
                 found[row, plan.targets.arrays[0]] = accept_by_token(matrices[1], states[row], plan)
     else:
-        _score_single(hmm, log_states, plans, relative, cells, result)
+        _score_single(hmm, log_states, plans, relative, result)
     # At most 0: the terms of a ratio are rounded differently.
     return result.clamp_(max=0) if relative else result
 
@@ -189,7 +186,8 @@ def _score_columns(hmm: HMM, log_states: Tensor, plans: Sequence[Plan], relative
     weights = log_states[texts] + torch.cat([plan.table[plan.targets.rows] for plan in plans])
     if not relative:
         return hmm.emission.column_log_probs(weights)
-    return hmm.emission.column_ratio(weights, log_states, texts)
+    emitted = hmm.emission.column_log_probs(torch.cat([log_states, weights]))
+    return log_ratio(emitted[len(log_states) :], emitted[: len(log_states)][texts])
 
 
 def _spread(columns: Tensor, plans: Sequence[Plan]) -> Tensor:
@@ -211,11 +209,9 @@ def _spread(columns: Tensor, plans: Sequence[Plan]) -> Tensor:
     return result
 
 
-def _score_single(
-    hmm: HMM, log_states: Tensor, plans: Sequence[Plan], relative: bool, cells: int, result: Tensor
-) -> None:
+def _score_single(hmm: HMM, log_states: Tensor, plans: Sequence[Plan], relative: bool, result: Tensor) -> None:
     """Set `log_probs_accept` of the tokens that are scored alone in result [n, V]."""
-    by_table, size = dict[int, list[int]](), at_once(hmm.num_states, cells)
+    by_table, size = dict[int, list[int]](), at_once(hmm.num_states)
     for row, plan in enumerate(plans):
         if len(plan.targets.tokens):
             by_table.setdefault(id(plan.table), []).append(row)

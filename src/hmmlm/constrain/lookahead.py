@@ -62,7 +62,7 @@ def acceptance_tables(
     model = hmm
     if length > LONG and hmm.dtype == torch.float32:  # rounding errors would hide a change, and add up
         model = hmm.to(torch.float64)
-        edges = WeightedEdges(model, automaton, edges.cells)
+        edges = WeightedEdges(model, automaton)
     tables = _run(PROBABILITY, model, edges, rows_of, hmm.dtype) if isinstance(model.transition, Dense) else []
     return tables or _run(LOG, model, edges, rows_of, hmm.dtype)
 
@@ -149,21 +149,17 @@ class _Terms(NamedTuple):
 
 
 class WeightedEdges:
-    """The edges of an automaton and log p(a token of the edge | z), for one step of the recursion.
+    """The edges of an automaton and log p(a token of the edge | z), for one step of the recursion."""
 
-    Args:
-        cells: size of the largest intermediate.
-    """
-
-    def __init__(self, hmm: HMM, automaton: Automaton, cells: int = MOST) -> None:
+    def __init__(self, hmm: HMM, automaton: Automaton) -> None:
         source, target, of_cell = automaton.edges
         hopeful = automaton.hopeful()
         useful = hopeful[target] & hopeful[source]
         number = torch.full_like(source, -1)
         number[useful] = torch.arange(int(useful.sum()))
         edge_of = number[of_cell]  # [S, C]; −1: leads nowhere
-        self._device, self.cells = hmm.device, cells
-        self._rows_at_once = at_once(hmm.num_states, cells if hmm.log_start.is_cuda else min(cells, _CACHED))
+        self._device = hmm.device
+        self._rows_at_once = at_once(hmm.num_states, MOST if hmm.log_start.is_cuda else _CACHED)
         self._ends = source[useful], target[useful]
         counts = self._ends[0].bincount(minlength=automaton.num_states)
         self._firsts = [0, *counts.cumsum(0).tolist()]  # the first edge of each automaton state

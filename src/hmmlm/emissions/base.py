@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-import torch
 from torch import Tensor
 
-from hmmlm.numerics.logmatrix import log_ratio
 from hmmlm.numerics.support import Support
 from hmmlm.numerics.tables import Tables
 
@@ -63,14 +61,3 @@ class Emission(Tables):
     def column_log_probs(self, log_states: Tensor) -> Tensor:
         """Compute `word_log_probs` for each column [..., U] that `column_of_word` numbers."""
         return self.word_log_probs(log_states)
-
-    def column_ratio(self, log_states: Tensor, log_base: Tensor, rows: list[int]) -> Tensor:
-        """Compute column_log_probs(log_states) − column_log_probs(log_base)[rows] [n, U]; −inf where the first is.
-
-        Args:
-            log_states: [n, Z]
-            log_base: [b, Z]
-            rows: [n]
-        """
-        emitted = self.column_log_probs(torch.cat([log_base, log_states]))
-        return log_ratio(emitted[len(log_base) :], emitted[: len(log_base)][rows])

@@ -72,6 +72,3 @@ class Categorical(Emission):
 
     def column_log_probs(self, log_states: Tensor) -> Tensor:
         return self.matrix.matrix.product(log_states)
-
-    def column_ratio(self, log_states: Tensor, log_base: Tensor, rows: list[int]) -> Tensor:
-        return self.matrix.matrix.ratio(log_states, log_base, rows)

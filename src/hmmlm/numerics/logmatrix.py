@@ -103,23 +103,6 @@ class LogMatrix:
             result[rows] = torch.logsumexp(exact, 1)
         return result
 
-    def ratio(self, log_weights: Tensor, log_base: Tensor, rows: list[int]) -> Tensor:
-        """Compute product(log_weights) − product(log_base)[rows] [n, m] for log_weights [n, ·] and log_base [b, ·].
-
-        It is −inf where the first is, also where both are.
-        """
-        both = torch.cat([log_base, log_weights])
-        top, b = _top(both), len(log_base)
-        values = self._sums(both, top)
-        sure = bool(values.amin() >= self._least)
-        if not sure:
-            values = self._logs(values, both, top)
-        base = values[:b] if rows == list(range(b)) else values[:b][rows]
-        if not sure:
-            return log_ratio(values[b:], base)
-        # The largest entries of the columns cancel, and one logarithm is enough.
-        return values[b:].div_(base).log_().add_(top[b:] - top[:b][rows])
-
     @property
     def _least(self) -> float:
         return least_sum(self.log_values.shape[-2], self.log_values.dtype)
