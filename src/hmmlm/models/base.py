@@ -369,7 +369,8 @@ def scan_factors(
     """Compute the likelihood of a batch by the GPU kernels; see `blocked_scan`."""
     given: dict[str, Any] = {"entry": entry, "next_words": next_words, "product_dtype": product_dtype}
     result = blocked_scan(factors, tokens, lengths=lengths, restart=restart, **given)
-    return compute_again(result, lambda: from_factors(factors), tokens, lengths, None, restart, entry, next_words)
+    again: dict[str, Any] = {"entry": entry, "next_words": next_words}
+    return compute_again(result, lambda: from_factors(factors), tokens, lengths, None, restart, **again)
 
 
 def enter(carry: Carry, log_transition: Tensor) -> Tensor:

@@ -89,7 +89,8 @@ def generic_scan(
         if hmm.dtype == torch.float64 or not len(suspect):
             return scan
         scan = scan._replace(suspect=torch.zeros_like(total, dtype=torch.bool).index_fill(0, row[suspect], True))
-    return compute_again(scan, lambda: hmm, tokens, lengths, carry, restart, entry, next_words, exact_carry)
+    options: dict[str, Any] = {"entry": entry, "next_words": next_words, "exact_carry": exact_carry}
+    return compute_again(scan, lambda: hmm, tokens, lengths, carry, restart, **options)
 
 
 def _broken(hmm: Composition, rows: int) -> Scan:
@@ -99,32 +100,24 @@ def _broken(hmm: Composition, rows: int) -> Scan:
     return Scan((hmm.log_start.sum() * math.nan).expand(rows), Carry(carry))
 
 
-def compute_again(
-    result: Scan,
-    make: Callable[[], Composition],
-    tokens: Tensor,
-    lengths: Tensor | None,
-    carry: Carry | None,
-    restart: Tensor | None,
-    entry: Tensor | None = None,
-    next_words: Tensor | None = None,
-    exact_carry: bool = False,
-) -> Scan:
+def compute_again(result: Scan, make: Callable[[], Composition], *batch: Any, **options: Any) -> Scan:
     """Return a scan with its suspect sequences computed again, in float64, by `generic_scan`; not inside a CUDA graph.
 
     Args:
         make: returns the HMM.
+        batch: of `generic_scan`, as are `options`.
     """
-    if result.suspect is None or capturing(tokens):
+    if result.suspect is None or capturing(result.suspect):
         return result
     if not bool(result.suspect.any()):
         return result._replace(suspect=None)
     rows, log_probs = result.suspect.nonzero()[:, 0], result.carry.log_probs
-    given = (lengths, restart, entry, next_words)
-    lengths, restart, entry, next_words = (None if value is None else value[rows] for value in given)
-    model, carry = make().to(torch.float64), None if carry is None else carry.take(rows)
-    options: dict[str, Any] = {"entry": entry, "next_words": next_words, "exact_carry": exact_carry}
-    found = generic_scan(model, tokens[rows], lengths, carry, restart, **options)
+
+    def take(value: Any) -> Any:
+        return value.take(rows) if isinstance(value, Carry) else value[rows] if isinstance(value, Tensor) else value
+
+    own = {name: take(value) for name, value in options.items()}
+    found = generic_scan(make().to(torch.float64), *map(take, batch), **own)
     if log_probs.dim() == 2:  # a carry is wanted
         log_probs = log_probs.index_copy(0, rows, found.carry.log_probs)
     log_likelihood = result.log_likelihood.index_copy(0, rows, found.log_likelihood.to(result.log_likelihood.dtype))

@@ -223,7 +223,7 @@ def _scan_blocked(problem: Problem) -> Scan:
     exact = problem.wanted == "exact"
     restart = problem.restart
     result = blocked_scan(factors, tokens, entry=entry, lengths=lengths, restart=restart, exact_carry=exact)
-    result = compute_again(result, lambda: hmm, tokens, lengths, None, restart, entry, exact_carry=exact)
+    result = compute_again(result, lambda: hmm, tokens, lengths, None, restart, entry=entry, exact_carry=exact)
     return result._replace(carry=Carry(result.carry.log_probs, block_states(emission, tokens, lengths)))
 
 
