@@ -100,50 +100,14 @@ def forward(problem: BlockedProblem) -> BlockedForward:
     log_likelihood = problem.initial.new_empty(batch)
     suspect = torch.empty(batch, dtype=torch.int8, device=filtered.device)
     stray = problem.initial.new_zeros(batch, 2, kept)
+    given = (problem.word, problem.block, problem.source, problem.lengths)
+    given = (*given, problem.log_start, problem.log_emission, problem.entry)
     for first, end in problem.spans(_TILE_BUDGET):
-        tiles = _tiles(problem, first, end)
-        forward_kernel[(batch,)](
-            tiles,
-            problem.word,
-            problem.block,
-            problem.source,
-            problem.lengths,
-            problem.log_start,
-            problem.log_emission,
-            problem.entry,
-            filtered,
-            predicted,
-            log_likelihood,
-            suspect,
-            first,
-            end,
-            time,
-            LIMITS.floor,
-            LIMITS.least_mass,
-            **_recursion(problem),
-        )
-        stray_kernel[(batch,)](
-            tiles,
-            problem.word,
-            problem.block,
-            problem.source,
-            problem.lengths,
-            problem.log_start,
-            problem.log_emission,
-            problem.entry,
-            predicted,
-            stray,
-            suspect,
-            first,
-            end,
-            time,
-            LIMITS.floor,
-            LIMITS.lost,
-            LIMITS.tiny,
-            LIMITS.sure,
-            LIMITS.tolerated,
-            **_recursion(problem),
-        )
+        tiles, place, options = _tiles(problem, first, end), (first, end, time), _recursion(problem)
+        found = (filtered, predicted, log_likelihood, suspect)
+        forward_kernel[(batch,)](tiles, *given, *found, *place, LIMITS.floor, LIMITS.least_mass, **options)
+        limits = (LIMITS.floor, LIMITS.lost, LIMITS.tiny, LIMITS.sure, LIMITS.tolerated)
+        stray_kernel[(batch,)](tiles, *given, predicted, stray, suspect, *place, *limits, **options)
     return BlockedForward(log_likelihood, filtered, predicted, suspect.view(torch.bool))
 
 
@@ -183,8 +147,8 @@ def backward(problem: BlockedProblem, result: BlockedForward, grad: Tensor, extr
         place = {"first": first, "span": end - first, "TIME": time, "ADD": end < time}
         before = (result.filtered, (time + 1) * kept)  # vectors over the rows of a tile, and their batch stride
         after = (ratio, time * kept)  # vectors over its columns, likewise
-        _factor(segments, _BY_SOURCE, tiles, *before, *after, problem.block, problem.w, out.u, (kept, 1), place)
-        _factor(segments, _BY_BLOCK, tiles, *after, *before, problem.source, problem.u, out.w, (1, kept), place)
+        _factor(segments, _BY_SOURCE, tiles, before, after, problem.block, problem.w, out.u, (kept, 1), place)
+        _factor(segments, _BY_BLOCK, tiles, after, before, problem.source, problem.u, out.w, (1, kept), place)
         for by, values, target, sign, slot in (
             (_BY_SOURCE, posterior, out.log_normalizer, -1.0, 0),
             (_BY_BLOCK, counts, out.log_start, 1.0, 1),
@@ -213,17 +177,19 @@ def _factor(
     segments: _Segments,
     by: int,
     tiles: Tensor,
-    own_vector: Tensor,
-    own_batch: int,
-    other_vector: Tensor,
-    other_batch: int,
+    own_vectors: tuple[Tensor, int],
+    other_vectors: tuple[Tensor, int],
     other_group: Tensor,
     other_factor: Tensor,
     out: Tensor,
     strides: tuple[int, int],
     place: dict[str, int],
 ) -> None:
-    """Compute the gradient of a factor: sum each piece of a segment, then the pieces of segments with several."""
+    """Compute the gradient of a factor: sum each piece of a segment, then the pieces of segments with several.
+
+    Args:
+        own_vectors: with their batch stride, as `other_vectors`.
+    """
     groups, own, h = out.shape
     pieces = out.new_empty(groups + tiles.shape[0] // _PIECE, own, h)
     lookup = {"PIECE": _PIECE, "GROUPS": groups, "GROUPS_WIDTH": triton.next_power_of_2(groups)}
@@ -236,10 +202,8 @@ def _factor(
         segments.order[by],
         segments.offsets[by],
         tiles,
-        own_vector,
-        own_batch,
-        other_vector,
-        other_batch,
+        *own_vectors,
+        *other_vectors,
         other_group,
         other_factor,
         out,

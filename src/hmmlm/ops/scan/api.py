@@ -27,6 +27,7 @@ from hmmlm.ops.common import (
 )
 from hmmlm.ops.scan import scaled
 from hmmlm.ops.scan.problem import Evidence, Parameters
+from hmmlm.ops.scan.scaled import unsort
 
 CarryKind = Literal["none", "kept", "exact"]
 LOOP_STATES = 256  # most states for which compiled loops are faster than tensor operations on two cores
@@ -155,11 +156,11 @@ def _run_filter(
     with without_autocast(tokens):  # `products` already is the dtype of products
         chain = recursions.make_chain(parameters, evidence, products)
         result = recursions.forward(chain, keep)
-        predicted = chain.unsort(result.predicted if result.predicted.dim() == 2 else result.predicted[-1])
+        predicted = unsort(result.predicted if result.predicted.dim() == 2 else result.predicted[-1], chain.order)
         if capturing(tokens):  # where nothing can be looked at
-            suspect = chain.unsort(recursions.guess_suspect(result))
+            suspect = unsort(recursions.guess_suspect(result), chain.order)
         else:
-            suspect = chain.unsort(recursions.find_suspect(parameters, chain, result))
+            suspect = unsort(recursions.find_suspect(parameters, chain, result), chain.order)
             if kind == "exact":
                 suspect = suspect | scaled.suspect_in_carry(parameters, evidence, predicted, result.floor)
     carry = None
@@ -167,7 +168,7 @@ def _run_filter(
         carry = scaled.log_carry(parameters, evidence, predicted) if result.carry is None else result.carry
         if capturing(tokens):  # the next window needs a valid one
             carry = torch.where(suspect[:, None], parameters.log_start.detach().double(), carry)
-    return _Run(recursions, chain, result, chain.unsort(result.log_likelihood), carry, suspect)
+    return _Run(recursions, chain, result, unsort(result.log_likelihood, chain.order), carry, suspect)
 
 
 class _Scan(torch.autograd.Function):
@@ -203,7 +204,8 @@ class _Scan(torch.autograd.Function):
 
 def _counts(shape: torch.Size, run: _Run, grad: Tensor) -> Parameters:
     """Compute the expected counts of all but suspect sequences, weighted by grad [B]; emissions have a `shape`."""
-    seed = run.chain.sort(torch.where(run.suspect, 0.0, grad))
+    seed, order = torch.where(run.suspect, 0.0, grad), run.chain.order
+    seed = seed if order is None else seed[order]
     seed = torch.where(run.result.log_likelihood == NEG_INF, 0.0, seed)
     counts: Parameters = run.recursions.accumulate(run.chain, run.result, seed, shape)
     return counts

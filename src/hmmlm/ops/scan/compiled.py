@@ -41,13 +41,10 @@ class CompiledChain(NamedTuple):
     order: Tensor | None  # [B] original index of each row; None: not sorted
     evidence: Evidence
 
-    def sort(self, values: Tensor) -> Tensor:
-        """Return `values` with rows in the order of the chain."""
-        return values if self.order is None else values[self.order]
-
-    def unsort(self, values: Tensor) -> Tensor:
-        """Return `values` with rows in their original order."""
-        return values if self.order is None else values[torch.argsort(self.order)]
+    @property
+    def batch(self) -> tuple[np.ndarray, ...]:
+        """What the loops take of the batch."""
+        return self.words, self.lengths, self.initial, self.restart
 
 
 class CompiledForward(NamedTuple):
@@ -89,21 +86,8 @@ def forward(chain: CompiledChain, keep: bool = True) -> CompiledForward:
 
     def run(part: int) -> None:
         for group in groups[part]:
-            run_filter(
-                chain.table,
-                strips,
-                chain.log_peak,
-                chain.words,
-                chain.lengths,
-                chain.initial,
-                chain.restart,
-                *_bounds(dtype),
-                *group,
-                alpha,
-                scale,
-                predicted,
-                log_likelihood,
-            )
+            given = chain.table, strips, chain.log_peak, *chain.batch, *_bounds(dtype)
+            run_filter(*given, *group, alpha, scale, predicted, log_likelihood)
 
     run_parts(run, len(groups))
     likelihood, last = torch.from_numpy(log_likelihood.astype(dtype)), torch.from_numpy(predicted)
@@ -126,7 +110,7 @@ def find_suspect(parameters: Parameters, chain: CompiledChain, result: CompiledF
 def accumulate(chain: CompiledChain, result: CompiledForward, seed: Tensor, shape: torch.Size) -> Parameters:
     """Compute the expected counts; see `scaled.accumulate`."""
     steps, states, width = len(chain.words), shape[0], chain.table.shape[1]
-    dtype, given = chain.table.dtype, _array(seed)
+    dtype, weights = chain.table.dtype, _array(seed)
     strips, groups = _strips(chain.table, states, transposed=True), _groups(chain.lengths, steps, states)
     run_backward = loops.run_backward_few if states <= FEW else loops.run_backward
 
@@ -134,21 +118,8 @@ def accumulate(chain: CompiledChain, result: CompiledForward, seed: Tensor, shap
         transitions = np.zeros((-(-states // ROWS) * ROWS, width), dtype)
         by_word = np.zeros((1 + len(chain.vocabulary), width), dtype)
         for group in groups[part]:
-            run_backward(
-                chain.table,
-                strips,
-                chain.words,
-                chain.lengths,
-                chain.initial,
-                chain.restart,
-                given,
-                *_bounds(dtype),
-                *group,
-                result.alpha,
-                result.scale,
-                transitions,
-                by_word,
-            )
+            given = chain.table, strips, *chain.batch, weights, *_bounds(dtype)
+            run_backward(*given, *group, result.alpha, result.scale, transitions, by_word)
         return transitions, by_word
 
     (transitions, by_word), *others = run_parts(run, len(groups))

@@ -53,6 +53,7 @@ class KernelChain(NamedTuple):
     restart: Tensor | None  # [T, B] uint8; always set if `initial` is
     evidence: Evidence
     normalizers: Normalizers | None = None
+    order: None = None  # sequences keep their order
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -69,13 +70,6 @@ class KernelChain(NamedTuple):
     def rows(self) -> Tensor:
         """Return `places`, or a placeholder that kernels with INDEXED=False do not read."""
         return self.start if self.places is None else self.places
-
-    def sort(self, values: Tensor) -> Tensor:
-        return values
-
-    def unsort(self, values: Tensor) -> Tensor:
-        """Return `values` unchanged: sequences keep their order."""
-        return values
 
 
 class KernelForward(NamedTuple):

@@ -40,14 +40,6 @@ class ScaledChain(NamedTuple):
     restart: Tensor | None  # [T, B]
     future: Tensor | None = None  # [B, Z] p(later tokens | z) / p(later tokens | all tokens so far)
 
-    def sort(self, values: Tensor) -> Tensor:
-        """Return `values` with rows in the order of the chain."""
-        return values if self.order is None else values[self.order]
-
-    def unsort(self, values: Tensor) -> Tensor:
-        """Return `values` with rows in their original order."""
-        return values if self.order is None else values[torch.argsort(self.order)]
-
 
 class ScaledForward(NamedTuple):
     """Result of the filter; [T, B, …] is zero (scale: one) where a sequence has ended."""
@@ -114,6 +106,11 @@ def sort_by_length(evidence: Evidence) -> tuple[Evidence, list[int], Tensor | No
         active = (lengths > torch.arange(steps, device=lengths.device)[:, None]).sum(1).tolist()
     restart = None if restart is None else restart.t().contiguous()
     return Evidence(tokens, lengths, carry, restart, future), active, order
+
+
+def unsort(values: Tensor, order: Tensor | None) -> Tensor:
+    """Return values [B, …] of a chain in the original order of rows."""
+    return values if order is None else values[torch.argsort(order)]
 
 
 def distinct(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -371,7 +368,7 @@ def suspect_in_carry(parameters: Parameters, evidence: Evidence, predicted: Tens
     low = ~(predicted >= least * predicted.sum(1, keepdim=True))
     if bool(low.any()):
         chain = make_chain(parameters, evidence, dtype)
-        low &= chain.unsort(upper_bound(parameters, chain).predicted) > 0
+        low &= unsort(upper_bound(parameters, chain).predicted, chain.order) > 0
     return low.any(1)
 
 
