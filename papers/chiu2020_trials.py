@@ -38,6 +38,40 @@ def _less_dropout(dropout: float, decay: float) -> StudyRow:
     return _row(name, "ptb-vl-hmm", model__dropout=dropout, optimizer__weight_decay=decay, train__epochs=10)
 
 
+BOUNDS = tuple(
+    _beyond("printed", 0.003, 0.1, what, **settings)
+    for what, settings in (
+        *((f"dropout {dropout}", {"model__dropout": dropout}) for dropout in (0.25, 0.75)),
+        *((f"width {width}", {"model__hidden": width}) for width in (128, 512)),
+    )
+)
+"""The bounds of the paper's search, where its own choice is .5 and 256."""
+PREPRINT = (
+    _beyond("preprint", 0.01, 0.0),
+    _beyond("preprint", 0.003, 0.1),
+    *(
+        _row(
+            f"2^14, {blocks} blocks, one table for every role, no networks: the preprint's Figure 4",
+            "ptb-vl-hmm-14-linear",
+            model__split=False,
+            model__blocks=blocks,
+            train__epochs=8,
+        )
+        for blocks in (32, 64, 128, 256)
+    ),
+    *(
+        _row(
+            f"uniform, {states} states, logits dropped instead of columns",
+            "ptb-vl-hmm",
+            model__num_states=states,
+            model__kind="uniform",
+            model__dropped="logits",
+            train__epochs=8,
+        )
+        for states in (8192, 16384)
+    ),
+)
+"""What the preprint describes differently; beside the rows of `_beyond` with the printed form, and of Table 3."""
 LESS_DROPOUT = (_less_dropout(0.0, 0.1), _less_dropout(0.0, 0.3), _less_dropout(0.25, 0.3))
 
 
@@ -76,6 +110,8 @@ BEYOND = Study(
         _beyond("printed", 0.01, 0.0, "network dropout 0.1", model__network_dropout=0.1),
         _row("2^14, no networks: ablation B of 2025 on blocks", "ptb-vl-hmm-14-linear", train__epochs=8),
         *LESS_DROPOUT,
+        *BOUNDS,
+        *PREPRINT,
         *(_short_memory(row) for row in BASELINES if row.group == "PTB"),
         _small("dropout 0.5, decay 0.01", optimizer__weight_decay=0.01),
         _small("dropout 0.0, decay 0.1", model__dropout=0.0),
@@ -86,7 +122,7 @@ BEYOND = Study(
             UNSPENT,
             rows=(
                 "PTB, 2^14, no networks: ablation B of 2025 on blocks",
-                *(row.name for row in LESS_DROPOUT),
+                *(row.name for row in (*LESS_DROPOUT, *BOUNDS, *PREPRINT)),
             ),
         ),
     ),

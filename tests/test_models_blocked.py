@@ -44,7 +44,7 @@ def small(num: int = 3, **options: object) -> Neural:
     return Neural(blocks(30, 24, num), hidden=8, generator=torch.Generator().manual_seed(0), **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("form", ["released", "printed"])
+@pytest.mark.parametrize("form", ["released", "printed", "preprint"])
 @pytest.mark.parametrize("block_embeddings", [False, True])
 def test_model_is_normalized_and_all_parameters_have_gradients(form: str, block_embeddings: bool) -> None:
     model = small(form=form, block_embeddings=block_embeddings)
@@ -58,6 +58,28 @@ def test_model_is_normalized_and_all_parameters_have_gradients(form: str, block_
         assert parameter.grad is not None and bool(parameter.grad.isfinite().all()), name
         # one offset for all start scores cancels in the softmax
         assert bool((parameter.grad != 0).any()) or name == "start.bias", name
+
+
+def test_in_the_preprint_only_emissions_read_the_embedding_of_the_block() -> None:
+    model, printed = small(form="preprint"), small(form="printed")
+    assert model.block_embedding is not None
+    hmm, other = model().detach(), printed().detach()
+    of_block = model.block_embedding[torch.arange(24) // 8]
+    features = model.networks["emit"](torch.cat([of_block, model.embedding], 1))
+    scores = (features @ model.words.weight.t()).masked_fill(
+        torch.arange(24)[:, None] // 8 != model.blocks.block_of_word, -torch.inf
+    )
+    torch.testing.assert_close(hmm.emission.dense(), scores.log_softmax(1))
+    with torch.no_grad():
+        model.block_embedding += 1.0
+    changed = model().detach()
+    assert torch.equal(changed.transition.dense(), hmm.transition.dense())
+    assert torch.equal(changed.log_start, hmm.log_start)
+    assert not torch.equal(changed.emission.dense(), hmm.emission.dense())
+    assert count(model) == count(printed) + 3 * 8 + 8 * 8
+    same = small(form="preprint", block_embeddings=True)().detach()
+    other = small(form="printed", block_embeddings=True)().detach()
+    assert torch.equal(same.emission.dense(), other.emission.dense())
 
 
 def test_bfloat16_products_keep_their_digits_for_what_distinguishes_states() -> None:

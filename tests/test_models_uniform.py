@@ -152,6 +152,34 @@ def test_dropout_is_the_dense_model_without_those_columns() -> None:
     assert int(model.skipped) == 0
 
 
+def test_dropped_logits_are_those_of_random_transitions_of_each_state() -> None:
+    model, tokens = small(dropout=0.75, dropped="logits"), draw(3, 9)
+    torch.manual_seed(5)
+    kept = torch.rand(STATES, STATES, dtype=torch.float64).topk(4, 1).indices
+    torch.manual_seed(5)
+    result = model.scan(tokens)
+    network = model.network
+    logits = network.networks["out"](network.embedding) @ network.embedding.T
+    dropped = torch.ones_like(logits, dtype=torch.bool).scatter(1, kept, False)
+    plain = written_out(model)
+    hmm = HMM(plain.log_start, logits.masked_fill(dropped, -torch.inf).log_softmax(1), plain.emission)
+    expected = hmm.scan(tokens)
+    assert bool(expected.log_likelihood.isfinite().all())
+    torch.testing.assert_close(result.log_likelihood, expected.log_likelihood)
+    torch.testing.assert_close(result.carry.log_probs, expected.carry.log_probs)
+    check_gradients(model, result.log_likelihood, expected.log_likelihood)
+    torch.manual_seed(5)
+    assert not torch.equal(model.scan(tokens, carry=result.carry).log_likelihood, result.log_likelihood)
+    torch.testing.assert_close(model().log_likelihood(tokens), plain.log_likelihood(tokens))
+
+
+@pytest.mark.parametrize("dropped", ["columns", "logits"])
+def test_the_form_of_the_preprint_trains(dropped: str) -> None:
+    model = small(form="preprint", dropped=dropped)
+    model.scan(draw(3, 9)).log_likelihood.sum().backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+
+
 def test_a_sequence_that_dropout_makes_impossible_is_skipped_and_restarts() -> None:
     model = small(states=4, drawn=1, dropout=0.5)
     torch.manual_seed(0)

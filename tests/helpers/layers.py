@@ -120,11 +120,11 @@ def assert_emission_agrees(impl: str, block_of_word: Tensor, given: list[Tensor]
 # --- residual_norm ---
 
 
-def residual_inputs(n: int, h: int, seed: int = 0) -> list[Tensor]:
+def residual_inputs(n: int, h: int, seed: int = 0, inputs: int = 1) -> list[Tensor]:
     """Return embedding, w1, b1, w2, b2, gamma, beta in float64; about half of both ReLUs are open."""
-    generator = torch.Generator().manual_seed(seed)
-    given = [_normal(generator, *shape) for shape in [(n, h), (h, h), (h,), (h, h), (h,), (h,), (h,)]]
-    return [given[0], given[1] / h**0.5, given[2], given[3] / h**0.5, *given[4:]]
+    generator, d = torch.Generator().manual_seed(seed), inputs * h
+    given = [_normal(generator, *shape) for shape in [(n, d), (h, d), (h,), (h, h), (h,), (h,), (h,)]]
+    return [given[0], given[1] / d**0.5, given[2], given[3] / h**0.5, *given[4:]]
 
 
 def residual_specification(e: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, *norm: Tensor) -> Tensor:

@@ -23,9 +23,9 @@ HEAD = 64  # smallest size of an attention head, where the number of heads is no
 class Residual(nn.Module):
     """LN(ReLU(D W2) + D) with D = ReLU(E W1), both linears with bias: the network of Chiu & Rush 2020."""
 
-    def __init__(self, hidden: int, dropout: float = 0.0) -> None:
+    def __init__(self, hidden: int, dropout: float = 0.0, inputs: int = 1) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+        self.first, self.second = nn.Linear(inputs * hidden, hidden), nn.Linear(hidden, hidden)
         self.norm = nn.LayerNorm(hidden)
         self.dropout = dropout
 

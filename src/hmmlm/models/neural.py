@@ -16,7 +16,7 @@ from hmmlm.ops.graph import side_by_side
 from hmmlm.section import Fraction, ModelSize, States, Width
 from hmmlm.structure.blocks import Blocks
 
-Form = Literal["released", "printed"]
+Form = Literal["released", "printed", "preprint"]
 
 
 class NetworkConfig(ModelConfig):
@@ -27,7 +27,8 @@ class NetworkConfig(ModelConfig):
     hidden: Width = 256
     """Size of embeddings and networks."""
     form: Form = "printed"
-    """printed: the networks of the paper; released: those of its code, with bare embeddings on the incoming side."""
+    """printed: the networks of the paper; released: those of its code, with bare embeddings on the incoming side;
+    preprint: as printed, and the network of emissions reads an embedding of the state's block too."""
     network_dropout: Fraction = 0.0
     """Dropout inside the networks."""
 
@@ -77,8 +78,9 @@ class Neural(FactoredBlockedModel):
 
     form "released": networks for start, out and emit; the incoming side is the bare embedding; embeddings from N(0, 1);
     a bias per word. form "printed": a network on the incoming side too, start scores from the incoming side,
-    Kaiming-uniform weights, no word bias. `block_embeddings`: half of each embedding is shared by its block, and a
-    further network for each role composes the two halves.
+    Kaiming-uniform weights, no word bias. form "preprint": as printed, but the network of emissions reads embeddings of
+    block and state side by side. `block_embeddings`, for which it is as printed: half of each embedding is shared by
+    its block, and a further network for each role composes the two halves.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Neural(FactoredBlockedModel):
         super().__init__(blocks, dropout)
         if block_embeddings and hidden % 2:
             raise InputError(f"block embeddings need an even hidden size, not {hidden}")
-        self.form = form
+        self.form, self.halves = form, block_embeddings
         self.draws_for_rows = network_dropout > 0  # of the states that sequences carry
 
         def network() -> nn.Module:
@@ -104,13 +106,17 @@ class Neural(FactoredBlockedModel):
 
         roles = ("start", "out", "emit") if form == "released" else ("out", "in", "emit")
         self.networks = nn.ModuleDict({role: network() for role in roles})
+        beside = form == "preprint" and not block_embeddings
+        if beside:
+            self.networks["emit"] = Residual(hidden, network_dropout, inputs=2)
         self.start = nn.Linear(hidden, 1)
         self.words = nn.Linear(hidden, blocks.vocab_size, bias=form == "released")
         width = hidden // 2 if block_embeddings else hidden
         self.embedding = nn.Parameter(torch.empty(blocks.num_states, width))
-        self.block_embedding = nn.Parameter(torch.empty(blocks.num_blocks, width)) if block_embeddings else None
+        shape = (blocks.num_blocks, width)
+        self.block_embedding = nn.Parameter(torch.empty(shape)) if block_embeddings or beside else None
         tables = [self.embedding] if self.block_embedding is None else [self.embedding, self.block_embedding]
-        initialize_linears_(self, form == "printed", generator)
+        initialize_linears_(self, form != "released", generator)
         for table in tables:
             if form == "released":
                 nn.init.normal_(table, generator=generator)
@@ -123,7 +129,7 @@ class Neural(FactoredBlockedModel):
 
     def _join(self, own: Tensor, states: Tensor | None) -> Tensor:
         """Return the embeddings [n, h] of states from their own parts."""
-        if self.block_embedding is None:
+        if self.block_embedding is None or not self.halves:
             return own
         if states is None:
             states = torch.arange(self.num_states, device=own.device)
@@ -141,13 +147,21 @@ class Neural(FactoredBlockedModel):
 
     def entering(self, embedding: Tensor) -> tuple[Tensor, Tensor]:
         """Compute w [n, h] and log_start [n] of states with the given embeddings [n, h]."""
-        w = self.networks["in"](embedding) if self.form == "printed" else embedding
-        starting = w if self.form == "printed" else self.networks["start"](embedding)
+        w = embedding if self.form == "released" else self.networks["in"](embedding)
+        starting = self.networks["start"](embedding) if self.form == "released" else w
         return w, self.start(starting).squeeze(1).to(self.embedding.dtype).log_softmax(0)
+
+    def emission_features(self, embedding: Tensor) -> Tensor:
+        """Compute H_emit [n, h] of states with the given embeddings [n, h], as many of each block, in order."""
+        if self.block_embedding is not None and not self.halves:
+            of_block = self.block_embedding.repeat_interleave(len(embedding) // self.blocks.num_blocks, 0)
+            embedding = torch.cat([of_block, embedding], 1)
+        features: Tensor = self.networks["emit"](embedding)
+        return features
 
     def emitting(self, embedding: Tensor) -> Tensor:
         """Compute log p(word | state i of its block) [V, kept] of states with the given embeddings [n, h]."""
-        features = self.networks["emit"](embedding).unflatten(0, (self.blocks.num_blocks, -1))
+        features = self.emission_features(embedding).unflatten(0, (self.blocks.num_blocks, -1))
         return blocked_emission(features, self.words.weight, self.words.bias, self.tiles)
 
     def features_of(self, states: Tensor | None, carried: Tensor | None = None) -> tuple[Features, Tensor | None]:

@@ -33,6 +33,8 @@ class UniformConfig(NetworkConfig):
     """States that may emit a word."""
     dropout: Fraction = 0.0
     """State dropout: the fraction of states left out of a batch."""
+    dropped: Literal["columns", "logits"] = "columns"
+    """columns: states that are left out cannot be entered; logits: transitions are left out, others from each state."""
 
     @property
     def distillable(self) -> bool:
@@ -54,6 +56,7 @@ class UniformConfig(NetworkConfig):
             form=self.form,
             dropout=self.dropout,
             network_dropout=self.network_dropout,
+            dropped=self.dropped,
             generator=torch.Generator().manual_seed(seed),
         )
 
@@ -118,7 +121,8 @@ class UniformNeural(Model):
     """A ∝ exp(H_out H_inᵀ), O ∝ exp(H_emit E_xᵀ) over the words that a state may emit.
 
     Embeddings and networks are those of `Neural` with a single block: form and sizes mean the same. State dropout
-    leaves a random fraction of the columns of the transition out before it is normalized.
+    leaves a random fraction of the columns of the transition out before it is normalized, or of the entries of each row
+    (`dropped`), for which training has to make the dense model.
     """
 
     def __init__(
@@ -129,6 +133,7 @@ class UniformNeural(Model):
         form: Form = "released",
         dropout: float = 0.5,
         network_dropout: float = 0.0,
+        dropped: str = "columns",
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(subsets.num_states, subsets.vocab_size)
@@ -136,7 +141,8 @@ class UniformNeural(Model):
         self.network = Neural(
             block, hidden=hidden, form=form, dropout=dropout, network_dropout=network_dropout, generator=generator
         )
-        self.dropout, self.subsets, self.lists = dropout, subsets, make_lists(subsets)
+        self.dropout, self.dropped = dropout, dropped
+        self.subsets, self.lists = subsets, make_lists(subsets)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Move the structure along with the parameters."""
@@ -147,7 +153,7 @@ class UniformNeural(Model):
 
     def log_emission(self, kept: Tensor) -> Tensor:
         """Return log p(word | state) [K, L] for the words in the list of each state `kept` [K]; −inf where empty."""
-        hidden = self.network.networks["emit"](self.network.embed(kept))
+        hidden = self.network.emission_features(self.network.embed(kept))
         words, bias = self.network.words.weight, self.network.words.bias
         rounded = product_dtype(words)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -158,10 +164,13 @@ class UniformNeural(Model):
             return scores.masked_fill(self.lists.empty.index_select(0, kept), float("-inf")).log_softmax(1)
 
     def forward(self) -> HMM:
-        """Return a dense HMM over all states, without dropout.
+        return self.dense(0.0)
+
+    def dense(self, dropout: float) -> HMM:
+        """Return a dense HMM over all states, without a fraction of the transitions from each.
 
         It has Z × Z and Z × V numbers: 1.7 GB at 2^14 states and 10,000 words, twice that while it is made. Training
-        never makes it. Under autocast the factors are rounded as they are in training.
+        makes it only to drop logits. Under autocast the factors are rounded as they are in training.
         """
         every = torch.arange(self.num_states, device=self.network.embedding.device)
         embedding = self.network.embed(every)
@@ -173,7 +182,11 @@ class UniformNeural(Model):
         rounded = product_dtype(u)
         with torch.autocast(u.device.type, enabled=False):
             u, w = (factor.to(rounded).to(log_start.dtype) for factor in (u, w))
-            return HMM(log_start, (u @ w.t()).log_softmax(1), log_emission)
+            logits = u @ w.t()
+            if dropout:
+                kept = torch.rand_like(logits).topk(states_kept(self.num_states, dropout), 1).indices
+                logits = torch.full_like(logits, float("-inf")).scatter(1, kept, logits.gather(1, kept))
+            return HMM(log_start, logits.log_softmax(1), log_emission)
 
     def scan(
         self, tokens: Tensor, lengths: Tensor | None = None, carry: Carry | None = None, restart: Tensor | None = None
@@ -183,6 +196,9 @@ class UniformNeural(Model):
         Every position becomes a block of its own, of the n states that may emit its word. States that are not kept are
         in it but never entered. A sequence that is impossible without them is skipped, and restarts in the next window.
         """
+        if self.dropped == "logits":
+            hmm, restart = self.dense(self.dropout), restart_lost(restart, carry, tokens)
+            return self._skip_impossible(hmm.scan(tokens, lengths, carry, restart, exact_carry=False))
         columns = sample_columns(self.num_states, self.dropout, device=tokens.device)
         kept = columns.int().argsort(descending=True, stable=True)[: states_kept(self.num_states, self.dropout)]
         place = (columns.cumsum(0) - 1).clamp(min=0)  # of a kept state among the kept
@@ -216,8 +232,10 @@ class UniformNeural(Model):
             result = generic_scan(from_factors(factors), positions, lengths, None, restart, entry=entry)
         else:
             result = scan_factors(factors, positions, lengths, entry, restart)
+        last = self.subsets.states_of_word.index_select(0, last_tokens(tokens, lengths).clamp(min=0))
+        return self._skip_impossible(result)._replace(carry=Carry(result.carry.log_probs, last))
+
+    def _skip_impossible(self, result: Scan) -> Scan:
         impossible = result.log_likelihood.detach() == float("-inf")
         suspect = impossible if result.suspect is None else result.suspect | impossible
-        result = self.drop_underflowed(result._replace(suspect=suspect))
-        last = self.subsets.states_of_word.index_select(0, last_tokens(tokens, lengths).clamp(min=0))
-        return result._replace(carry=Carry(result.carry.log_probs, last))
+        return self.drop_underflowed(result._replace(suspect=suspect))

@@ -32,22 +32,22 @@ def residual_norm(
 ) -> Tensor:
     """Compute LN(ReLU(D w2ᵀ + b2) + D)·gamma + beta [..., h] with D = dropout(ReLU(E w1ᵀ + b1)).
 
-    E is `embedding` [..., h]; w1 and w2 are [h, h], the other parameters [h]. Under autocast, the operands of products
-    and the tensors saved for the backward pass have autocast's dtype. The kernels return float32, also for gradients.
+    E is `embedding` [..., d]; w1 is [h, d], w2 [h, h], the others [h]. Under autocast, the operands of products and the
+    tensors saved for the backward pass have autocast's dtype. The kernels return float32, also for gradients.
     """
-    h = embedding.shape[-1]
-    if w1.shape != (h, h) or w2.shape != (h, h) or any(x.shape != (h,) for x in (b1, b2, gamma, beta)):
+    width, h = embedding.shape[-1], len(w2)
+    if w1.shape != (h, width) or w2.shape != (h, h) or any(x.shape != (h,) for x in (b1, b2, gamma, beta)):
         found = ", ".join(str(list(x.shape)) for x in (w1, b1, w2, b2, gamma, beta))
-        raise InputError(f"residual_norm: for rows of {h} the parameters must be [{h}, {h}] and [{h}], not {found}")
+        raise InputError(f"residual_norm: rows of {width} need w1 [h, {width}], w2 [h, h] and others [h], not {found}")
     parameters = (w1, b1, w2, b2, gamma, beta)
     narrow = all(x.dtype == torch.float32 for x in (embedding, *parameters)) and h <= _WIDEST
     kernels = find_kernels("residual_norm", embedding.device, dropout or not narrow)
     if kernels is None:
         inner = functional.dropout(functional.linear(embedding, w1, b1).relu(), dropout)
         return functional.layer_norm(functional.linear(inner, w2, b2).relu() + inner, gamma.shape, gamma, beta, eps)
-    rows = embedding.reshape(-1, h)
+    rows = embedding.reshape(-1, width)
     result: Tensor = _ResidualNorm.apply(kernels, product_dtype(embedding), eps, rows, *parameters)
-    return result.view(embedding.shape)
+    return result.view(*embedding.shape[:-1], h)
 
 
 class _ResidualNorm(torch.autograd.Function):
