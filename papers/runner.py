@@ -29,6 +29,7 @@ from hmmlm.config.training import TrainingConfig
 from hmmlm.errors import InputError
 from hmmlm.runs.folders import saved_config
 from papers.commands import command, counted, parts_of, teacher_of
+from papers.corpus import text_checksums
 from papers.ngrams import NgramConfig, count_and_score
 from papers.records import add_record, commit, machine, read_records, recorded_identity
 from papers.settings import configuration, identity
@@ -136,6 +137,7 @@ def perform(run: StudyRun, work: Path, alone: bool = True) -> dict[str, Any]:
         "metrics": metrics,
         **stopped,
         "settings": dict(run.row.settings),
+        **({"data_sha256": checksums} if (checksums := text_checksums(Path(config.data))) else {}),
         "command": command(run),
         "commit": commit(),
         "machine": machine(on_gpu),

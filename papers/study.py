@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 RESULTS_PAGES = Path("docs/reproduction/results")
 Record = Mapping[str, Any]
-"""A run in a results file: row, recipe, seed, metrics, settings, command, commit, machine, date; all but row and
-metrics may be missing."""
+"""A run in a results file: row, recipe, seed, metrics, settings, data_sha256 (of the token files that it was given),
+command, commit, machine, date; all but row and metrics may be missing."""
 BASELINE = "baseline"
 """Recipe of a row that `hmmlm baseline` trains."""
 NGRAM = "ngram"

@@ -250,9 +250,11 @@ def remarks(rows: Sequence[MeasuredRow], records: Sequence[Record]) -> list[str]
     return [*lines, *_provenance(records)]
 
 
-def _provenance(records: Sequence[Mapping[str, object]]) -> list[str]:
+def _provenance(records: Sequence[Record]) -> list[str]:
     parts = []
     for before, key, length in (("", "machine", None), ("commit ", "commit", 7), ("", "date", None)):
         if values := sorted({str(record[key])[:length] for record in records if record.get(key)}):
             parts.append(before + " and ".join(values))
+    texts = dict.fromkeys(str(record["data_sha256"]["train"])[:12] for record in records if "data_sha256" in record)
+    parts += [f"training tokens of sha256 {' and '.join(texts)}…"] if texts else []
     return [f"Made on {'; '.join(parts)}."] if parts else []
