@@ -144,6 +144,27 @@ def test_bad_input() -> None:
         fit_clusters([Piece(torch.full((20, 4), float("nan")))], 3)
 
 
+def test_pca_clusters_the_projected_points(tmp_path: Path) -> None:
+    scales = torch.tensor([1.0, 30.0, 0.1, 5.0, 10.0, 0.5])
+    points = 100 + normal(500, 6) * scales @ torch.linalg.qr(normal(6, 6, seed=1))[0]
+    found = fit_clusters(cut(points, 90), 7, passes=5, pca=3)
+    assert found.components is not None and found.centroids.shape == (1, 7, 3)
+    centered = (points - points.mean(0)).double()
+    axes = torch.linalg.svd(centered, full_matrices=False)[2][:3].T  # [6, 3], by the largest singular values
+    torch.testing.assert_close((found.components.double().T @ axes).abs(), torch.eye(3).double(), atol=1e-3, rtol=0)
+    projected = centered @ found.components.double()
+    torch.testing.assert_close(found.mean, points.mean(0), rtol=1e-5, atol=1e-4)
+    assert (found.labels(points) == brute_labels(projected, found.centroids[0])).float().mean() > 0.99
+    alone = fit_clusters(cut(projected.float(), 90), 7, passes=5)  # the same sample: the draws do not depend on points
+    torch.testing.assert_close(found.centroids, alone.centroids + alone.mean, rtol=1e-3, atol=1e-2)
+    vectors = found.vectors()
+    torch.testing.assert_close((vectors - found.mean) @ found.components, found.centroids[0], rtol=1e-4, atol=1e-3)
+    assert len(found.labels(vectors).unique()) == 7  # centroids are nearest to themselves
+    found.save(tmp_path / "c.safetensors")
+    assert torch.equal(Clusters.load(tmp_path / "c.safetensors").labels(points), found.labels(points))
+    assert torch.equal(found.to("cpu").vectors(), vectors)
+
+
 def test_saved_and_loaded(tmp_path: Path) -> None:
     points = normal(60, 4)
     found = fit_clusters(cut(points, 20), 3)
@@ -155,8 +176,9 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"c\.safetensors is missing, truncated"):
         Clusters.load(tmp_path / "c.safetensors")
     tensors = {"centroids": found.centroids, "mean": found.mean, "sizes": found.sizes}
-    save_file({**tensors, "components": torch.eye(4)}, tmp_path / "c.safetensors", {"format": "hmmlm clusters"})
-    with pytest.raises(InputError, match="clusters of PCA components, which are no longer supported"):
+    named = {"format": "hmmlm clusters", "points": "60", "inertia": "1.0"}
+    save_file({**tensors, "components": torch.eye(3)}, tmp_path / "c.safetensors", named)
+    with pytest.raises(InputError, match=r"components has shape \[3, 3\], .* \[4, 4\]"):
         Clusters.load(tmp_path / "c.safetensors")
     save_file(tensors, tmp_path / "c.safetensors")
     with pytest.raises(InputError, match="contains no clusters"):

@@ -126,6 +126,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stream": {"batches": {"reset_at_eos": True}},
     "blocked": {"model": {"kind": "neural", "blocks": 2, "hidden": 8, "dropout": 0.5}},
     "cached": {"initialization": {"labels": "cached"}},
+    "pca": {"initialization": {"kmeans": {"tokens": 300, "passes": 2, "pca": 3}}},
 }
 
 
@@ -149,6 +150,7 @@ def test_interrupted_before_during_and_after_the_joint_phase(kind: str, tmp_path
     assert_same_run(tmp_path / "run", tmp_path / "straight")
     ours, theirs = (Clusters.load(tmp_path / run / "clusters.safetensors") for run in ("run", "straight"))
     assert torch.equal(ours.centroids, theirs.centroids)
+    assert ours.centroids.shape[2] == (3 if kind == "pca" else 6)
 
 
 def test_a_start_from_counts_is_resumed(tmp_path: Path, teacher: FakeTeacher) -> None:
@@ -175,6 +177,8 @@ def test_clusters_of_another_run_can_be_used(tmp_path: Path, teacher: FakeTeache
     assert second.plateau.best == first.plateau.best
     with pytest.raises(InputError, match=r"1 × 6 clusters \(blocks × states\), this model 1 × 5"):
         trained(tmp_path / "third", teacher, {"num_states": 5}, **LVD, clusters=str(path))
+    with pytest.raises(InputError, match=r"kmeans\.pca is 7, and the embeddings of the teacher have 6 dimensions"):
+        trained(tmp_path / "wide", teacher, **{**LVD, "kmeans": {"tokens": 300, "pca": 7}})
     teacher.hidden_size = 9
     with pytest.raises(InputError, match="has embeddings of 6 dimensions, the teacher fake 9"):
         trained(tmp_path / "fourth", teacher, **LVD, clusters=str(path))

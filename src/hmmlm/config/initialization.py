@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from hmmlm.section import MAX_TOKENS, Pseudocount, Section, Seed, TokenCount
+from hmmlm.section import MAX_TOKENS, Pseudocount, Section, Seed, TokenCount, Width
 
 
 class KMeansConfig(Section):
@@ -17,6 +17,8 @@ class KMeansConfig(Section):
     """Tokens of the training text, drawn at random by chunks, whose embeddings are clustered."""
     passes: Annotated[int, Field(gt=0, le=1_000)] = 10
     """Maximum number of passes over the embeddings; they end when centroids hardly move."""
+    pca: Width | None = None
+    """Principal components of the embeddings that are clustered, found in a first pass; None: all dimensions."""
     memory_gb: Annotated[float, Field(ge=0, le=1e6)] = 16.0
     """Embeddings kept between passes, on the teacher's device; the teacher recomputes the others in every pass."""
     seed: Seed | None = None

@@ -49,32 +49,41 @@ class Clusters:
     """Result of k-means; tensors are float32."""
 
     centroids: Tensor
-    """[M, k, D] centroids of the centered points."""
+    """[M, k, D] centroids of the centered points; D = H without `components`."""
     mean: Tensor
-    """[D] mean that is subtracted from points."""
+    """[H] mean that is subtracted from points."""
     sizes: Tensor
     """[M, k] points assigned to each centroid in the last pass."""
     points: int
     """Number of points that were clustered."""
     inertia: float
     """Mean squared distance of a point to its centroid in the last pass."""
+    components: Tensor | None = None
+    """[H, D] principal axes that centered points are projected on; None: they are clustered as they are."""
 
     def labels(self, points: Tensor, group: Tensor | None = None) -> Tensor:
-        """Return the nearest centroid 0..k−1 in each point's group, [n] for points [n, D]."""
-        return nearest(_center(points, self.mean), self.centroids, group)[0]
+        """Return the nearest centroid 0..k−1 in each point's group, [n] for points [n, H]."""
+        return nearest(_project(points, self.mean, self.components), self.centroids, group)[0]
+
+    def vectors(self) -> Tensor:
+        """Return the centroids as points [M·k, H]."""
+        centroids = self.centroids.flatten(0, 1)
+        return self.mean + (centroids if self.components is None else centroids @ self.components.T)
 
     def to(self, device: torch.device | str) -> Clusters:
         """Return a copy on `device`."""
-        return replace(
-            self, centroids=self.centroids.to(device), mean=self.mean.to(device), sizes=self.sizes.to(device)
-        )
+        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
+        found = {"centroids": self.centroids, "mean": self.mean, "sizes": self.sizes}
+        return found if self.components is None else {**found, "components": self.components}
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
-        tensors = {"centroids": self.centroids, "mean": self.mean, "sizes": self.sizes}
         metadata = {"format": FORMAT, "points": str(self.points), "inertia": repr(self.inertia)}
         with replacing(path) as (part,):
-            write_tensors(part, tensors, metadata)
+            write_tensors(part, self.tensors(), metadata)
 
     @classmethod
     def load(cls, path: Path) -> Clusters:
@@ -82,19 +91,17 @@ class Clusters:
         tensors, metadata = read_tensors(path)
         if metadata.get("format") != FORMAT:
             raise InputError(f"{path} contains no clusters: give clusters.safetensors of a run with a teacher")
-        if "components" in tensors:
-            raise InputError(
-                f"{path} contains clusters of PCA components, which are no longer supported: cluster the teacher's "
-                "embeddings again"
-            )
         require_tensors(path, tensors, {"centroids": [None, None, None], "mean": [None], "sizes": [None, None]})
-        for name in ("centroids", "mean"):
-            check_finite(tensors[name], f"{path}: {name}")
+        if "components" in tensors:
+            shape = [len(tensors["mean"]), tensors["centroids"].shape[2]]
+            require_tensors(path, tensors, {"components": shape})
+        for name, tensor in tensors.items():
+            check_finite(tensor, f"{path}: {name}")
         try:
             points, inertia = int(metadata["points"]), float(metadata["inertia"])
         except (KeyError, ValueError) as error:
             raise InputError(f"{path}: its metadata is damaged ({error!r}): cluster the embeddings again") from None
-        return cls(tensors["centroids"], tensors["mean"], tensors["sizes"], points, inertia)
+        return cls(tensors["centroids"], tensors["mean"], tensors["sizes"], points, inertia, tensors.get("components"))
 
 
 def fit_clusters(
@@ -104,6 +111,7 @@ def fit_clusters(
     groups: int = 1,
     passes: int = 10,
     seed: int = 0,
+    pca: int | None = None,
     sample_points: int = SAMPLE_POINTS,
     on_piece: OnPiece = lambda name, count: None,
 ) -> Clusters:
@@ -119,11 +127,15 @@ def fit_clusters(
         groups: number of groups M.
         passes: maximum number of Lloyd iterations; they stop early on convergence.
         seed: seed of the sample and of the initial centroids.
+        pca: principal components that points are projected on before they are clustered, found in the first pass;
+            None: no projection.
         sample_points: points of the sample.
         on_piece: called after each piece of each pass.
     """
-    sample = _draw_sample(pieces, clusters, max(-(-sample_points // groups), clusters), seed, on_piece)
-    points = _center(sample.points, sample.mean)
+    limit = max(-(-sample_points // groups), clusters)
+    sample = _draw_sample(pieces, clusters, limit, seed, on_piece, covariance=pca is not None)
+    components = None if pca is None else principal_axes(sample.covariance, pca)
+    points = _project(sample.points, sample.mean, components)
     generator = torch.Generator().manual_seed(seed)
     centroids = torch.stack(
         [_initial_centroids(points[sample.group == g], clusters, generator, strict=groups == 1) for g in range(groups)]
@@ -133,13 +145,13 @@ def fit_clusters(
     for number in range(1, passes + 1):
         lloyd = _LloydPass(centroids)
         for piece in pieces:
-            lloyd.add(_center(piece.points, sample.mean), piece.group)
+            lloyd.add(_project(piece.points, sample.mean, components), piece.group)
             on_piece(f"k-means pass {number} of {passes}", len(piece.points))
         centroids, sizes = lloyd.finish(), lloyd.counts.long()
         before, inertia = inertia, lloyd.inertia()
         if number > 1 and before - inertia <= CONVERGED * before:
             break
-    return Clusters(centroids, sample.mean, sizes, sample.total, inertia)
+    return Clusters(centroids, sample.mean, sizes, sample.total, inertia, components)
 
 
 def nearest(
@@ -168,8 +180,15 @@ def nearest(
     return labels, distance
 
 
-def _center(points: Tensor, mean: Tensor) -> Tensor:
-    return points.to(mean.device, torch.float32) - mean
+def _project(points: Tensor, mean: Tensor, components: Tensor | None) -> Tensor:
+    """Return points [n, H] minus the mean, on the components [H, D] if there are any."""
+    centered = points.to(mean.device, torch.float32) - mean
+    return centered if components is None else centered @ components
+
+
+def principal_axes(covariance: Tensor, count: int) -> Tensor:
+    """Return the eigenvectors [H, count] of the largest eigenvalues of a covariance [H, H], largest first."""
+    return torch.linalg.eigh(covariance).eigenvectors[:, -count:].flip(1).float()
 
 
 # --- initial centroids ----------------------------------------------------------------------------------------------
@@ -180,15 +199,18 @@ class _Sample(NamedTuple):
     points: Tensor  # [s, D]
     group: Tensor  # [s]
     total: int  # points in all
+    covariance: Tensor  # [D, D] of all points, float64; of no use unless it was asked for
 
 
-def _draw_sample(pieces: Pieces, clusters: int, limit: int, seed: int, on_piece: OnPiece) -> _Sample:
-    """Compute the mean and draw a uniform sample of each group, of at most `limit` points.
+def _draw_sample(
+    pieces: Pieces, clusters: int, limit: int, seed: int, on_piece: OnPiece, covariance: bool = False
+) -> _Sample:
+    """Compute the mean, if asked the covariance, and draw a uniform sample of each group, of at most `limit` points.
 
     The sample has the points with the smallest random keys, so it does not depend on how points are cut into pieces.
     """
     generator = torch.Generator().manual_seed(seed + 1)
-    total, shift, sums = 0, None, torch.zeros(())
+    total, shift, sums, products = 0, None, torch.zeros(()), torch.zeros((), dtype=torch.float64)
     keys, sample, group = torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.long)
     for piece in pieces:
         points = piece.points.float()
@@ -199,6 +221,9 @@ def _draw_sample(pieces: Pieces, clusters: int, limit: int, seed: int, on_piece:
             sums = torch.zeros(points.shape[1], dtype=torch.float64, device=points.device)
             keys, sample, group = keys.to(points.device), points[:0], group.to(points.device)
         sums += (points - shift).sum(0, dtype=torch.float64)
+        if covariance:
+            shifted = (points - shift).double()
+            products = products.to(points.device) + shifted.T @ shifted
         total += len(points)
         drawn = torch.rand(len(points), generator=generator).to(points.device)
         own = torch.zeros_like(drawn, dtype=torch.long) if piece.group is None else piece.group
@@ -208,7 +233,8 @@ def _draw_sample(pieces: Pieces, clusters: int, limit: int, seed: int, on_piece:
         on_piece("embedding", len(points))
     if shift is None or total < clusters:
         raise InputError(f"{counted(total, 'embedding')} cannot make {clusters:,} clusters: use fewer states")
-    return _Sample((shift + sums / total).float(), sample, group, total)
+    mean = sums / total
+    return _Sample((shift + mean).float(), sample, group, total, products / total - mean.outer(mean))
 
 
 def _initial_centroids(sample: Tensor, clusters: int, generator: torch.Generator, strict: bool) -> Tensor:

@@ -220,7 +220,7 @@ def check_width(model: DenseFactored, width: int, what: str) -> None:
 @torch.no_grad()
 def set_state_embeddings(model: DenseFactored, clusters: Clusters) -> None:
     """Set every table of state embeddings to the centroids."""
-    centroids = clusters.centroids.flatten(0, 1) + clusters.mean
+    centroids = clusters.vectors()
     check_width(model, centroids.shape[1], "a centroid")
     for table in model.embeddings:
         table.copy_(centroids)

@@ -87,6 +87,11 @@ def check_start(start: LabelConfig, model: Model, tokens: int, teacher: Teacher)
         raise InputError(
             f"the training text has {counted(tokens, 'token')}, fewer than the {model.num_states:,} states to find"
         )
+    if start.kmeans.pca is not None and start.kmeans.pca > teacher.hidden_size:
+        raise InputError(
+            f"initialization.kmeans.pca is {start.kmeans.pca}, and the embeddings of the teacher have "
+            f"{teacher.hidden_size} dimensions: use fewer components"
+        )
     if isinstance(start, LvdConfig) and (start.centroids or start.head):
         assert isinstance(model, DenseFactored)  # the configuration was validated
         check_width(model, teacher.hidden_size, "a centroid")
@@ -170,7 +175,8 @@ class WarmStart:
         start = self.start
         if start.cache is None:
             return self.make_clusters()
-        kmeans = start.kmeans.model_dump(exclude={"memory_gb", "seed"})
+        # Without what is not set: names stay those of caches that were made before it could be.
+        kmeans = start.kmeans.model_dump(exclude={"memory_gb", "seed"}, exclude_none=True)
         blocks = None if self.block_of_word is None else self.block_of_word.tolist()
         name = content_name(self.cache_facts, kmeans, self.seed, self.model.num_states, self.rows, blocks)
         path = start.cache / f"clusters-{name}.safetensors"
@@ -226,6 +232,7 @@ class WarmStart:
                 groups=self.groups,
                 passes=kmeans.passes,
                 seed=self.seed,
+                pca=kmeans.pca,
                 on_piece=on_piece,
             )
         empty = int((clusters.sizes == 0).sum())
