@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
 from hmmlm.report.plots import BLUE, GRAY, GREEN, ORANGE, PURPLE, logarithmic, new_figure
-from papers.rows import MeasuredRow, main_rows
+from papers.rows import MeasuredRow, Results, main_rows
 from papers.study import Bars, Lines, Study
 
 COLORS, MARKERS = (BLUE, ORANGE, GREEN, PURPLE, "#56b4e9", "#e69f00", "#000000"), "os^DvPX"
@@ -26,12 +26,18 @@ SeriesName = tuple[str, str]
 """Series and style; the style may be empty."""
 
 
-def draw(study: Study, rows: Sequence[MeasuredRow]) -> Figure | None:
-    """Return the figure of a study; None if it has no drawing or nothing to show yet."""
+def draw(study: Study, results: Results) -> Figure | None:
+    """Return the figure of a study with results; None if it has no drawing or nothing to show yet."""
+    rows = results[study.name]
     drawing, drawn = study.drawing, _drawn(study, rows)
     if drawing is None or not has_figure(study, rows):
         return None
-    return _bars(drawing, drawn) if isinstance(drawing, Bars) else _lines(drawing, drawn)
+    if isinstance(drawing, Bars):
+        return _bars(drawing, drawn)
+    figure = _lines(drawing, drawn)
+    if drawing.star is not None:
+        _draw_star(figure, drawing, results.get(drawing.star.study or study.name, []))
+    return figure
 
 
 def has_figure(study: Study, rows: Sequence[MeasuredRow]) -> bool:
@@ -75,6 +81,17 @@ def _lines(drawing: Lines, rows: Sequence[MeasuredRow]) -> Figure:
         if drawing.metric in row.plan.paper:
             printed.setdefault(name, {})[x] = row.plan.paper[drawing.metric]
     return lines(series, printed, ticks, drawing)
+
+
+def _draw_star(figure: Figure, drawing: Lines, rows: Sequence[MeasuredRow]) -> None:
+    """Draw the star of a figure if its row has a result; the legend names the row."""
+    assert drawing.star is not None
+    row = next((row for row in main_rows(rows) if row.name == drawing.star.row), None)
+    if row is None or row.plan.x is None or (mean := row.mean(drawing.metric)) is None:
+        return
+    axes = figure.axes[0]
+    axes.plot([row.plan.x], [mean], color=INK, marker="*", ms=13, ls="", label=row.name)
+    _legend_above(axes, len(axes.get_legend_handles_labels()[1]))
 
 
 def _spread(row: MeasuredRow, metric: str) -> Spread:

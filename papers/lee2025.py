@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import replace
+from itertools import product
 from typing import Any
 
+from hmmlm.report.plots import short
 from papers.study import (
     LEE,
     LEE_FORMS,
-    LEE_TRIALS,
     RATIO_COLUMNS,
     TEST,
+    TRAIN,
     UNSPENT,
     Bars,
     Cell,
@@ -21,18 +23,17 @@ from papers.study import (
     Study,
     StudyRow,
 )
-from papers.ticks import power_of_two
-from papers.variants import SEEDS
+from papers.variants import LVD, SEEDS, SHORT_LVD, VARIANTS, network_settings
 
 AXIS = "test perplexity (lower is better)"
 
 
-def _length(millions: int) -> dict[str, Any]:
+def length(millions: int) -> dict[str, Any]:
     """Return the settings of a run of fewer tokens than the recipes' 500M: its warm-up is shorter in proportion."""
     return {"train.max_tokens": millions * 1_000_000, "schedule.warmup": millions * 50_000}
 
 
-M100, M50 = _length(100), _length(50)
+M100, M50 = length(100), length(50)
 FURTHER_SEEDS = NotRun("not all of the three seeds of the paper", seeds=SEEDS[1:])
 
 
@@ -75,6 +76,20 @@ TABLE1 = Study(
                 )
             },
         ),
+        Claim(
+            "Perplexity is nearly the same on the training text as on test (within 3%).",
+            "similar",
+            {
+                label: (Cell(name, "train", metric=TRAIN), Cell(name, "test"))
+                for name, label in (
+                    ("Ablation B (split H)", "B"),
+                    ("Chiu and Rush", "networks"),
+                    ("HMM, scalar", "scalar"),
+                    ("Ablation A (single H)", "A"),
+                )
+            },
+            tolerance=0.03,
+        ),
     ),
 )
 
@@ -99,7 +114,7 @@ TUNED = Study(
             512,
             "scalar, Baum-Welch",
             "lee-baum-welch",
-            headline="Scalar HMM, Baum-Welch instead of AdamW",
+            headline="Scalar HMM, Baum-Welch instead of AdamW, 100M tokens",
             also=({"optimizer.pseudocount": 1e-5},),
         ),
         _tuned(4096, "scalar, tuned", "lee-scalar-tuned", is_baseline=True),
@@ -156,7 +171,7 @@ TABLE2 = Study(
         _printed("a, b, π factored", "lee-table2-a-b-start", 337, settings=M100),
     ),
     not_run=(
-        FURTHER_SEEDS,
+        NotRun(UNSPENT, seeds=SEEDS[1:]),
         NotRun(
             "rate .1 is the best of lee2025-rates, found after the runs at .01",
             rows=("a factored", "a, π factored"),
@@ -204,13 +219,79 @@ TABLE3 = Study(
 )
 
 
-def _of_states(states: int, name: str, recipe: str, **labels: Any) -> StudyRow:
+PRINTED_FORMS = {json.dumps(VARIANTS[network.recipe].settings, sort_keys=True) for network in NETWORKS}
+
+
+def _form(split: bool, mono: bool, layers: int, skip: bool, relu: bool, norm: bool) -> StudyRow:
+    """Return a point of the grid of Table 3 by its columns."""
+    settings = network_settings(split, mono, layers, skip, relu, norm)
+    parts = {"split H": split, "monolithic": mono, f"{layers} layer{'s' * (layers > 1)}": True}
+    parts |= {"skip": skip, "ReLU": relu, "LayerNorm": norm}
+    return row(
+        ", ".join(name for name, has in parts.items() if has), "lee-table1-mlp", {**settings, **M100}, seeds=SEEDS
+    )
+
+
+def _is_printed(form: StudyRow) -> bool:
+    own = {name: value for name, value in form.settings.items() if name.startswith("model.")}
+    return json.dumps(own, sort_keys=True) in PRINTED_FORMS
+
+
+GRID = tuple(
+    form
+    for split, mono, (layers, skip, relu), norm in product(
+        (False, True),
+        (False, True),
+        ((1, False, False), (1, False, True), (2, False, False), (2, False, True), (2, True, True)),
+        (False, True),
+    )
+    if not _is_printed(form := _form(split, mono, layers, skip, relu, norm))
+)
+"""All that the columns of Table 3 allow, but for its rows: a skip connection goes around the ReLU of a second layer."""
+TABLE3_GRID = Study(
+    name="lee2025-table3-grid",
+    title=f"{LEE.name}, Table 3: the variants that it leaves out",
+    topic=LEE_FORMS,
+    paper=LEE,
+    rows=GRID,
+    not_run=(NotRun(UNSPENT),),
+    drawing=Bars(TEST, AXIS),
+    claims=(
+        Claim(
+            "No other variant outperforms ablation B (change from it).",
+            "descending",
+            {form.name: (Cell(form.name), Cell("ablation B", study=TABLE3.name)) for form in GRID},
+            show="change",
+        ),
+    ),
+)
+VOCABULARY = 32_000
+"""Pieces of the Llama-2 tokenizer."""
+
+
+def hmm_parameters(states: int) -> float:
+    """Return the logits of an HMM: start, transition, emission."""
+    return float(states + states**2 + states * VOCABULARY)
+
+
+def _of_states(states: int, name: str, recipe: str, settings: Mapping[str, Any] | None = None) -> StudyRow:
     """Return a point of Figure 1."""
-    group, settings = f"{states} states", {"model.num_states": states, **M50}
-    return row(f"{group}, {name}", recipe, settings, group=group, series=name, x=float(states), **labels)
+    group, x = f"{states} states", hmm_parameters(states)
+    return row(
+        f"{group}, {name}",
+        recipe,
+        {"model.num_states": states, **M50, **(settings or {})},
+        group=group,
+        series=name,
+        x=x,
+        tick=f"{short(float(f'{x:.3g}'))}\n{states:,}",
+        is_baseline=name == "scalar",
+    )
 
 
 STATES = [2**power for power in range(7, 13)]
+WITH_LVD = ("ablation B, LVD", "Chiu and Rush, LVD")
+"""Network reparameterization and LVD: the second line of Figure 1."""
 FIGURE1 = Study(
     name="lee2025-figure1",
     title=f"{LEE.name}, Figure 1: number of states",
@@ -221,12 +302,15 @@ FIGURE1 = Study(
         point
         for states in STATES
         for point in (
-            _of_states(states, "scalar", "lee-table1-scalar", is_baseline=True),
+            _of_states(states, "scalar", "lee-table1-scalar"),
             _of_states(states, "scalar, tuned", "lee-scalar-tuned"),
             _of_states(states, "ablation B", "lee-figure1"),
+            _of_states(states, "ablation B, LVD", "lee-figure1", {**LVD, **SHORT_LVD}),
+            _of_states(states, "Chiu and Rush, LVD", "lee-table1-mlp", {**LVD, **SHORT_LVD}),
         )
     ),
-    drawing=Lines(TEST, AXIS, "states"),
+    not_run=(NotRun(UNSPENT, rows=tuple(f"{states} states, {name}" for states in STATES for name in WITH_LVD)),),
+    drawing=Lines(TEST, AXIS, "parameters of the HMM, and its states"),
     claims=(
         Claim(
             "The scalar HMM gets worse as it grows.",
@@ -238,186 +322,31 @@ FIGURE1 = Study(
             "ascending",
             {"": tuple(Cell(f"{states} states, ablation B", f"{states:,}:") for states in reversed(STATES))},
         ),
-    ),
-)
-
-SCALAR_BASELINE = Cell("512 states, scalar", study=FIGURE1.name)
-POWERS = range(16, 29, 2)
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "MLP-ψ": {"model.mono": False},
-    "MLP-ι": {"model.mono": True},
-    "TRF-ψ": {"model.mono": False, "model.kind": "transformer"},
-    "TRF-ι": {"model.mono": True, "model.kind": "transformer"},
-}
-"""Perceptrons and transformers with one network per role (ψ) or one for all (ι)."""
-LARGEST_RATES = {"MLP-ψ": 0.01, "MLP-ι": 0.01, "TRF-ψ": 0.003, "TRF-ι": 0.003}
-"""Peak rates up to 2^22 parameters."""
-LOWER_RATES = {("MLP-ι", 26): 0.001, ("MLP-ι", 28): 0.0005, ("TRF-ψ", 24): 0.0005, ("TRF-ψ", 26): 0.00025}
-"""Peak rates of points that fail to train at half the rate for each fourfold size."""
-
-
-def capacity(states: int, power: int, architecture: str) -> StudyRow:
-    """Return a point of Figures 2, 11 and 12."""
-    halved = LARGEST_RATES[architecture] * 0.5 ** max(0, (power - 22) // 2)
-    rate = LOWER_RATES.get((architecture, power), halved)
-    settings: dict[str, Any] = {"model.capacity": 2**power, "optimizer.lr": rate, **ARCHITECTURES[architecture]}
-    if states != 512:
-        settings["model.num_states"] = states
-    labels = {"series": architecture, "x": 2.0**power, "bar": f"{architecture}, 2^{power} parameters"}
-    return row(f"{states} states, {architecture}, 2^{power} parameters", "lee-figure2", settings, **labels)
-
-
-TRIED_RATES = {
-    (512, 26, "MLP-ι"): 0.0025,
-    (512, 24, "TRF-ψ"): 0.0015,
-    (512, 26, "TRF-ψ"): 0.00075,
-    (256, 28, "MLP-ι"): 0.00125,
-}
-"""Rates that points were run with first."""
-
-
-def _point(states: int, power: int, architecture: str) -> StudyRow:
-    """Return a point of Figures 2, 11 and 12 at the length of these figures."""
-    point, tried = capacity(states, power, architecture), TRIED_RATES.get((states, power, architecture))
-    also = () if tried is None else ({"optimizer.lr": tried},)
-    return replace(point, settings={**point.settings, **M50}, also=also)
-
-
-def _names(states: int, power: int) -> tuple[str, ...]:
-    return tuple(capacity(states, power, architecture).name for architecture in ARCHITECTURES)
-
-
-def _capacities(first: int, last: int) -> dict[str, tuple[Cell, ...]]:
-    """Return the comparison of two capacities for every architecture."""
-    return {name: tuple(Cell(capacity(512, power, name).name) for power in (first, last)) for name in ARCHITECTURES}
-
-
-CAPACITY = Lines(TEST, AXIS, "parameters of the network", power_of_two)
-FIGURE2 = Study(
-    name="lee2025-figure2",
-    title=f"{LEE.name}, Figure 2: capacity and architecture, 512 states",
-    topic=LEE_FORMS,
-    paper=LEE,
-    rows=tuple(_point(512, power, architecture) for power in POWERS for architecture in ARCHITECTURES),
-    not_run=(
-        NotRun(UNSPENT, rows=_names(512, 28)),
-        NotRun("recorded at three times the rate only", rows=(capacity(512, 26, "TRF-ψ").name,)),
-    ),
-    drawing=CAPACITY,
-    claims=(
         Claim(
-            "Every architecture of 2^22 parameters outperforms the scalar HMM (change from it).",
+            "The best approach, reparameterization and LVD, gains from every doubling.",
             "ascending",
-            {name: (Cell(capacity(512, 22, name).name), SCALAR_BASELINE) for name in ARCHITECTURES},
-            show="change",
-        ),
-        Claim(
-            "Capacity below 2^22 parameters costs perplexity (change from 2^22 to 2^20).",
-            "descending",
-            _capacities(20, 22),
-            show="change",
-        ),
-        Claim(
-            "Capacity beyond 2^22 parameters does not help (change from 2^22).",
-            "descending",
-            {f"{name}, 2^{power}": cells for power in (24, 26) for name, cells in _capacities(power, 22).items()},
-            show="change",
+            {
+                name: tuple(Cell(f"{states} states, {name}", f"{states:,}:") for states in reversed(STATES))
+                for name in WITH_LVD
+            },
         ),
     ),
 )
-FIGURE11 = Study(
-    name="lee2025-figure11",
-    title=f"{LEE.name}, Figure 11: capacity and architecture, 256 states",
+
+RESTARTS = Study(
+    name="lee2025-restarts",
+    title=f"{LEE.name}, section 7: ten random restarts at 512 states",
     topic=LEE_FORMS,
     paper=LEE,
-    rows=tuple(_point(256, power, architecture) for power in POWERS for architecture in ARCHITECTURES),
-    drawing=CAPACITY,
-)
-FIGURE12 = Study(
-    name="lee2025-figure12",
-    title=f"{LEE.name}, Figure 12: capacity, 1,024 states",
-    topic=LEE_FORMS,
-    paper=LEE,
-    rows=tuple(_point(1024, power, "MLP-ψ") for power in POWERS),
-    drawing=CAPACITY,
-)
-
-
-# --- rates ---
-
-FEW = _length(30)
-"""Trials of settings: few tokens and a warm-up to match."""
-DECAY = 0.1
-Grid = tuple[tuple[float, float], ...]
-"""Pairs of rate and decay."""
-
-
-def _at(*rates: float) -> Grid:
-    return tuple((rate, DECAY) for rate in rates)
-
-
-def _family(family: str, recipe: str, grid: Grid, **settings: Any) -> list[StudyRow]:
-    """Return a row per rate and decay; settings are given as section__name."""
-    named = {name.replace("__", "."): value for name, value in settings.items()}
-    rows = []
-    for rate, decay in grid:
-        options = {**FEW, **named, "optimizer.lr": rate, "optimizer.weight_decay": decay}
-        rows.append(row(f"{family}, rate {rate:g}, decay {decay:g}", recipe, options))
-    return rows
-
-
-def _baum_welch(step: float, pseudocount: float, momentum: float = 0.0) -> StudyRow:
-    options = {"step": step, "pseudocount": pseudocount, "momentum": momentum}
-    settings = {**FEW, **{f"optimizer.{name}": value for name, value in options.items()}}
-    name = f"Baum-Welch, step {step:g}, pseudocount {pseudocount:g}, momentum {momentum:g}"
-    return row(name, "lee-baum-welch", settings)
-
-
-SCALAR, ABLATION_A = "lee-table1-scalar", "lee-table1-ablation-a"
-TRANSFORMER: dict[str, Any] = {"model__kind": "transformer", "model__capacity": 2**22}
-TRANSFORMER_RATES = _at(0.0003, 0.001, 0.003, 0.01)
-RATES = Study(
-    name="lee2025-rates",
-    title=f"Rate and decay of every family of {LEE.name}, tried on few tokens",
-    topic=LEE_TRIALS,
-    paper=LEE,
-    trials=True,
-    rows=(
-        *_family("scalar", SCALAR, (*_at(0.04, 0.4), (0.1, 0.01), (0.1, 0.0), (0.3, 0.0), (1.0, 0.0))),
-        *_family("scalar, eps 1e-6", SCALAR, ((0.3, 0.0), (1.0, 0.0)), optimizer__eps=1e-6),
-        *_family("ablation A", ABLATION_A, (*_at(0.003, 0.01, 0.03), (0.01, 0.0))),
-        *_family("ablation A, N(0, 1) tables", ABLATION_A, _at(0.003, 0.01), model__init="normal"),
-        *_family("ablation B", "lee-table1-ablation-b", (*_at(0.003, 0.01, 0.03, 0.1), (0.01, 0.0), (0.03, 0.0))),
-        *_family("Chiu and Rush", "lee-table1-mlp", (*_at(0.001, 0.003, 0.01, 0.03), (0.01, 0.0))),
-        *_family("a factored", "lee-table2-a", _at(0.003, 0.01, 0.03, 0.1, 0.4)),
-        *_family("b factored", "lee-table2-b", _at(0.003, 0.01, 0.03, 0.1)),
-        *(point for network in NETWORKS for point in _family(network.name, network.recipe, _at(0.003, 0.01, 0.03))),
-        *_family("TRF-ι", "lee-figure2", TRANSFORMER_RATES, **TRANSFORMER, model__mono=True),
-        *_family("TRF-ψ", "lee-figure2", TRANSFORMER_RATES, **TRANSFORMER, model__mono=False),
-        _baum_welch(0.03, 1e-5),
-        _baum_welch(0.1, 1e-5),
-        _baum_welch(0.1, 1e-6),
-        _baum_welch(0.3, 1e-5),
-        _baum_welch(0.6, 1e-5),
-        _baum_welch(0.3, 1e-6),
-        _baum_welch(0.6, 1e-5, 0.9),
-        _baum_welch(1.0, 1e-5, 0.9),
+    columns=RATIO_COLUMNS,
+    rows=tuple(
+        row(name, recipe, M100, seeds=tuple(range(42, 142, 10)), is_baseline=name == "scalar")
+        for name, recipe in (
+            ("scalar", "lee-table1-scalar"),
+            ("scalar, tuned", "lee-scalar-tuned"),
+            ("ablation B", "lee-table1-ablation-b"),
+        )
     ),
-    not_run=(
-        NotRun(
-            UNSPENT,
-            rows=tuple(f"ablation A, N(0, 1) tables, rate {rate:g}, decay 0.1" for rate in (0.003, 0.01)),
-        ),
-        NotRun(
-            UNSPENT,
-            rows=tuple(
-                f"{name}, rate 0.03, decay 0.1"
-                for name in (
-                    "2 layers, skip, ReLU",
-                    "split H, 2 layers, skip, ReLU",
-                    "split H, monolithic, 2 layers, skip, ReLU",
-                )
-            ),
-        ),
-    ),
+    not_run=(NotRun(UNSPENT),),
+    drawing=Bars(TEST, AXIS),
 )

@@ -5,23 +5,49 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from hmmlm.report.plots import short
-from papers.lee2025 import ARCHITECTURES, AXIS, FURTHER_SEEDS, M50, M100, capacity, row
-from papers.study import LEE, LEE_CPU, LEE_LVD, RATIO_COLUMNS, SPEED, TEST, Bars, Cell, Claim, Lines, Study, StudyRow
+from papers.lee2025 import AXIS, FURTHER_SEEDS, M50, M100, row
+from papers.lee2025_capacity import ARCHITECTURES, capacity
+from papers.study import (
+    LEE,
+    LEE_CPU,
+    LEE_LVD,
+    RATIO_COLUMNS,
+    SPEED,
+    TEST,
+    UNSPENT,
+    Bars,
+    Cell,
+    Claim,
+    Lines,
+    NotRun,
+    Study,
+    StudyRow,
+)
 from papers.ticks import plain_number
-from papers.variants import LVD, SEEDS, TEACHERS
+from papers.variants import LVD, SEEDS, SHORT_LVD, TEACHERS
 
 NO_LVD = {"initialization.kind": "none"}
 RANDOM_TEACHER = {"initialization.random_teacher": True, "initialization.kmeans.seed": None}
 """Another teacher, and so another clustering, for each seed."""
 
 
-SHORT_LVD: dict[str, Any] = {"initialization.tokens": 5_000_000, "initialization.kmeans.tokens": 5_000_000}
-"""What is clustered, and read by LVD, in runs of fewer tokens than the paper's: half of it."""
-
-
 def _taught(name: str, **labels: Any) -> StudyRow:
     settings = {"initialization.teacher": TEACHERS[name], **SHORT_LVD, **M100}
     return row(name, "lee-lvd-scalar", settings, seeds=SEEDS, **labels)
+
+
+PRINTED_TEACHERS = {
+    "TinyLlama-1.1B, 500B tokens": "teachers/tinyllama-1.1b-500b",
+    "TinyLlama-1.1B, 3T tokens": "teachers/tinyllama-1.1b-3t",
+    "Llama-2-7B": "teachers/llama-2-7b",
+}
+"""Teachers of the paper and their folders."""
+NO_WEIGHTS = "planned; the weights were not at hand"
+
+
+def _printed_teacher(name: str) -> StudyRow:
+    settings = {"initialization.teacher": PRINTED_TEACHERS[name], **SHORT_LVD, **M100}
+    return row(name, "lee-lvd-scalar", settings, seeds=SEEDS)
 
 
 FIGURE3 = Study(
@@ -35,8 +61,10 @@ FIGURE3 = Study(
         row("random TinyLlama-1.1B", "lee-lvd-scalar", {**RANDOM_TEACHER, **SHORT_LVD, **M100}, seeds=SEEDS),
         _taught("stories15M"),
         _taught("SmolLM2-135M"),
-        _taught("TinyLlama-1.1B", headline="Scalar HMM, printed settings, after LVD from TinyLlama"),
+        _taught("TinyLlama-1.1B", headline="Scalar HMM, printed settings, after LVD from TinyLlama, 100M tokens"),
+        *map(_printed_teacher, PRINTED_TEACHERS),
     ),
+    not_run=(NotRun(NO_WEIGHTS, rows=tuple(PRINTED_TEACHERS)),),
     drawing=Bars(TEST, AXIS),
     claims=(
         Claim(
@@ -53,7 +81,31 @@ FIGURE3 = Study(
             {"": tuple(Cell(teacher, teacher) for teacher in TEACHERS)},
             tolerance=0.03,
         ),
+        Claim(
+            "More pretraining of the teacher does not help (within 3%).",
+            "similar",
+            {"": tuple(Cell(teacher, teacher) for teacher in PRINTED_TEACHERS)},
+            tolerance=0.03,
+        ),
     ),
+)
+
+_PCA_SETTINGS: dict[str, Any] = {"initialization.teacher": TEACHERS["TinyLlama-1.1B"], **SHORT_LVD, **M100}
+PCA = Study(
+    name="lee2025-pca",
+    title=f"{LEE.name}, Table 6: PCA of the teacher's embeddings before they are clustered",
+    topic=LEE_LVD,
+    paper=LEE,
+    rows=tuple(
+        row(
+            f"TinyLlama-1.1B, {count} components",
+            "lee-lvd-scalar",
+            {**_PCA_SETTINGS, "initialization.kmeans.pca": count},
+        )
+        for count in (128, 256, 512, 1024, 2048)
+    ),
+    not_run=(NotRun(UNSPENT),),
+    drawing=Bars(TEST, AXIS),
 )
 
 
@@ -83,6 +135,17 @@ FIGURE8 = Study(
     drawing=Lines(TEST, AXIS, "tokens of latent variable distillation", short),
     claims=(
         Claim(
+            "LVD has no benefit with fewer than 1M tokens (within 2% of none).",
+            "similar",
+            {"": (Cell("LVD for 0.1M tokens", "0.1M:"), Cell("no LVD", "no LVD"))},
+            tolerance=0.02,
+        ),
+        Claim(
+            "LVD has a benefit with 1M tokens, and more with 5M.",
+            "ascending",
+            {"": (Cell("LVD for 5M tokens", "5M:"), Cell("LVD for 1M tokens", "1M:"), Cell("no LVD", "no LVD"))},
+        ),
+        Claim(
             "LVD reaches its full effect with 5M tokens (within 1% of longer LVD).",
             "similar",
             {"": tuple(Cell(f"LVD for {millions}M tokens", f"{millions}M:") for millions in (5, 10, 50))},
@@ -106,9 +169,22 @@ _FAMILIES = (
 )
 
 
+REPARAMETERIZED = _FAMILIES[3:]
+
+
+def _bar(family: StudyRow) -> str:
+    return family.bar or family.name
+
+
+def _beside_scalar_lvd(scalar: int) -> dict[str, tuple[Cell, ...]]:
+    """Return the comparison of every reparameterization with a scalar HMM, all after LVD."""
+    other = Cell(f"{_FAMILIES[scalar].name}, LVD")
+    return {_bar(family): (Cell(f"{family.name}, LVD"), other) for family in REPARAMETERIZED}
+
+
 def _with_and_without(family: StudyRow) -> tuple[StudyRow, StudyRow]:
     """Return the rows of a family in Figure 4."""
-    bar = family.bar or family.name
+    bar = _bar(family)
     settings, seeds = {**family.settings, **M100}, SEEDS
     return (
         row(
@@ -127,9 +203,7 @@ def _with_and_without(family: StudyRow) -> tuple[StudyRow, StudyRow]:
 def _by_lvd(statistic: Literal["mean", "range"]) -> dict[str, tuple[Cell, ...]]:
     """Return the comparison of every family with and without LVD."""
     return {
-        family.bar or family.name: tuple(
-            Cell(f"{family.name}, {which}", statistic=statistic) for which in ("LVD", "no LVD")
-        )
+        _bar(family): tuple(Cell(f"{family.name}, {which}", statistic=statistic) for which in ("LVD", "no LVD"))
         for family in _FAMILIES
     }
 
@@ -148,6 +222,39 @@ FIGURE4 = Study(
             "LVD reduces the variance over random restarts (change of the range over seeds).",
             "ascending",
             _by_lvd("range"),
+            show="change",
+        ),
+        Claim(
+            "Reparameterization alone does not reduce that variance (change of the range from the scalar HMM).",
+            "descending",
+            {
+                _bar(family): tuple(
+                    Cell(f"{name}, no LVD", statistic="range") for name in (family.name, _FAMILIES[0].name)
+                )
+                for family in REPARAMETERIZED
+            },
+            show="change",
+        ),
+        Claim(
+            "LVD and reparameterization are complementary: both are better than LVD alone (change from the scalar HMM "
+            "with LVD at the printed settings).",
+            "ascending",
+            _beside_scalar_lvd(0),
+            show="change",
+        ),
+        Claim(
+            "The same beside the scalar HMM with LVD at its own settings.",
+            "ascending",
+            _beside_scalar_lvd(1),
+            show="change",
+        ),
+        Claim(
+            "A linear reparameterization (ablation B) does as well as networks of 2^22 parameters (change from each).",
+            "ascending",
+            {
+                _bar(family): (Cell("ablation B, no LVD"), Cell(f"{family.name}, no LVD"))
+                for family in REPARAMETERIZED[2:]
+            },
             show="change",
         ),
     ),

@@ -7,7 +7,8 @@ from itertools import product
 from typing import Any
 
 from papers.lee2025 import AXIS, FURTHER_SEEDS, M50, row
-from papers.lee2025_initialization import PTB_TOKENS, SHORT_LVD, TWO_CORES, TWO_CORES_LVD
+from papers.lee2025_capacity import capacity
+from papers.lee2025_initialization import NO_WEIGHTS, PRINTED_TEACHERS, PTB_TOKENS, TWO_CORES, TWO_CORES_LVD
 from papers.networks import KINDS, LIKE_WORDS, SPREAD_OUT, UNSCALED, Kind, best_rate_table, one_rate_table
 from papers.study import (
     LEE,
@@ -26,10 +27,10 @@ from papers.study import (
     Summary,
 )
 from papers.ticks import plain_number, power_of_ten
-from papers.variants import SEEDS, TEACHERS
+from papers.variants import SEEDS, SHORT_LVD, TEACHERS
 
-OWN = "own decoder"
-FOLDERS = {OWN: "teachers/own", **TEACHERS}
+OWN, PAPERS_NETWORK = "own decoder", "TinyLlama-1.1B"
+FOLDERS = {OWN: "teachers/own", **TEACHERS, **PRINTED_TEACHERS}
 """Networks by name; the first is a run of `hmmlm teacher` on the training text."""
 ON_TWO_CORES = "stories15M, PTB, 128 states"
 BODY, BODY_LVD = "pretrained body", "pretrained body, LVD"
@@ -75,7 +76,7 @@ def _table4(network: str, kind: str, **labels: Any) -> StudyRow:
 
 
 def _table4_row(network: str, kind: str) -> StudyRow:
-    printed = ALL_KINDS[kind].paper
+    printed = ALL_KINDS[kind].paper if network == PAPERS_NETWORK else None
     return _table4(network, kind, paper={} if printed is None else {TEST: printed})
 
 
@@ -89,6 +90,24 @@ FIGURE6_RATES = (0.0001, 0.0003, 0.001, 0.003, 0.01)
 def _by_rate(rates: Sequence[float], better: str, worse: str) -> dict[str, tuple[Cell, ...]]:
     """Return the comparison of two kinds of Figure 6 at several rates."""
     return {f"rate {rate:g}": tuple(Cell(f"{kind}, rate {rate:g}", kind) for kind in (better, worse)) for rate in rates}
+
+
+APART_BEST = {
+    "stories15M": {"random": 0.003, "pretrained": 0.003, "random, LVD": 0.003, "pretrained, LVD": 0.003},
+    "SmolLM2-135M": {"random": 0.001, "pretrained": 0.003, "random, LVD": 0.001, "pretrained, LVD": 0.003},
+    "TinyLlama-1.1B": {"random": 0.0004, "pretrained": 0.0004, "random, LVD": 0.0001, "pretrained, LVD": 0.0004},
+}
+"""The best rate on valid in lee2025-apart, with the first seed, of those with a test result."""
+LVD_KINDS = ("pretrained, LVD", "random, LVD")
+
+
+def _apart_cell(network: str, kind: str) -> Cell:
+    return Cell(f"{network}, {kind}, rate {APART_BEST[network][kind]:g}", kind, study="lee2025-apart")
+
+
+def _best_to_worst(network: str) -> tuple[Cell, ...]:
+    """Return the cells of Table 4 in the order of the paper."""
+    return tuple(Cell(f"{network}, {kind}", kind) for kind in reversed(KINDS))
 
 
 FIGURE6 = Study(
@@ -114,15 +133,47 @@ FIGURE6 = Study(
             "ascending",
             _by_rate(FIGURE6_RATES[2:], "random", "pretrained"),
         ),
+        Claim(
+            "Transfer is beneficial if the rate is properly tuned (the best rate of each on valid; states like words, "
+            "as in the paper, or spread out).",
+            "ascending",
+            {
+                LIKE_WORDS: (
+                    Cell("pretrained, rate 0.001", "pretrained"),
+                    Cell("random, rate 0.003", "random"),
+                ),
+                SPREAD_OUT: (
+                    Cell(f"{OWN}, pretrained, rate 0.003", "pretrained", study="lee2025-apart"),
+                    Cell(f"{OWN}, random, rate 0.003", "random", study="lee2025-apart"),
+                ),
+            },
+        ),
     ),
 )
+CHECKPOINTS = ("TinyLlama-1.1B, 500B tokens", "TinyLlama-1.1B, 3T tokens")
+"""Networks of the paper by what they were pretrained on."""
+
+
+def _checkpoint(name: str) -> StudyRow:
+    rate = RATES[PAPERS_NETWORK]["pretrained"]
+    labels = {"seeds": SEEDS, "bar": name, "series": "pretrained"}
+    return _like_words(f"{name}, pretrained", name, "pretrained", rate, compared=False, **labels)
+
+
 FIGURE7 = Study(
     name="lee2025-figure7",
     title=f"{LEE.name}, Figure 7: the networks of pretrained transformers",
     topic=LEE_NETWORKS,
     paper=LEE,
-    rows=tuple(_table4(network, kind, bar=network, series=kind) for network in TEACHERS for kind in NO_LVD_KINDS),
-    not_run=(FURTHER_SEEDS, NO_TINYLLAMA_BODY),
+    rows=(
+        *(_table4(network, kind, bar=network, series=kind) for network in TEACHERS for kind in NO_LVD_KINDS),
+        *map(_checkpoint, CHECKPOINTS),
+    ),
+    not_run=(
+        NotRun(NO_WEIGHTS, rows=tuple(f"{name}, pretrained" for name in CHECKPOINTS)),
+        FURTHER_SEEDS,
+        NO_TINYLLAMA_BODY,
+    ),
     drawing=Bars(TEST, AXIS),
     claims=(
         Claim(
@@ -131,6 +182,29 @@ FIGURE7 = Study(
             {
                 network: tuple(Cell(f"{network}, {kind}", kind) for kind in ("pretrained", "random"))
                 for network in TEACHERS
+            },
+        ),
+        Claim(
+            "The same with states spread out and a rate for each kind.",
+            "ascending",
+            {network: tuple(_apart_cell(network, kind) for kind in ("pretrained", "random")) for network in TEACHERS},
+        ),
+        Claim(
+            "More pretraining of the network does not help (within 3%).",
+            "similar",
+            {"": tuple(Cell(f"{name}, pretrained", name.partition(", ")[2]) for name in CHECKPOINTS)},
+            tolerance=0.03,
+        ),
+        Claim(
+            "Much smaller networks with random weights do as well as TinyLlama, or better.",
+            "ascending",
+            {
+                f"TinyLlama {kind}": (
+                    Cell(small, small.removeprefix("512 states, "), study="lee2025-figure2"),
+                    Cell(f"TinyLlama-1.1B, {kind}", f"TinyLlama {kind}"),
+                )
+                for kind in ("pretrained", "random")
+                for small in [capacity(512, 22, "TRF-ι").name]
             },
         ),
     ),
@@ -145,9 +219,27 @@ TABLE4 = Study(
     drawing=Bars(TEST, AXIS),
     claims=(
         Claim(
-            "Best to worst: pretrained with LVD, random with LVD, pretrained, random.",
+            f"Best to worst: pretrained with LVD, random with LVD, pretrained, random (the paper's network, "
+            f"{PAPERS_NETWORK}).",
             "ascending",
-            {network: tuple(Cell(f"{network}, {kind}", kind) for kind in reversed(KINDS)) for network in TEACHERS},
+            {"": _best_to_worst(PAPERS_NETWORK)},
+        ),
+        Claim(
+            "The same with smaller networks, which the paper does not have.",
+            "ascending",
+            {network: _best_to_worst(network) for network in TEACHERS if network != PAPERS_NETWORK},
+        ),
+        Claim(
+            "Transfer adds nothing significant to LVD (within 2%).",
+            "similar",
+            {network: tuple(Cell(f"{network}, {kind}", kind) for kind in LVD_KINDS) for network in TEACHERS},
+            tolerance=0.02,
+        ),
+        Claim(
+            "The same with states spread out and a rate for each kind.",
+            "similar",
+            {network: tuple(_apart_cell(network, kind) for kind in LVD_KINDS) for network in TEACHERS},
+            tolerance=0.02,
         ),
     ),
     summaries=(

@@ -52,8 +52,8 @@ def publish(root: Path, studies: Mapping[str, Study]) -> None:
     runs = (recorded_run(record) for records in found.values() for record in records)
     frozen.add((run.row.recipe for run in runs if run is not None), root)
     (root / FIGURES).mkdir(parents=True, exist_ok=True)
-    for name, rows in results.items():
-        figure = draw(studies[name], rows)
+    for name in results:
+        figure = draw(studies[name], results)
         if figure is not None:
             figure.savefig(root / FIGURES / f"{name}.png", dpi=150)
     # After drawing, which takes a while: pages with text of their own may be edited meanwhile.

@@ -178,6 +178,8 @@ class Lines:
     """Upper end of the metric axis; lines may leave it."""
     slopes: bool = False
     """Draw both axes logarithmically, and name the slope of each line: the power of x that the metric grows with."""
+    star: Cell | None = None
+    """A row, of any study, that is drawn as a star at its x: the baseline of the lines."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ LVD: dict[str, Any] = {
 }
 """Latent variable distillation: 10M tokens of log P(O, S), then log P(O). The paper prints neither how many embeddings
 are clustered nor how many k-means passes are made."""
+SHORT_LVD: dict[str, Any] = {"initialization.tokens": 5_000_000, "initialization.kmeans.tokens": 5_000_000}
+"""What is clustered, and read by LVD, in runs of fewer tokens than the paper's: half of it."""
 SCALAR_TUNED = {"optimizer.lr": 0.3, "optimizer.weight_decay": 0.0}
 """The best of the settings tried for the scalar model in lee2025-rates."""
 
@@ -46,11 +48,16 @@ def _factored(transition: bool, emission: bool, start: bool, rate: float = 0.03)
     return Variant("lee-table1-ablation-b", {**settings, "optimizer.lr": rate})
 
 
-def _network(split: bool, mono: bool, layers: int, skip: bool, relu: bool, norm: bool) -> Variant:
-    """Return a row of Table 3 of Lee & Berg-Kirkpatrick 2025, by its columns."""
+def network_settings(split: bool, mono: bool, layers: int, skip: bool, relu: bool, norm: bool) -> dict[str, Any]:
+    """Return the settings of a variant of Table 3 of Lee & Berg-Kirkpatrick 2025, by its columns."""
     settings: dict[str, Any] = {"split": split, "mono": mono, "layers": layers, "relu": relu, "norm": norm}
     settings["skip"] = "activation" if skip else "none"
-    return Variant("lee-table1-mlp", {f"model.{name}": value for name, value in settings.items()})
+    return {f"model.{name}": value for name, value in settings.items()}
+
+
+def _network(split: bool, mono: bool, layers: int, skip: bool, relu: bool, norm: bool) -> Variant:
+    """Return a row of Table 3."""
+    return Variant("lee-table1-mlp", network_settings(split, mono, layers, skip, relu, norm))
 
 
 VARIANTS: dict[str, Variant] = {

@@ -22,10 +22,8 @@ def test_time_and_memory_of_every_point_of_an_axis(tmp_path: Path) -> None:
         records = read_records(tmp_path / f"{name}.json")
         assert [record["row"] for record in records] == [f"states × {n}" for n in ("0.25", "0.5", "1", "2", "4")]
         assert all(record["metrics"][metric] >= 0 for record in records)
-    figure = draw(
-        STUDIES["time-curves-cpu"],
-        measured_rows(STUDIES["time-curves-cpu"], read_records(tmp_path / "time-curves-cpu.json")),
-    )
+    study = STUDIES["time-curves-cpu"]
+    figure = draw(study, {study.name: measured_rows(study, read_records(tmp_path / f"{study.name}.json"))})
     assert figure is not None and "states: slope" in str(figure.axes[0].get_legend_handles_labels()[1])
 
 

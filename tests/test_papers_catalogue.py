@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hmmlm.config.recipe import load_recipe, recipe_names
 from papers.catalogue import STUDIES
 from papers.chiu2020 import RELEASED
 from papers.commands import command, parts_of
-from papers.networks import KINDS
+from papers.lee2025 import NETWORKS as TABLE3
+from papers.lee2025_networks import APART_BEST
+from papers.networks import KINDS, SPREAD_OUT
 from papers.records import recorded_identity
 from papers.renames import commanded, removed_by, translate
-from papers.settings import FOLDER, configuration, differences, identity, recipe_settings
+from papers.settings import FOLDER, configuration, differences, identity, planned_settings, recipe_settings
 from papers.study import BASELINE, CHIU, Bars, Lines, Study, StudyRow, StudyRun
 from papers.tables import COLUMNS
 from papers.variants import SEEDS, VARIANTS
@@ -63,6 +66,7 @@ def test_columns_claims_and_groups_name_what_exists() -> None:
         assert set(study.columns) <= set(COLUMNS), study.name
         assert study.runs or study.made_by or study.as_recorded, study.name
         cells = [cell for claim in study.claims for chain in claim.chains.values() for cell in chain]
+        cells += [study.drawing.star] if isinstance(study.drawing, Lines) and study.drawing.star else []
         assert {(cell.study or study.name, cell.row) for cell in cells} <= rows, study.name
         for claim in study.claims:
             assert all(len(chain) > 1 for chain in claim.chains.values()), claim.text
@@ -131,6 +135,40 @@ def test_figures_of_chiu2020_stand_beside_its_own_models() -> None:
     assert not [name for name in printed if "no dropout" in name or "weight dropout" in name]
     groups = {row.group for row in STUDIES["chiu2020-table3"].rows if row.paper}
     assert groups == {"PTB"} and sum(bool(row.paper) for row in STUDIES["chiu2020-table3"].rows) == 10
+
+
+def test_the_grid_of_table_3_is_whole() -> None:
+    rows = [*TABLE3, *STUDIES["lee2025-table3-grid"].rows]
+    columns = ("split", "mono", "layers", "skip", "relu", "norm")
+    points = set()
+    for row in rows:
+        settings = planned_settings(row.recipe, row.settings)
+        points.add(tuple(settings[f"model.{name}"] for name in columns))
+    assert len(points) == len(rows) == 40 and len({row.name for row in rows}) == 40
+
+
+def test_networks_have_their_capacity_without_the_word_table() -> None:
+    for row in STUDIES["lee2025-figure2-networks"].rows:
+        model = configuration(StudyRun(row, 42)).model  # type: ignore[union-attr]
+        with torch.device("meta"):
+            dense = model.model_copy(update={"init": "normal"}).make_dense(32_000, model.hidden, None)
+        count = sum(parameter.numel() for name, parameter in dense.named_parameters() if name != "emission")
+        assert count == pytest.approx(row.x, rel=0.05), row.name
+
+
+def test_rates_of_networks_that_are_spread_out_are_the_best_on_valid() -> None:
+    valid: dict[tuple[str, str], dict[float, float]] = {}
+    for study, record in RECORDS:
+        start = next((row.start for row in STUDIES[study].rows if row.name == record["row"]), None)
+        if study != "lee2025-apart" or start is None or SPREAD_OUT not in start.spreads:
+            continue
+        if record["seed"] == SEEDS[0] and "test_perplexity" in record["metrics"]:
+            of_kind = valid.setdefault((start.network, start.kind), {})
+            of_kind[start.rate] = record["metrics"]["valid_perplexity"]
+    for network, kinds in APART_BEST.items():
+        for kind, rate in kinds.items():
+            of_kind = valid[network, kind]
+            assert rate == min(of_kind, key=of_kind.__getitem__), (network, kind)
 
 
 def test_the_command_of_a_combination_makes_its_parts_first() -> None:

@@ -1,8 +1,9 @@
 """Figures of studies: every row drawn, numbers, whiskers, colors and dashes."""
 
 import pytest
-from helpers.papers_runs import DRAWN, record, rows_of
+from helpers.papers_runs import DRAWN, record, results_of, rows_of
 
+from papers.catalogue import STUDIES
 from papers.drawing import bars, draw, lines
 from papers.study import TEST, Bars, Lines, Study
 
@@ -15,14 +16,31 @@ def test_figures_have_every_drawn_row(study: Study) -> None:
         run["metrics"][study.drawing.metric] = 100.0
     rows = rows_of(study.name, records)
     drawn = [row for row in rows if row.plan.drawn]
-    figure = draw(study, rows)
+    figure = draw(study, {study.name: rows})
     assert figure is not None
     (axes,) = figure.axes
     if isinstance(study.drawing, Bars):
         printed = {row.plan.bar or row.name for row in drawn if study.drawing.metric in row.plan.paper}
         assert sum(len(container) for container in axes.containers) == len(drawn) + len(printed)
     else:
-        assert sum(len(line.get_xdata()) for line in axes.lines if line.get_marker() not in "x|") == len(drawn)
+        assert sum(len(line.get_xdata()) for line in axes.lines if line.get_marker() not in "x|*") == len(drawn)
+
+
+def test_a_star_is_a_row_of_any_study() -> None:
+    def stars(name: str, **more: str) -> list[tuple[float, float]]:
+        study = STUDIES[name]
+        records = {name: [record(row.name, 300.0) for row in study.rows if row.drawn]}
+        for other, row in more.items():
+            records.setdefault(other.replace("_", "-"), []).append(record(row, 450.0))
+        figure = draw(study, results_of(records))
+        assert figure is not None
+        lines = [line for line in figure.axes[0].lines if line.get_marker() == "*"]
+        return [(line.get_xdata()[0], line.get_ydata()[0]) for line in lines]
+
+    assert stars("lee2025-figure2") == []
+    assert stars("lee2025-figure2", lee2025_figure1="512 states, scalar") == [(512 + 512**2 + 512 * 32_000, 450.0)]
+    assert stars("lee2025-figure11", lee2025_figure1="256 states, scalar") == []  # of another text
+    assert stars("lee2025-figure11", lee2025_figure11="256 states, scalar") == [(256 + 256**2 + 256 * 32_000, 450.0)]
 
 
 def test_bars_carry_their_numbers_and_whiskers() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.papers_runs import DRAWN, record, results_of, rows_of
+from helpers.papers_runs import DRAWN, record, results_of
 from matplotlib.figure import Figure
 
 from hmmlm.errors import InputError
@@ -57,9 +57,9 @@ def test_missing_metrics_and_unknown_rows_and_recipes(repository: Path) -> None:
     assert "|  | tokens per second | times other |\n|---|---|---|\n| x | 9,000,000 | 3.5 |" in text
     assert "lee2025-table2" not in text
     assert "Made on abacus; commit 0123456; 2026-01-02." in text
-    nothing = rows_of("lee2025-table1", [{"row": "HMM, scalar", "metrics": {}}, unknown])
+    nothing = results_of({"lee2025-table1": [{"row": "HMM, scalar", "metrics": {}}, unknown]})
     assert draw(STUDIES["lee2025-table1"], nothing) is None  # only declared rows with a finite value are drawn
-    assert draw(STUDIES["steering"], rows_of("steering", [record("own text", 5.0)])) is None
+    assert draw(STUDIES["steering"], results_of({"steering": [record("own text", 5.0)]})) is None
 
 
 @pytest.mark.slow
@@ -68,7 +68,14 @@ def test_everything_is_published(repository: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Figure, "savefig", lambda self, file, dpi: save(self, file, dpi=20))  # drawing takes long
     for study in STUDIES.values():
         made = [
-            record(run.row.name, 100.0 + number % 11, run.seed, run.row.recipe, settings=dict(run.row.settings))
+            record(
+                run.row.name,
+                100.0 + number % 11,
+                run.seed,
+                run.row.recipe,
+                settings=dict(run.row.settings),
+                train_perplexity=100.0,
+            )
             for number, run in enumerate(study.runs)
         ]
         drawn = {} if study.drawing is None else {study.drawing.metric: 100.0}
