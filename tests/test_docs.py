@@ -40,7 +40,6 @@ NOT_RUN = {
     "ptb": "needs the Penn Treebank",
     "mine.toml": "extends a recipe for the Penn Treebank; tests/test_readme.py loads it",
     "python -m papers": "takes hours, or rewrites results; tests/test_papers_*.py run the studies",
-    "hmmlm data FOLDER": "needs the tokenizer of Llama 2",
 }
 """Parts of commands and of blocks of Python that tests do not run, and why. Everything else in docs/ runs."""
 LIBRARIES = {"to_hmmlearn": "hmmlearn", "to_dynamax": "dynamax"}
