@@ -10,7 +10,7 @@ import torch
 
 from hmmlm.config.recipe import load_recipe, recipe_names
 from papers.catalogue import STUDIES
-from papers.chiu2020 import RELEASED
+from papers.chiu2020_ablations import RELEASED
 from papers.commands import command, parts_of
 from papers.lee2025 import NETWORKS as TABLE3
 from papers.lee2025_networks import APART_BEST
