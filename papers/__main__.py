@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hmmlm.errors import InputError
 from hmmlm.terminal import discard_output
@@ -127,11 +128,19 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _settings(given: Sequence[str]) -> dict[str, str]:
+def _settings(given: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of --set: numbers, booleans and lists as in JSON, all else as text."""
     for setting in given:
         if "=" not in setting:
             raise InputError(f"--set {setting}: write it as name=value, such as model.num_states=1024")
-    return dict(setting.split("=", 1) for setting in given)
+    return {name: _value(text) for name, text in (setting.split("=", 1) for setting in given)}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 if __name__ == "__main__":

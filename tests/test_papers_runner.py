@@ -245,7 +245,7 @@ def test_a_crashed_run_does_not_lose_the_others(
             "unknown setting model.state for model.kind = 'neural'; did you mean model.num_sta",
         ),
         (["--set", "modle.states=3"], "unknown setting modle; did you mean model?"),
-        (["--set", "train=3"], "train is a section and cannot be set to '3'"),
+        (["--set", "train=3"], "train is a section and cannot be set to 3"),
         (["--set", "states"], "--set states: write it as name=value"),
         (["--jobs", "0"], "--jobs must be at least 1, not 0"),
         (["--job"], "expected one argument"),
