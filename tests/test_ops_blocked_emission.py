@@ -95,20 +95,6 @@ def test_a_block_without_words_is_named() -> None:
         make_tiles(torch.tensor([0, 2, 2]), 3)
 
 
-@outside_interpreter
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        (((3, 3, 4), (5, 4), (5,)), r"hidden \[3, 3, 4\] and words \[5, 4\] must be \[2, k, h\] and \[5, h\]"),
-        (((2, 3, 4), (5, 4), (6,)), r"bias \[6\] must be \[5\]"),
-    ],
-)
-def test_bad_input_is_named(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
-    hidden, words, bias = (torch.ones(shape) for shape in shapes)
-    with pytest.raises(InputError, match=message):
-        blocked_emission(hidden, words, bias, make_tiles(torch.tensor([0, 1, 1, 0, 1]), 2))
-
-
 @starts_interpreter
 def test_triton_kernels_in_the_interpreter() -> None:
     run_in_interpreter(__file__)

@@ -14,7 +14,6 @@ from helpers.interpreter import (
 from helpers.layers import RESIDUAL_CASES, assert_residual_agrees, residual_inputs, solve_residual
 from torch import nn
 
-from hmmlm.errors import InputError
 from hmmlm.models.networks import Residual
 from hmmlm.ops.residual_norm import residual_norm
 
@@ -104,14 +103,6 @@ def test_dropout_is_for_training_only() -> None:
     without = Residual(16)
     without.load_state_dict(network.state_dict())
     torch.testing.assert_close(evaluated, without(embedding))
-
-
-@outside_interpreter
-def test_bad_input_is_named() -> None:
-    given = residual_inputs(3, 4)
-    given[2] = torch.ones(5)
-    with pytest.raises(InputError, match=r"rows of 4 need .* not \[4, 4\], \[5\]"):
-        residual_norm(*given)
 
 
 @starts_interpreter

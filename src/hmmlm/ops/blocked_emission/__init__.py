@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hmmlm.errors import InputError
 from hmmlm.ops.blocked_emission import tiled
 from hmmlm.ops.blocked_emission.tiled import Tiles, make_tiles
 from hmmlm.ops.common import find_kernels, product_dtype, wide
@@ -28,12 +27,6 @@ def blocked_emission(hidden: Tensor, words: Tensor, bias: Tensor | None, tiles: 
     float32, or float64 for float64. Scores and their normalizer use the same rounded operands, so the probabilities of
     a state sum to one in any precision.
     """
-    blocks, vocab_size = len(tiles.first) - 1, len(tiles.slot_of_word)
-    if hidden.dim() != 3 or hidden.shape[0] != blocks or words.shape != (vocab_size, hidden.shape[2]):
-        found = f"hidden {list(hidden.shape)} and words {list(words.shape)}"
-        raise InputError(f"blocked_emission: {found} must be [{blocks}, k, h] and [{vocab_size}, h]")
-    if bias is not None and bias.shape != (vocab_size,):
-        raise InputError(f"blocked_emission: bias {list(bias.shape)} must be [{vocab_size}], one per word")
     dtype = product_dtype(hidden)
     unsupported = dtype == torch.float64 or hidden.shape[2] * dtype.itemsize > _WIDEST
     kernels = find_kernels("blocked_emission", hidden.device, unsupported) or tiled

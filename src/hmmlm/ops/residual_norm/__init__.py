@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from hmmlm.errors import InputError
 from hmmlm.ops.common import find_kernels, matmul, product_dtype
 
 _WIDEST = 1024  # elements per row: a program of the kernels holds whole rows
@@ -36,9 +35,6 @@ def residual_norm(
     tensors saved for the backward pass have autocast's dtype. The kernels return float32, also for gradients.
     """
     width, h = embedding.shape[-1], len(w2)
-    if w1.shape != (h, width) or w2.shape != (h, h) or any(x.shape != (h,) for x in (b1, b2, gamma, beta)):
-        found = ", ".join(str(list(x.shape)) for x in (w1, b1, w2, b2, gamma, beta))
-        raise InputError(f"residual_norm: rows of {width} need w1 [h, {width}], w2 [h, h] and others [h], not {found}")
     parameters = (w1, b1, w2, b2, gamma, beta)
     narrow = all(x.dtype == torch.float32 for x in (embedding, *parameters)) and h <= _WIDEST
     kernels = find_kernels("residual_norm", embedding.device, dropout or not narrow)
