@@ -92,7 +92,7 @@ def test_a_carry_has_rows_and_a_most_likely_state() -> None:
     probs = torch.tensor([[0.2, 0.8], [0.9, 0.1]])
     over_all, over_some = Carry(probs), Carry(probs, torch.tensor([[4, 5], [2, 3]]))
     assert over_all.most_likely().tolist() == [1, 0] and over_some.most_likely().tolist() == [5, 2]
-    assert over_some.rows(1).states.tolist() == [[4, 5]] and over_all.rows(1).states is None
+    assert over_some.take(slice(1)).states.tolist() == [[4, 5]] and over_all.take(slice(1)).states is None
     assert sorted(over_all.tensors()) == ["log_probs"] and sorted(over_some.tensors()) == ["log_probs", "states"]
     copy = over_some.clone()
     copy.log_probs.zero_()

@@ -25,10 +25,6 @@ class Categorical(Emission):
         self._check()
 
     @property
-    def num_states(self) -> int:
-        return self.log_probs.shape[0]
-
-    @property
     def vocab_size(self) -> int:
         return self.log_probs.shape[1]
 

@@ -31,7 +31,7 @@ from hmmlm.hmm.labels import counts_of_words, with_labels
 from hmmlm.hmm.sampling import draw, draw_paths
 from hmmlm.hmm.word_products import WordProducts
 from hmmlm.numerics.semirings import LOG
-from hmmlm.numerics.support import BlockSupport, Support, first_rows, restrict, some_rows, state_ids
+from hmmlm.numerics.support import BlockSupport, Support, restrict, some_rows, state_ids
 from hmmlm.ops.common import NEG_INF, Carry, finite, logsumexp, without_autocast
 from hmmlm.ops.pieces import at_once
 from hmmlm.scan.composition import Composition
@@ -254,7 +254,7 @@ class Queries(Composition):
             support, rows = lattice.supports[t], states.shape[1]
             scores = lattice.filtered[t].expand(num_samples, -1, -1)
             if rows:
-                into = model.transition.log_columns(states, first_rows(support, rows))
+                into = model.transition.log_columns(states, some_rows(support, slice(rows)))
                 scores = torch.cat([scores[:, :rows] + into, scores[:, rows:]], 1)
             states = state_ids(support, draw(scores, generator))
             result[:, : states.shape[1], t] = states

@@ -10,22 +10,21 @@ from torch import Tensor
 
 from hmmlm.emissions import Blocked
 from hmmlm.numerics.logmatrix import LogMatrix
+from hmmlm.ops.pieces import at_once
 
 if TYPE_CHECKING:
     from hmmlm.scan.composition import Composition
+
+_KEPT = 2**25  # cells of the matrices that are kept, each in two forms: 256 MB in float32
 
 
 class WordProducts:
     """log p(next word | state) of the states of a block, computed when needed; those used last are kept.
 
     The matrix of a block takes the product of its states with all others, a hundred times the cost of using it.
-
-    Args:
-        cells: of all matrices that are kept, each in two forms: by default 256 MB in float32.
     """
 
-    def __init__(self, hmm: Composition, cells: int = 2**25) -> None:
-        self._cells = cells
+    def __init__(self, hmm: Composition) -> None:
         assert isinstance(hmm.emission, Blocked)
         self._transition, self._width = hmm.transition, hmm.emission.width
         words = [block[block >= 0] for block in hmm.emission.words_of_block]
@@ -39,7 +38,7 @@ class WordProducts:
         if matrix is None:
             matrix = LogMatrix(self._next_words(block))
         self._kept[block] = matrix
-        if len(self._kept) > max(1, self._cells // matrix.log_values.numel()):
+        if len(self._kept) > at_once(matrix.log_values.numel(), _KEPT):
             self._kept.popitem(last=False)
         return matrix.product(log_probs)
 

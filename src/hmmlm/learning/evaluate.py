@@ -28,7 +28,7 @@ class Evaluation(NamedTuple):
 
 def select_carry(batch: Batch, carry: Carry | None) -> Carry | None:
     """Return the carry that a batch starts from: the previous batch's, its first rows if there are fewer now."""
-    return carry.rows(len(batch.tokens)) if batch.carry and carry is not None else None
+    return carry.take(slice(len(batch.tokens))) if batch.carry and carry is not None else None
 
 
 @torch.no_grad()

@@ -95,11 +95,6 @@ def some_rows(support: Support, rows: slice | Tensor) -> Support:
     return None if support is None else support.rows(rows)
 
 
-def first_rows(support: Support, rows: int) -> Support:
-    """Return the support of the first rows."""
-    return some_rows(support, slice(0, rows))
-
-
 def spans(sizes: Sequence[int]) -> Iterator[slice]:
     """Yield the states of each component, of which there are `sizes`."""
     first = 0

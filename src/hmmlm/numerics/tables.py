@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import count, takewhile
@@ -33,8 +33,9 @@ class Tables(ABC):
     """Those of them that are integers; the others are floating-point."""
 
     @property
-    @abstractmethod
-    def num_states(self) -> int: ...
+    def num_states(self) -> int:
+        """The size of the first dimension of the first tensor, unless a kind overrides it."""
+        return len(next(iter(self.tensors().values())))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name, as a model file stores them."""

@@ -34,10 +34,6 @@ class Carry(NamedTuple):
     log_probs: Tensor  # [B, K] log p(z | x) in float64; all −inf after an impossible sequence
     states: Tensor | None = None  # [B, K] state of each entry of log_probs; None: all states in order
 
-    def rows(self, count: int) -> "Carry":
-        """Return the carry of the first `count` sequences."""
-        return self.take(slice(count))
-
     def take(self, rows: slice | Tensor) -> "Carry":
         """Return the carry of some sequences."""
         return Carry(self.log_probs[rows], None if self.states is None else self.states[rows])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hmmlm.emissions import Blocked
 from hmmlm.numerics.semirings import BOOLEAN, PROBABILITY
-from hmmlm.numerics.support import BlockSupport, Support, first_rows, some_rows, spread
+from hmmlm.numerics.support import BlockSupport, Support, some_rows, spread
 from hmmlm.ops.common import NEG_INF, finite, log_normalize
 from hmmlm.ops.underflow import FLOOR, LIFT, TOLERANCE, flush
 from hmmlm.scan.composition import Composition
@@ -201,7 +201,7 @@ def _lose(steps: Steps, lattice: Lattice, predicted: dict[int, Tensor], reachabl
         rows, support, total = len(filtered), lattice.supports[t], scale.clamp_min(torch.finfo(dtype).tiny)[:, None]
         moved = torch.zeros_like(filtered)
         if lost is not None:
-            moved = steps.forward(t, lost[:rows], first_rows(lattice.supports[t - 1], rows), support)
+            moved = steps.forward(t, lost[:rows], some_rows(lattice.supports[t - 1], slice(rows)), support)
         sure = filtered * total * TOLERANCE[dtype] >= scores * floor
         lost = ((moved + 2 * ~sure) * (scores / total) + (1 + 1 / total)).nan_to_num(nan=most).clamp_max(most)
         if reachable is not None:

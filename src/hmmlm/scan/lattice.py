@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.numerics.semirings import Semiring
-from hmmlm.numerics.support import BlockSupport, Support, first_rows, some_rows
+from hmmlm.numerics.support import BlockSupport, Support, some_rows
 from hmmlm.ops.common import NEG_INF
 
 
@@ -191,7 +191,7 @@ class Lattice(NamedTuple):
         if not self.supports.is_one:
             rows = [torch.arange(count, device=device) for count in counts]
             return [
-                Stack(own, torch.full_like(own, t), values[t][: len(own)], first_rows(self.supports[t], len(own)))
+                Stack(own, torch.full_like(own, t), values[t][: len(own)], some_rows(self.supports[t], slice(len(own))))
                 for t, own in zip(steps, rows, strict=True)
             ]
         if not steps:

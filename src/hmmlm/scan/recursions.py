@@ -15,7 +15,7 @@ from torch import Tensor
 from hmmlm.checks import ArrayLike, check_batch
 from hmmlm.errors import ImpossibleError
 from hmmlm.numerics.semirings import LOG, MAX_PLUS
-from hmmlm.numerics.support import Support, first_rows, restrict, some_rows, spread, state_ids
+from hmmlm.numerics.support import Support, restrict, some_rows, spread, state_ids
 from hmmlm.ops.common import NEG_INF, Carry, log_normalize, logsumexp
 from hmmlm.ops.pieces import at_once
 from hmmlm.ops.scan import path_loops_pay
@@ -183,7 +183,7 @@ def best_paths(hmm: Composition, batch: SortedBatch) -> tuple[Tensor, Tensor]:
     for t in reversed(range(len(lattice.supports))):
         best, support, rows = lattice.filtered[t], lattice.supports[t], states.shape[0]
         if rows:
-            into = hmm.transition.log_columns(states, first_rows(support, rows))
+            into = hmm.transition.log_columns(states, some_rows(support, slice(rows)))
             best = torch.cat([best[:rows] + into, best[rows:]])
         states = state_ids(support, best.argmax(1))
         path[: states.shape[0], t] = states

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hmmlm.numerics.semirings import LOG, PROBABILITY, Semiring
-from hmmlm.numerics.support import BlockSupport, Support, first_rows, some_rows
+from hmmlm.numerics.support import BlockSupport, Support, some_rows
 from hmmlm.ops.pieces import at_once, fits
 from hmmlm.ops.underflow import exp
 from hmmlm.scan.lattice import Lattice, Packed, SortedBatch, Stack, Supports, condition
@@ -109,7 +109,7 @@ def add_step(steps: Steps, lattice: Lattice, first: Tensor, normalize: bool = Tr
     scores, predicted = lattice.scores[t], first
     rows = scores.shape[0]
     if t:
-        source = first_rows(lattice.supports[t - 1], rows)
+        source = some_rows(lattice.supports[t - 1], slice(rows))
         predicted = steps.forward(t, lattice.filtered[t - 1][:rows], source, lattice.supports[t])
     if normalize:
         filtered, scale = condition(steps.ring, predicted, scores)
@@ -140,7 +140,7 @@ def pass_back(
         message = last[: len(share), None].expand_as(share)
         if weights:
             rows = len(weights[-1])
-            source, target = first_rows(lattice.supports[t], rows), lattice.supports[t + 1]
+            source, target = some_rows(lattice.supports[t], slice(rows)), lattice.supports[t + 1]
             arrived = arrive(t, steps.backward(t + 1, weights[-1], source, target))
             message = arrived if rows == len(message) else torch.cat([arrived, message[rows:]])
         messages.append(message)

@@ -28,10 +28,6 @@ class Dense(TiledTransition):
         self._check()
         self._prepare()
 
-    @property
-    def num_states(self) -> int:
-        return len(self.log_probs)
-
     def log_block(self, rows: slice, columns: slice) -> Tensor:
         return self.log_probs[rows, columns]
 

@@ -37,10 +37,6 @@ class Factored(TiledTransition):
         self._prepare()
 
     @property
-    def num_states(self) -> int:
-        return len(self.u)
-
-    @property
     def num_parameters(self) -> int:
         return self.u.numel() + self.w.numel()
 

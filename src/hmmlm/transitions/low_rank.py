@@ -31,10 +31,6 @@ class LowRank(Transition):
         self.log_left, self.log_right = log_left, log_right
         self._check()
 
-    @property
-    def num_states(self) -> int:
-        return len(self.log_left)
-
     @cached_property
     def _forward(self) -> tuple[LogMatrix, LogMatrix]:
         return LogMatrix(self.log_left), LogMatrix(self.log_right)
