@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from papers import (
+    beyond,
     chiu2020,
     chiu2020_ablations,
     chiu2020_structure,
@@ -32,6 +33,7 @@ STUDIES: dict[str, Study] = {
         lee2025_rates,
         lee2025_initialization,
         lee2025_networks,
+        beyond,
         other,
     )
     for member in vars(module).values()

@@ -38,12 +38,9 @@ def _less_dropout(dropout: float, decay: float) -> StudyRow:
     return _row(name, "ptb-vl-hmm", model__dropout=dropout, optimizer__weight_decay=decay, train__epochs=10)
 
 
-BOUNDS = tuple(
-    _beyond("printed", 0.003, 0.1, what, **settings)
-    for what, settings in (
-        *((f"dropout {dropout}", {"model__dropout": dropout}) for dropout in (0.25, 0.75)),
-        *((f"width {width}", {"model__hidden": width}) for width in (128, 512)),
-    )
+BOUNDS = (
+    *(_beyond("printed", 0.003, 0.1, f"dropout {dropout}", model__dropout=dropout) for dropout in (0.25, 0.75)),
+    *(_beyond("printed", 0.003, 0.1, f"width {width}", model__hidden=width) for width in (128, 512)),
 )
 """The bounds of the paper's search, where its own choice is .5 and 256."""
 PREPRINT = (

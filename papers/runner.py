@@ -262,7 +262,7 @@ def _train_and_score(config: TrainingConfig, folder: Path, on_gpu: bool) -> dict
         result = train(config, folder, progress=LineProgress())
     _refuse_interrupted(result.finished)
     seconds = time.perf_counter() - began
-    perplexities = _evaluate(folder, on_gpu) if isinstance(config, RunConfig) else read_json(folder / PERPLEXITY)
+    perplexities = evaluate_best(folder, on_gpu) if isinstance(config, RunConfig) else read_json(folder / PERPLEXITY)
     history = read_history(folder / "history.jsonl")
     speeds = [event["tokens_per_second"] for event in history if event["event"] == "train"][1:]
     speed = statistics.median(speeds) if speeds else result.tokens / result.seconds
@@ -276,7 +276,7 @@ def _train_and_score(config: TrainingConfig, folder: Path, on_gpu: bool) -> dict
     }
 
 
-def _evaluate(folder: Path, on_gpu: bool) -> dict[str, float]:
+def evaluate_best(folder: Path, on_gpu: bool) -> dict[str, float]:
     """Return the perplexities of a run's best model on valid and test."""
     from hmmlm.lm.lm import load
     from hmmlm.training.prepare import reopen

@@ -80,8 +80,9 @@ def _multiply_steps(hmm: Composition, chunks: Evidence) -> Tensor:
     assert parameters is not None
     for piece in torch.arange(len(chunks.tokens), device=hmm.device).split(at_once(hmm.num_states**2)):
         rows, before = piece.repeat_interleave(hmm.num_states), _unit(hmm).repeat(len(piece), 1)
-        batch = Evidence(*(None if value is None else value[rows] for value in chunks))._replace(carry=before)
-        given = (batch.tokens, batch.lengths, Carry(before), batch.restart)
+        lengths, restart = (None if value is None else value[rows] for value in (chunks.lengths, chunks.restart))
+        batch = Evidence(chunks.tokens[rows], lengths, before, restart)
+        given = (batch.tokens, lengths, Carry(before), restart)
         result = compute_again(scan(parameters, batch, "auto", "exact"), lambda: hmm, *given, exact_carry=True)
         found.append((result.log_likelihood[:, None] + result.carry.log_probs).unflatten(0, (len(piece), -1)))
     return torch.cat(found)
