@@ -78,6 +78,18 @@ def test_dense_scan_with_bfloat16_products(device: torch.device) -> None:
     assert not torch.equal(single.scan.log_likelihood, got.scan.log_likelihood)  # it was bfloat16
 
 
+def test_long_sequences_are_computed_in_parallel_chunks(device: torch.device) -> None:
+    parameters, evidence = dense_scan.make_problem(16, 200, 2, 3000, ragged=True, sharpness=3.0)
+    hmm = HMM(*(p.float().to(device) for p in parameters))
+    assert hmm.implementation(evidence.tokens.to(device)).name == "parallel"
+    got = dense_scan.solve(parameters, evidence, "parallel", torch.float32, device)
+    want = dense_scan.solve(parameters, evidence, "scaled", torch.float64, "cpu")
+    assert relative_error(got.scan.log_likelihood, want.scan.log_likelihood) < 1e-6
+    assert relative_error(got.scan.carry.log_probs.exp(), want.scan.carry.log_probs.exp()) < 1e-6
+    for name, expected in want.gradients.items():
+        assert relative_error(got.gradients[name], expected) < 1e-4, name
+
+
 def test_dense_scan_repeats_bit_by_bit(device: torch.device) -> None:
     problem = dense_scan.make_problem(128, 200, 16, 8, carried=True, restarts=True, seed=5)
     first, second = (dense_scan.solve(*problem, "triton", torch.float32, device) for _ in range(2))

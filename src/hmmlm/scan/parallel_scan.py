@@ -38,14 +38,14 @@ def parallel_scan(hmm: Composition, evidence: Evidence) -> Scan:
     total, carry = logsumexp(last[:, 0], 1), Carry(log_normalize(last[:, 0]))
     if not (torch.is_grad_enabled() and hmm.requires_grad):
         return Scan(total.to(hmm.dtype), carry)
-    parameters, sequence = matrices(hmm), real.nonzero()[:, 0]
+    parameters = matrices(hmm)
     assert parameters is not None
     so_far = finite(logsumexp(torch.cat([before[:, 1:], last], 1), 2)) - finite(total)[:, None]
     given = chunks._replace(carry=log_normalize(before)[real], future=(after + so_far[..., None])[real])
     found = scan(parameters, given, "scaled", "none")
     assert found.suspect is not None
-    sums = total.new_zeros(len(real)).index_add(0, sequence, found.log_likelihood.double())
-    suspect = total.new_zeros(len(real)).index_add(0, sequence, found.suspect.double()) > 0
+    sums = torch.zeros_like(real, dtype=torch.float64).masked_scatter(real, found.log_likelihood.double()).sum(1)
+    suspect = torch.zeros_like(real).masked_scatter(real, found.suspect).any(1)
     # Where a chunk is impossible, the others have no gradient either.
     return Scan(torch.where(total == NEG_INF, NEG_INF, sums).to(hmm.dtype), carry, suspect)
 
