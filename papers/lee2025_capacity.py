@@ -135,6 +135,12 @@ FIGURE2 = Study(
     claims=(
         _below_scalar(512, (20, 22), tuple(ARCHITECTURES), SCALAR_BASELINE),
         _below_scalar(512, (16, 18), tuple(ARCHITECTURES), SCALAR_BASELINE),
+        Claim(
+            "Any architecture improves on the scalar HMM: 2^24, 2^26, 2^28 parameters (change from it, 512 states).",
+            "ascending",
+            {f"{name}, 2^{at}": (_cell(at, name), SCALAR_BASELINE) for at in POWERS[4:] for name in ARCHITECTURES},
+            show="change",
+        ),
         *_about_capacity(512, tuple(ARCHITECTURES)),
         Claim(
             "MLP-ψ is mostly the best up to 2^22 parameters (change from each other architecture).",

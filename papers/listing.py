@@ -15,8 +15,8 @@ from papers.study import Record, Study, StudyRun
 
 NOTE = """
 `corpus` and `tokenizer.model` are placeholders for your own text and tokenizer: --set data=FOLDER tokenizer.file=MODEL,
-or data=TOKENS for token files made by hmmlm data. Minutes and memory are the largest recorded values. Many recorded
-runs were shorter than their recipe, and runs that shared a GPU have no recorded time."""
+or data=TOKENS for token files made by papers.corpus or hmmlm data. Minutes and memory are the largest recorded values.
+Many recorded runs were shorter than their recipe, and runs that shared a GPU have no recorded time."""
 
 
 def list_studies(studies: Mapping[str, Study], results: Path) -> Iterator[str]:

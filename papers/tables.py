@@ -257,5 +257,5 @@ def _provenance(records: Sequence[Record]) -> list[str]:
         if values := sorted({str(record[key])[:length] for record in records if record.get(key)}):
             parts.append(before + " and ".join(values))
     texts = dict.fromkeys(str(record["data_sha256"]["train"])[:12] for record in records if "data_sha256" in record)
-    parts += [f"training tokens of sha256 {' and '.join(texts)}…"] if texts else []
+    parts += [f"sha256 of train.bin {' and '.join(texts)}"] if texts else []
     return [f"Made on {'; '.join(parts)}."] if parts else []

@@ -78,7 +78,7 @@ def test_everything_is_published(repository: Path, monkeypatch: pytest.MonkeyPat
             )
             for number, run in enumerate(study.runs)
         ]
-        drawn = {} if study.drawing is None else {study.drawing.metric: 100.0}
+        drawn = {"step_ms": 100.0} | ({} if study.drawing is None else {study.drawing.metric: 100.0})
         cells = [cell for claim in study.claims for chain in claim.chains.values() for cell in chain]
         metrics = {cell.metric: 100.0 for cell in cells if cell.metric != PARAMETERS}
         made += [record(row.name, 100.0, 0, **{**drawn, **metrics}) for row in study.rows if not row.seeds]
