@@ -23,12 +23,14 @@ from papers.tables import comparison, escape, markdown, number, remarks, seeds, 
 INDEX, FIGURES = Path("docs/reproduction/results.md"), Path("docs/reproduction/figures")
 INTRODUCTION = (
     "Generated from `results/*.json` by `python -m papers publish`. Numbers are perplexities unless noted; “paper” is "
-    "the value that the paper prints. Rows with several seeds show the mean, for test also minimum and maximum. Models "
-    "and settings are chosen on valid. Every run also reports test, exploratory runs too, so test was seen more than "
-    "once. Runs with fewer tokens than their recipe have a proportionally shorter warm-up. Settings in brackets differ "
-    "from the row's plan. Below each table are the commands that make its rows with the present code; the command and "
-    "commit of then are in the record. `corpus` and `tokenizer.model` in recipes are placeholders: give your own text "
-    "and tokenizer with `--data` and `--tokenizer.file`."
+    "the value that the paper prints. Rows with several seeds show the mean, for test also minimum and maximum. "
+    "Models and settings are chosen on valid. Every run also reports test, exploratory runs too, so test was seen "
+    "more than once. “parameters” are counted on the model of the row; “forward ms” is the time of computing the "
+    "parameters and the likelihood of a batch, with the row's dropout. Runs with fewer tokens than their recipe have "
+    "a proportionally shorter warm-up. Settings in brackets differ from the row's plan. Below each table are the "
+    "commands that make its rows with the present code; the command and commit of then are in the record. `corpus` "
+    "and `tokenizer.model` in recipes are placeholders: give your own text and tokenizer with `--data` and "
+    "`--tokenizer.file`."
 )
 WITH_NUMBERS = ("README.md", "docs/architecture.md", "docs/reproduction/chiu2020.md", "docs/reproduction/lee2025.md")
 """Pages with text of their own, whose numbers name records; those of docs/guide too."""
