@@ -35,7 +35,7 @@ from papers.renames import commanded, present_settings, removed_by
 from papers.selection import planned_runs
 from papers.settings import identity, recorded_run, resolved_settings, settings_of
 from papers.smoke import RECIPES, three_steps
-from papers.study import Record, Study, StudyRow, StudyRun
+from papers.study import NGRAM, Record, Study, StudyRow, StudyRun
 
 Finding = tuple[str, str]
 """What was found, as it is counted, and where."""
@@ -150,7 +150,7 @@ def _check_commands(run: StudyRun) -> Iterator[Finding]:
 def _recorded_settings(record: Record) -> list[dict[str, Any]]:
     """Return all settings of the models that a record trained, each once; those of a chain are in its command alone."""
     runs = [recorded_run(record)]
-    if " && " in record["command"]:
+    if " && " in record["command"] and record.get("recipe") != NGRAM:  # what an n-gram is counted on is prepared first
         runs = [
             StudyRun(StudyRow(name="", recipe=recipe, settings=present_settings(recipe, settings)), int(seed))
             for recipe, settings in commanded(record["command"])

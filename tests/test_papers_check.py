@@ -113,6 +113,15 @@ def test_a_chain_is_what_its_command_trained(found: Any) -> None:
     assert "other models: new: plain, seed 0: the plan is not what the record trained" in found(study, record)
 
 
+def test_an_ngram_is_its_settings_not_a_chain(found: Any) -> None:
+    row = StudyRow(name="counted", recipe="ngram", settings={"data": "ptb", "order": 3}, seeds=(0,))
+    command = "hmmlm data ptb --out tokens && hmmlm ngram tokens --order 3"
+    record = {**made(), "row": "counted", "recipe": "ngram", "settings": dict(row.settings), "command": command}
+    study = Study(name="new", title="New", rows=(row,))
+    assert "0 refused; 1 other models" in found(study, record)[-1]  # ngram has no line in recorded.json
+    assert not [line for line in found(study, record) if "not what the record trained" in line]
+
+
 def test_a_recipe_that_changed_is_another_model(found: Any) -> None:
     study = Study(name="new", title="New", rows=(replace(PLAIN, seeds=(0,)),))
     assert "; 0 other models;" in found(study, made())[-1]
