@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from papers.chiu2020 import BASELINES, EIGHT
+from papers.chiu2020 import BASELINES
+from papers.chiu2020_structure import EIGHT
 from papers.study import UNSPENT, NotRun, Study, StudyRow
 from papers.variants import TEACHERS
 

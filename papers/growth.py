@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from hmmlm.config.run import RunConfig
-from hmmlm.learning.train import HmmTrainer
 from hmmlm.runs.interrupt import StopRequest
 from hmmlm.runs.progress import LineProgress
+from hmmlm.training.train import HmmTrainer
 from papers.beyond import GROWN, GROWTH
 from papers.records import add_record, commit, machine
 from papers.runner import evaluate_best

@@ -13,9 +13,9 @@ import numpy as np
 
 from hmmlm.config.run import RunConfig
 from hmmlm.data.tokenfile import TokenFile, write_tokens
-from hmmlm.learning.prepare import find_data, prepare
 from hmmlm.runs.folders import refuse_used
 from hmmlm.runs.progress import LineProgress
+from hmmlm.training.prepare import find_data, prepare
 from papers.beyond import BEYOND, PORTIONS, portion
 from papers.settings import configuration
 

@@ -13,8 +13,8 @@ from helpers.runs import planted, tiny_config, write_prepared, write_text
 
 import hmmlm
 from hmmlm.emissions import Blocked
-from hmmlm.learning.prepare import reopen
-from hmmlm.learning.train import train
+from hmmlm.training.prepare import reopen
+from hmmlm.training.train import train
 from papers import growth
 from papers.portions import shorten
 

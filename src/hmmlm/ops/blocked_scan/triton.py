@@ -100,8 +100,8 @@ def forward(problem: BlockedProblem) -> BlockedForward:
     log_likelihood = problem.initial.new_empty(batch)
     suspect = torch.empty(batch, dtype=torch.int8, device=filtered.device)
     stray = problem.initial.new_zeros(batch, 2, kept)
-    given = (problem.word, problem.block, problem.source, problem.lengths)
-    given = (*given, problem.log_start, problem.log_emission, problem.entry)
+    texts = (problem.word, problem.block, problem.source, problem.lengths)
+    given = (*texts, problem.log_start, problem.log_emission, problem.entry)
     for first, end in problem.spans(_TILE_BUDGET):
         tiles, place, options = _tiles(problem, first, end), (first, end, time), _recursion(problem)
         found = (filtered, predicted, log_likelihood, suspect)
