@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hmmlm.config.renames import present_names
-from papers.study import BASELINE, NGRAM, Record
+from papers.study import BASELINE, CHECKSUMS, NGRAM, Record
 
 NO_PENALTIES = {"model.size_penalty": 0.0, "model.change_penalty": 0.0}
 """Settings of LSTMs with weight dropout whose recipes had no penalties; later rows state theirs."""
@@ -50,7 +50,8 @@ def removed_by(record: Record) -> str:
 
 def translate(record: Record) -> tuple[str, dict[str, Any]]:
     """Return the recipe of a record and its settings over it, under present names."""
-    recipe, settings, command = record.get("recipe"), dict(record.get("settings", {})), record.get("command", "")
+    recipe, command = record.get("recipe"), record.get("command", "")
+    settings = {name: value for name, value in record.get("settings", {}).items() if name != CHECKSUMS}
     if command.startswith("hmmlm.baselines.ngram"):
         if recipe == "ptb-vl-hmm":
             return NGRAM, {"data": "ptb"}

@@ -33,7 +33,7 @@ from papers.corpus import text_checksums
 from papers.ngrams import NgramConfig, count_and_score
 from papers.records import add_record, commit, machine, read_records, recorded_identity
 from papers.settings import configuration, identity
-from papers.study import Combination, Study, StudyRun
+from papers.study import CHECKSUMS, Combination, Study, StudyRun
 
 if TYPE_CHECKING:
     from hmmlm.data.tokenfile import TokenFile
@@ -136,8 +136,10 @@ def perform(run: StudyRun, work: Path, alone: bool = True) -> dict[str, Any]:
         "seed": run.seed,
         "metrics": metrics,
         **stopped,
-        "settings": dict(run.row.settings),
-        **({"data_sha256": checksums} if (checksums := text_checksums(Path(config.data))) else {}),
+        "settings": {
+            **run.row.settings,
+            **({CHECKSUMS: checksums} if (checksums := text_checksums(Path(config.data))) else {}),
+        },
         "command": command(run),
         "commit": commit(),
         "machine": machine(on_gpu),

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 RESULTS_PAGES = Path("docs/reproduction/results")
 Record = Mapping[str, Any]
-"""A run in a results file: row, recipe, seed, metrics, settings, data_sha256 (of the token files that it was given),
+"""A run in a results file: row, recipe, seed, metrics, settings (CHECKSUMS among them where it was given token files),
 command, commit, machine, date; all but row and metrics may be missing."""
+CHECKSUMS = "data_sha256"
+"""In the settings of a record: the sha256 of the token files that it was given, and of their split."""
 BASELINE = "baseline"
 """Recipe of a row that `hmmlm baseline` trains."""
 NGRAM = "ngram"

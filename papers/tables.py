@@ -10,7 +10,7 @@ from math import isclose, isnan
 from hmmlm.report.plots import short
 from papers.rows import MeasuredRow, main_rows, ratios
 from papers.settings import recipe_settings
-from papers.study import FORWARD, PARAMETERS, TEST, TRAIN, VALID, Record, Study
+from papers.study import CHECKSUMS, FORWARD, PARAMETERS, TEST, TRAIN, VALID, Record, Study
 
 LVD_SETTINGS = ("initialization.tokens", "initialization.kmeans.tokens", "initialization.labels")
 """Settings that only runs with latent variable distillation use."""
@@ -256,6 +256,7 @@ def _provenance(records: Sequence[Record]) -> list[str]:
     for before, key, length in (("", "machine", None), ("commit ", "commit", 7), ("", "date", None)):
         if values := sorted({str(record[key])[:length] for record in records if record.get(key)}):
             parts.append(before + " and ".join(values))
-    texts = dict.fromkeys(str(record["data_sha256"]["train"])[:12] for record in records if "data_sha256" in record)
+    sums = [given[CHECKSUMS] for record in records if CHECKSUMS in (given := record.get("settings", {}))]
+    texts = dict.fromkeys(str(own["train"])[:12] for own in sums)
     parts += [f"sha256 of train.bin {' and '.join(texts)}"] if texts else []
     return [f"Made on {'; '.join(parts)}."] if parts else []

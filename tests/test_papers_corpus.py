@@ -153,7 +153,7 @@ def test_a_record_names_the_checksums_of_its_text(tmp_path: Path, model: Path) -
     row = StudyRow(name="tiny", recipe="lee-base", settings=settings, seeds=(0,))
     record = perform(StudyRun(row, 0), tmp_path / "work")
     bins = {split: facts["sha256"][f"data/{split}.bin"] for split in ("train", "valid", "test")}
-    assert record["data_sha256"] == {**bins, "split": facts["split_sha256"]}
+    assert record["settings"]["data_sha256"] == {**bins, "split": facts["split_sha256"]}
     (tmp_path / "tokens" / "corpus.json").unlink()  # as in a folder of `hmmlm data`
     assert corpus.text_checksums(tmp_path / "tokens") == bins
     assert corpus.text_checksums(tmp_path / "source") == {}  # not token files
