@@ -206,11 +206,14 @@ def run_possible(hmm: Composition, batch: SortedBatch, log_missing: Tensor | Non
 
 def gather(hmm: Composition, lattice: Lattice, values: Packed) -> Tensor:
     """Return values over supports as [B, T, Z], original order, zero outside supports and beyond lengths."""
-    batch = lattice.batch
+    batch, blocks = lattice.batch, lattice.supports.blocks
     everywhere = lattice.supports.is_one and lattice.supports.whole is None
     if everywhere and batch.is_even and len(batch.active) == batch.tokens.shape[1]:
         return values.padded(0.0).transpose(0, 1).contiguous()
     result = torch.zeros(*batch.tokens.shape, hmm.num_states, dtype=hmm.dtype, device=hmm.device)
+    if blocks is not None:  # written without spreading them first
+        result.unflatten(2, (-1, blocks.width))[batch.order[batch.row], batch.step, blocks.blocks] = values.whole
+        return result
     for row, step, own, support in lattice.rows(values):
         result[batch.order[row], step] = spread(own, support, hmm.num_states, 0.0)
     return result

@@ -66,6 +66,8 @@ class Factored(TiledTransition):
         return {"u": grad_u.view_as(self.u), "w": grad_w.view_as(self.w), "log_normalizer": left.flatten()}
 
     def reduce_row(self, values: Tensor, inner: slice, outer: slice, forward: bool) -> Tensor | None:
+        if forward and self.tiles_into(inner, outer) is not None:
+            return None
         if forward:
             return linear_logsumexp(self.w[outer], self.u[inner], values[0] - self.log_normalizer[inner])[None]
         return (linear_logsumexp(self.u[outer], self.w[inner], values[0]) - self.log_normalizer[outer])[None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 
 from torch import Tensor
 
@@ -77,6 +78,19 @@ class TiledTransition(Transition):
     def tiles(self, sources: Tensor, targets: Tensor, width: int) -> Tensor:
         table = self.table(width)
         return self.make_tiles(sources, targets, width) if table is None else table.log_values[sources, targets]
+
+    def pieces(self, inner: slice, outer: slice, forward: bool = True) -> Iterator[Tensor]:
+        tiles = self.tiles_into(inner, outer) if forward else None
+        if tiles is None:
+            yield from super().pieces(inner, outer, forward)
+        else:
+            yield tiles.flatten(0, 1)
+
+    def tiles_into(self, inner: slice, outer: slice) -> Tensor | None:
+        """Return log A [M, k, k] from all states into a block; None if not all tiles are kept."""
+        width = outer.stop - outer.start
+        table = self.table(width) if inner.stop - inner.start == self.num_states > width else None
+        return None if table is None else table.log_values[:, outer.start // width]
 
     @abstractmethod
     def make_tiles(self, sources: Tensor, targets: Tensor, width: int) -> Tensor:
