@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from hmmlm.config.recipe import merge
 from hmmlm.config.run import RunConfig
 from hmmlm.config.training import drop_other_kinds, read_config
+from hmmlm.terminal import counted
 
 Sections = dict[str, dict[str, Any]]
 FEW_WORDS = 500
@@ -82,8 +83,9 @@ def complete(config: RunConfig, text: TextSize) -> tuple[RunConfig, str]:
     blocks = f" in {model.blocks_needed:,} blocks" if model.blocks_needed else ""
     starts = f", {train.restarts} starts" if train.restarts > 1 else " from a bigram" if start == "bigram" else ""
     line = (
-        f"chosen for {text.tokens:,} tokens, {text.words:,} words: {model.kind}, {model.num_states:,} states{blocks}, "
-        f"{train.epochs} epochs{starts}; --model.num-states, --train.epochs and others override"
+        f"chosen for {counted(text.tokens, 'token')}, {counted(text.words, 'word')}: {model.kind}, "
+        f"{counted(model.num_states, 'state')}{blocks}, {counted(train.epochs, 'epoch')}{starts}; "
+        "--model.num-states, --train.epochs and others override"
     )
     alone = settings_for(text, {})["model"]
     if "initialization" in own and alone != {"kind": model.kind, "num_states": model.num_states}:

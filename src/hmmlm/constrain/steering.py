@@ -21,6 +21,7 @@ from hmmlm.constrain.guided import StepRows, advance_states, steer
 from hmmlm.constrain.guided_step import GuidedSteps
 from hmmlm.errors import InputError, InputWarning
 from hmmlm.ops.common import NEG_INF
+from hmmlm.terminal import counted
 
 _DOUBTFUL = 4  # calls whose sums may have underflowed in the kernels, after which these are not tried again
 _INTEGERS = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))
@@ -232,7 +233,7 @@ class Steering:
             _warn_unmet(progress)  # otherwise these may be the first tokens that a draft model proposed
         if len(ids) % len(guides):
             raise InputError(
-                f"there are {len(ids)} rows for {len(guides)} guides: give Steering.batch one for each prompt"
+                f"{counted(len(ids), 'row')} for {counted(len(guides), 'guide')}: give one for each prompt"
             )
         roots = [number * len(guides) // len(ids) for number in range(len(ids))]
         positions = [self._positions[root] for root in roots]
@@ -240,8 +241,9 @@ class Steering:
             prompt = position.prompt
             if prompt and tuple(row[-len(prompt) :].tolist()) != prompt:
                 raise InputError(
-                    f"row {place} does not end with the tokens of the prompt of its guide ({len(prompt)} tokens): "
-                    "encode prompts with lm.tokenizer, and give Steering.batch a guide for each, lm.guide(prompt=…)"
+                    f"row {place} does not end with the tokens of the prompt of its guide "
+                    f"({counted(len(prompt), 'token')}): encode prompts with lm.tokenizer, "
+                    "and give Steering.batch a guide for each, lm.guide(prompt=…)"
                 )
         nodes = [guides[root].node(*position[1:3]) for root, position in zip(roots, positions, strict=True)]
         texts = _Texts(ids, roots, nodes, torch.stack([position.log_state for position in positions]))

@@ -26,6 +26,7 @@ from hmmlm.ops.common import Carry, Impl, Scan
 from hmmlm.restarts import best_of
 from hmmlm.scan.composition import kinds_of, matrices, parameters_of, read_parts
 from hmmlm.scan.implementations import Choice, Problem, choose
+from hmmlm.terminal import counted
 from hmmlm.transitions import BlockDiagonal, Transition
 
 _ATTEMPT = 50  # iterations of each of several starts, before the best one is chosen
@@ -101,7 +102,7 @@ class HMM(Fitting):
             raise InputError("a union needs at least one model")
         given = [1 / len(models)] * len(models) if weights is None else list(weights)
         if len(given) != len(models):
-            raise InputError(f"{len(given)} weights for {len(models)} models: give one for each")
+            raise InputError(f"{counted(len(given), 'weight')} for {counted(len(models), 'model')}: give one for each")
         check_distributions(torch.tensor(given, dtype=torch.float64).log(), "weights")
         starts = [model.log_start + model.log_start.new_tensor(w).log() for model, w in zip(models, given, strict=True)]
         return side_by_side(torch.cat(starts), [part for model in models for part in model.components])

@@ -42,7 +42,7 @@ class Blocks:
             raise InputError("the vocabulary is empty: blocks need at least one word")
         unassigned = (block_of_word < 0).nonzero().flatten().tolist()
         if unassigned:
-            raise InputError(f"{len(unassigned)} words have no block (ids {_some(unassigned)}): give each a block")
+            raise InputError(f"the words of ids {_some(unassigned)} have no block: give each one")
         widths = torch.bincount(block_of_word)
         num_blocks = len(widths)
         empty = (widths == 0).nonzero().flatten().tolist()

@@ -45,6 +45,7 @@ from hmmlm.runs.progress import Progress
 from hmmlm.section import ModelSize
 from hmmlm.structure.brown import BrownClustering, brown_clusters
 from hmmlm.structure.paths import read_paths
+from hmmlm.terminal import counted
 from hmmlm.training.tokenizers import make_tokenizer
 
 MAX_IN_SMALL_TEXT = 1_024  # states per block, where a text has too few words for the blocks: a step takes its square
@@ -117,8 +118,8 @@ def write_labels(documents: Documents, tokenizer: Tokenizer, num_states: int, pa
         if len(names) != len(tokens):
             shown = " ".join(map(tokenizer.token, tokens))
             raise InputError(
-                f"{document.where}: {len(names)} labels for {len(tokens)} tokens ({shown:.60}): give one for each, "
-                "_ where the state is unknown"
+                f"{document.where}: {counted(len(names), 'label')} for {counted(len(tokens), 'token')} "
+                f"({shown:.60}): give one for each, _ where the state is unknown"
             )
         for name in names:
             if name != "_" and not (name.isdecimal() and int(name) < num_states):
