@@ -85,7 +85,8 @@ class Parser(argparse.ArgumentParser):
         if unknown != message and unknown.startswith("-"):
             message = _unknown_option(unknown.split()[0].partition("=")[0], self._option_string_actions)
         elif unknown != message:
-            message = f"unexpected argument {(unknown.split() or [''])[0]!r}"
+            hint = "; did you mean --data?" if "--data" in self._option_string_actions else ""
+            message = f"unexpected argument {(unknown.split() or [''])[0]!r}{hint}"
         raise InputError(f"{message}; see {self.prog} --help")
 
     def format_section(self, name: str) -> str:
