@@ -84,7 +84,7 @@ def complete(config: RunConfig, text: TextSize) -> tuple[RunConfig, str]:
     starts = f", {train.restarts} starts" if train.restarts > 1 else " from a bigram" if start == "bigram" else ""
     line = (
         f"chosen for {counted(text.tokens, 'token')}, {counted(text.words, 'word')}: {model.kind}, "
-        f"{counted(model.num_states, 'state')}{blocks}, {counted(train.epochs, 'epoch')}{starts}; "
+        f"{model.num_states:,} states{blocks}, {counted(train.epochs, 'epoch')}{starts}; "
         "--model.num-states, --train.epochs and others override"
     )
     alone = settings_for(text, {})["model"]
