@@ -81,10 +81,11 @@ def complete(config: RunConfig, text: TextSize) -> tuple[RunConfig, str]:
     completed = read_config(RunConfig, merge(drop_other_kinds(RunConfig, rule, own), own))
     model, train, start = completed.model, completed.train, completed.initialization.kind
     blocks = f" in {model.blocks_needed:,} blocks" if model.blocks_needed else ""
+    length = counted(train.epochs, "epoch") if train.epochs else counted(train.max_tokens or 0, "token")
     starts = f", {train.restarts} starts" if train.restarts > 1 else " from a bigram" if start == "bigram" else ""
     line = (
         f"chosen for {counted(text.tokens, 'token')}, {counted(text.words, 'word')}: {model.kind}, "
-        f"{model.num_states:,} states{blocks}, {counted(train.epochs, 'epoch')}{starts}; "
+        f"{model.num_states:,} states{blocks}, {length}{starts}; "
         "--model.num-states, --train.epochs and others override"
     )
     alone = settings_for(text, {})["model"]
