@@ -132,7 +132,10 @@ def test_notes_machines_commits_and_dates_once() -> None:
         "Notes: slow beads; new beads.",
         "Made on abacus, torch 2; commit 0123456; 2026-01-02.",
     ]
-    texts = [{**run, "settings": {"data_sha256": {"train": digest * 64}}} for run, digest in zip(records, "aabb", strict=True)]
+    texts = [
+        {**run, "settings": {"data_sha256": {"train": digest * 64}}}
+        for run, digest in zip(records, "aabb", strict=True)
+    ]
     assert remarks(rows_of("steering", texts), texts)[-1].endswith(
         f"2026-01-02; sha256 of train.bin {'a' * 12} and {'b' * 12}."
     )
