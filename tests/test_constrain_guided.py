@@ -12,8 +12,12 @@ from helpers.interpreter import INTERPRETING, run_in_interpreter, starts_interpr
 from torch import Tensor
 
 from hmmlm import HMM, Guide, Steering
+from hmmlm.constrain import guided_cpu
 from hmmlm.constrain.automaton import Automaton, containing
+from hmmlm.constrain.guided_cpu import ClassProducts
 from hmmlm.constrain.guided_step import GuidedSteps
+from hmmlm.constrain.regex import regex_automaton
+from hmmlm.constrain.spelling import Spelling
 from hmmlm.transitions import LowRank
 
 END, WORDS, LENGTH = 0, 9, 6
@@ -60,6 +64,33 @@ def run(steering: Steering, texts: Tensor, scores: Tensor, prompt: int = 2) -> l
         assert steering.log_masses is not None
         found.append(steering.log_masses.to(scores.dtype))
     return found
+
+
+@pytest.mark.parametrize("spread", [1.0, 6.0])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tokens_of_many_rows_are_each_scored_with_their_own(
+    rows: int, spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of one to six symbols within a string of a bounded length: each length leads to a state of its own."""
+    spelled = [b'"'] + [bytes([97 + n % 26]) * (1 + n % 6) for n in range(200)]
+    line = Spelling(spelled).automaton(regex_automaton('"[a-z]{0,30}"'))
+    generator = torch.Generator().manual_seed(rows)
+    tables = [spread * torch.randn(*shape, generator=generator) for shape in ((7,), (7, 7), (7, len(spelled)))]
+    hmm, served = HMM(*(table.log_softmax(-1) for table in tables)), list[int]()
+    accept = ClassProducts.accept
+    monkeypatch.setattr(ClassProducts, "accept", lambda *given: served.append(1) or accept(*given))
+    monkeypatch.setattr(guided_cpu, "_SMALL", 8)
+    texts = torch.randint(1, 100, (rows, 5), generator=generator)
+    texts[:, 0] = 0  # the string begins
+    scores = torch.randn(rows, len(spelled), generator=generator).log_softmax(1)
+    each, alone = (Guide(hmm, line, 12, few=few) for few in (2, 10**6))
+    mine, theirs = (Steering(guide, guide.begin()) for guide in (each, alone))
+    for length in range(texts.shape[1] + 1):
+        given = torch.cat([torch.full((rows, 1), 7), texts[:, :length]], 1)
+        one, other = mine(given, scores), theirs(given, scores)
+        assert torch.equal(one == -torch.inf, other == -torch.inf)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert served
 
 
 @pytest.mark.parametrize("shared", [False, True])

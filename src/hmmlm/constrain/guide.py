@@ -23,7 +23,7 @@ from hmmlm.arguments import check_arguments
 from hmmlm.checks import check_count
 from hmmlm.constrain.automaton import Automaton, check_words
 from hmmlm.constrain.budget import construction
-from hmmlm.constrain.guided import Plan, Targets, advance_states, log_probs_accept
+from hmmlm.constrain.guided import Plan, Targets, TokenClasses, advance_states, log_probs_accept
 from hmmlm.constrain.lookahead import AcceptanceTable, WeightedEdges, acceptance_tables, live_states
 from hmmlm.errors import InputError
 from hmmlm.hmm.hmm import HMM
@@ -88,7 +88,8 @@ class Guide:
         check_count("length", length, 1)
         self.hmm, self.automaton, self.length = hmm.detach(), automaton, length
         on_cpu = hmm.device.type == "cpu"
-        self._few = max(256, hmm.vocab_size // hmm.num_states if on_cpu else 0) if few is None else few
+        few = max(256, hmm.vocab_size // hmm.num_states if on_cpu else 0) if few is None else few
+        self._classes = TokenClasses(self.hmm, automaton.class_of, automaton.classes, few)
         self.end: int | None = None
         """The token after which a text is over, of a guide whose texts have one."""
         self._targets: dict[tuple[int, int], Targets] = {}
@@ -167,22 +168,7 @@ class Guide:
         ahead = self._table(remaining)
         place = ahead.row_of[self.automaton.by_class[at].long()].to(words.device)  # [n, C] of each class of words
         by_class = torch.where(place < 0, NEG_INF, ahead.log_probs[place.clamp_min(0), states[:, None]])
-        return by_class.gather(1, self._class_of[words])
-
-    @cached_property
-    def _class_of(self) -> Tensor:
-        return self.automaton.class_of.to(self.hmm.device).long()
-
-    @cached_property
-    def _no_number(self) -> Tensor:
-        return torch.zeros_like(self._class_of, dtype=torch.int16)
-
-    @cached_property
-    def _tokens_of(self) -> tuple[Tensor, ...]:
-        """The tokens of each class."""
-        class_of = self.automaton.class_of
-        sizes: list[int] = class_of.bincount(minlength=self.automaton.classes).tolist()
-        return class_of.argsort().split(sizes)
+        return by_class.gather(1, self._classes.class_of[words])
 
     def node(self, state: int, remaining: int) -> Node:
         """Return the node of an automaton state."""
@@ -208,27 +194,9 @@ class Guide:
         if targets is None:
             if len(self._targets) == _KEPT_TARGETS:
                 self._targets.clear()
-            targets = self._targets[key] = self._find_targets(node.automaton, row_of)
+            row_of_class = row_of[self.automaton.by_class[node.automaton].long()]
+            targets = self._targets[key] = Targets(self._classes, row_of_class)
         return Plan(targets, table)
-
-    def _find_targets(self, state: int, row_of: Tensor) -> Targets:
-        """Return the tokens that may follow an automaton state, by classes, which are far fewer than tokens."""
-        tokens_of, device = self._tokens_of, self.hmm.device
-        sizes = torch.tensor([len(tokens) for tokens in tokens_of])
-        row_of_class = row_of[self.automaton.by_class[state].long()]
-        rows, group = row_of_class.unique(return_inverse=True)
-        counts = torch.zeros_like(rows).index_add_(0, group, sizes)
-        shared = ((counts > self._few) & (rows >= 0)).nonzero()[:, 0]
-        number = torch.full_like(rows, len(shared), dtype=torch.int16)
-        number[shared] = torch.arange(len(shared), dtype=torch.int16)
-        alone = ((counts <= self._few) & (rows >= 0))[group].nonzero()[:, 0]
-        return Targets(
-            rows[shared].tolist(),
-            number[group].to(device)[self._class_of] if len(shared) else self._no_number,
-            torch.cat([sizes[:0], *(tokens_of[each] for each in alone.tolist())]).to(device),
-            row_of_class[alone].repeat_interleave(sizes[alone]).to(device),
-            self.hmm.emission.column_of_word,
-        )
 
     def _score(self, positions: Sequence[Position], relative: bool) -> Tensor:
         """Compute `joint` or `log_probs_accept` of each position [B, V], of several at once."""

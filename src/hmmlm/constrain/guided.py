@@ -15,7 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hmmlm.constrain.guided_cpu import accept_by_column, accept_by_token, advance_products, cpu_matrices
+from hmmlm.constrain.guided_cpu import (
+    ClassProducts,
+    accept_by_class,
+    accept_by_column,
+    accept_by_token,
+    advance_products,
+    cpu_matrices,
+)
+from hmmlm.emissions import Categorical
 from hmmlm.errors import InputError
 from hmmlm.hmm.hmm import HMM
 from hmmlm.numerics.logmatrix import log_ratio
@@ -26,23 +34,82 @@ from hmmlm.ops.pieces import at_once, fits
 from hmmlm.scan.composition import matrices
 from hmmlm.scan.lattice import condition
 
+_SEVERAL = 4  # rows of a guide's table that many tokens share, above which each token is scored with its own alone
+
 
 def has_kernels(hmm: HMM) -> bool:
     """Return whether the GPU kernels of constraints serve a model."""
     return matrices(hmm) is not None and hmm.dtype == torch.float32 and not kernel_refusal(hmm.device)
 
 
+class TokenClasses:
+    """The tokens of an automaton by class, for a model.
+
+    Args:
+        few: tokens of a row of a guide's table above which these share a product with the whole vocabulary.
+    """
+
+    def __init__(self, hmm: HMM, class_of: Tensor, classes: int, few: int) -> None:
+        self.few, self.emission = few, hmm.emission
+        self.sizes = class_of.bincount(minlength=classes)
+        self.tokens = class_of.argsort(stable=True)  # by class
+        self.class_of = class_of.to(hmm.device).long()
+
+    @cached_property
+    def no_number(self) -> Tensor:
+        return torch.zeros_like(self.class_of, dtype=torch.int16)
+
+    @cached_property
+    def products(self) -> ClassProducts:
+        """The emissions of a model of two matrices on a CPU, by class."""
+        assert isinstance(self.emission, Categorical)
+        return ClassProducts(self.emission, self.tokens, self.sizes)
+
+
 @dataclass(eq=False)
 class Targets:
     """The tokens that may follow an automaton state, by the rows of a guide's table that score them."""
 
-    rows: list[int]  # [m] those that many tokens share
-    number_of: Tensor  # [V] int16: the index in `rows` of each token's; m for all others
-    tokens: Tensor  # [n] that are scored alone
-    token_rows: Tensor  # [n]
-    column_of: Tensor | None  # [V] of each token, of emissions
+    classes: TokenClasses
+    row_of_class: Tensor  # [C]; −1: cannot be accepted any more
     packed: Any = None
     """The same for the kernels of a GPU."""
+
+    def __post_init__(self) -> None:
+        rows, self._group = self.row_of_class.unique(return_inverse=True)
+        counts = torch.zeros_like(rows).index_add_(0, self._group, self.classes.sizes)
+        self._few = (counts <= self.classes.few) & (rows >= 0)
+        self._shared = ((counts > self.classes.few) & (rows >= 0)).nonzero()[:, 0]
+        self.rows: list[int] = rows[self._shared].tolist()
+        """[m] of those that many tokens share."""
+
+    @property
+    def column_of(self) -> Tensor | None:
+        """The column [V] of emissions of each token."""
+        return self.classes.emission.column_of_word
+
+    @cached_property
+    def number_of(self) -> Tensor:
+        """The index [V] in `rows` of each token's; m for all others."""
+        number = torch.full_like(self._few, len(self.rows), dtype=torch.int16)
+        number[self._shared] = torch.arange(len(self.rows), dtype=torch.int16)
+        class_of = self.classes.class_of
+        return number[self._group].to(class_of.device)[class_of] if self.rows else self.classes.no_number
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """The tokens [n] that are scored alone."""
+        return self.classes.tokens[self._few[self._group].repeat_interleave(self.classes.sizes)].to(self._device)
+
+    @cached_property
+    def token_rows(self) -> Tensor:
+        """The row [n] of each of them."""
+        alone = self._few[self._group]
+        return self.row_of_class[alone].repeat_interleave(self.classes.sizes[alone]).to(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.classes.class_of.device
 
     @cached_property
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
@@ -162,6 +229,12 @@ def log_probs_accept(hmm: HMM, log_states: Tensor, plans: Sequence[Plan], relati
         relative: otherwise log p(next token = v, all accepted | tokens so far).
     """
     matrices = cpu_matrices(hmm) if relative else None
+    several = min(len(plan.targets.rows) for plan in plans) > _SEVERAL
+    if several and matrices is not None and fits(hmm.num_states * hmm.vocab_size):
+        with without_autocast(log_states):
+            by_class = accept_by_class(log_states, plans)
+        if by_class is not None:
+            return by_class.clamp_(max=0)
     with without_autocast(log_states):
         columns = None if matrices is None else accept_by_column(matrices[1], log_states, plans)
         if columns is None:
