@@ -24,6 +24,17 @@ FAST_PATHS = Study(
     made_by="python -m benchmarks.fast_paths",
     headers={"with_ms": "with it, ms", "without_ms": "without it, ms", "times_as_fast": "times as fast"},
 )
+PARALLEL_SCAN = Study(
+    name="parallel-scan",
+    title="Long sequences in parallel chunks, beside one step after another",
+    topic=topics.SPEED,
+    made_by="python -m benchmarks.parallel_scan",
+    headers={
+        f"{name}_{what}_ms": f"{name}, {what}, ms"
+        for what in ("likelihood", "gradient")
+        for name in ("loops", "steps", "chunks")
+    },
+)
 GPU_FUZZ = Study(
     name="gpu-fuzz",
     title="Answers of random models on a GPU beside enumeration",

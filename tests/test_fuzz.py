@@ -9,7 +9,7 @@ import pytest
 from helpers.fuzz import EMISSIONS, KINDS, TRANSITIONS, Fuzz, UnionFuzz, campaign
 
 from hmmlm import emissions, transitions
-from hmmlm.ops.common import installed
+from hmmlm.ops.common import Impl, installed
 
 COUNT = 300
 
@@ -35,9 +35,11 @@ def test_answers_of_random_unions_agree_with_enumeration(first: int) -> None:
     assert right.total() > 3000
 
 
-@pytest.mark.skipif(not installed("numba"), reason="numba is not installed")
-def test_answers_of_compiled_loops_agree_with_enumeration() -> None:
-    right, wrong = campaign(range(COUNT, COUNT + 60), impl="compiled")
+@pytest.mark.parametrize("impl", ["compiled", "parallel"])
+def test_answers_of_single_implementations_agree_with_enumeration(impl: Impl) -> None:
+    if impl == "compiled" and not installed("numba"):
+        pytest.skip("numba is not installed")
+    right, wrong = campaign(range(COUNT, COUNT + 60), impl=impl)
     assert not wrong, "\n".join(wrong)
     assert right.total() > 2500
 

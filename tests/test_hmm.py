@@ -23,7 +23,7 @@ def test_kernels_without_a_gpu_are_named() -> None:
 
 def test_implementations_of_two_matrices_are_for_no_other_model() -> None:
     hmm = single_block(HMM.from_probs(*random_hmm(3, 4, seed=11)))
-    for impl in ("compiled", "triton"):
+    for impl in ("compiled", "parallel", "triton"):
         hmm.impl = impl  # type: ignore[assignment]
         with pytest.raises(
             hmmlm.InputError, match=f"impl='{impl}' is for a model of two matrices, and the model is factored × blocked"

@@ -15,7 +15,7 @@ from hmmlm.hmm import HMM
 from hmmlm.ops.common import Impl, installed
 from hmmlm.ops.scan import Evidence, Parameters, api
 
-RECURSIONS: list[Impl] = ["scaled", "compiled"] if installed("numba") else ["scaled"]
+RECURSIONS: list[Impl] = ["scaled", "compiled", "parallel"] if installed("numba") else ["scaled", "parallel"]
 CLOSE = {torch.float32: {"rtol": 2e-4, "atol": 2e-5}, torch.float64: {"rtol": 1e-9, "atol": 1e-10}}
 
 

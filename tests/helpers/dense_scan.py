@@ -75,8 +75,10 @@ def scan(parameters: Parameters, evidence: Evidence, impl: Impl = "auto", carry:
     """Compute the likelihood by the specification ("naive"), or as an HMM does by one implementation."""
     if impl == "naive":
         return naive_scan.scan(parameters, evidence)
-    tokens, lengths, before, restart = evidence
+    tokens, lengths, before, restart, _ = evidence
     given = None if before is None else Carry(before)
+    if impl == "parallel":
+        return HMM(*parameters, impl=impl).scan(tokens, lengths, given, restart, carry == "exact")
     result, hmm = run_scan(parameters, evidence, impl, carry), HMM(*parameters)
     return compute_again(result, lambda: hmm, tokens, lengths, given, restart, exact_carry=carry == "exact")
 

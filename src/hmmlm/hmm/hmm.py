@@ -42,7 +42,7 @@ class HMM(Fitting):
     Tokens are integers [B, T]; −1 is a missing token, which is summed over; `lengths` [B] gives ragged batches.
     Results are detached, except `log_likelihood` (and `filter(...).log_likelihood`) when a parameter requires a
     gradient. `impl` selects the implementation of the likelihood: "auto", "naive" (log space), or for two matrices also
-    "scaled", "compiled" or "triton".
+    "scaled", "compiled", "triton" or "parallel" (long sequences, few states).
     """
 
     # --- constructors ---

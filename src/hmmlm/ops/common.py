@@ -20,8 +20,9 @@ from hmmlm.errors import InputError
 NEG_INF = float("-inf")
 _PRODUCT_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
-Impl = Literal["auto", "naive", "scaled", "compiled", "triton"]
-"""Implementation of an inference operation: log space (naive), scaled probabilities, or these in CPU or GPU loops."""
+Impl = Literal["auto", "naive", "scaled", "compiled", "triton", "parallel"]
+"""Implementation of an inference operation: log space (naive), scaled probabilities, these in CPU or GPU loops, or all
+parts of a long sequence at once (parallel)."""
 
 
 class Carry(NamedTuple):

@@ -22,11 +22,15 @@ from hmmlm.ops.scan import Evidence, scan
 from hmmlm.ops.scan.api import CarryKind, refusal
 from hmmlm.scan.composition import Composition, matrices
 from hmmlm.scan.generic_scan import block_states, compute_again, generic_scan, over_support
+from hmmlm.scan.parallel_scan import parallel_scan
 from hmmlm.scan.recorded_scan import RecordedScans
 from hmmlm.scan.recursions import last_filtered, log_initial, run_filter, sort_batch
 from hmmlm.scan.union_scan import Scanner, scan_components
 from hmmlm.transitions import BlockDiagonal, Factored
 from hmmlm.transitions.tiled import TABLE_CELLS, TiledTransition
+
+PARALLEL_STEPS = 2048  # least tokens for which chunks of a sequence side by side are faster than one after another
+PARALLEL_PRODUCT = {"cpu": 2**13, "cuda": 2**24}  # largest B·Z³ of these
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,29 @@ def _dense(impl: Impl) -> Implementation:
     return Implementation(impl, refuses, run)
 
 
+# --- two matrices of few states, long sequences ---
+
+
+def _refuses_parallel(problem: Problem) -> str:
+    hmm, (batch, steps) = problem.hmm, problem.tokens.shape
+    if matrices(hmm) is None:
+        return _kinds(hmm)
+    if hmm.impl != "auto":
+        return "" if hmm.impl == "parallel" else f"impl is {hmm.impl!r}"
+    if capturing(problem.tokens):
+        return "cannot be recorded in a CUDA graph"
+    if steps < PARALLEL_STEPS:
+        return f"is slower for fewer than {PARALLEL_STEPS:,} tokens"
+    if batch * hmm.num_states**3 > PARALLEL_PRODUCT.get(problem.tokens.device.type, 0):
+        return f"is slower for {hmm.num_states:,} states, {batch} at a time"
+    return ""
+
+
+def _scan_parallel(problem: Problem) -> Scan:
+    batch = (problem.tokens, problem.lengths, problem.carry, problem.restart)
+    return compute_again(parallel_scan(problem.hmm, problem.evidence), lambda: problem.hmm, *batch, exact_carry=True)
+
+
 # --- tiles of a small model, kept for queries ---
 
 
@@ -208,7 +235,6 @@ def _scan_generic(problem: Problem) -> Scan:
     return generic_scan(problem.hmm, *batch, exact_carry=exact, in_log_space=problem.hmm.impl == "naive")
 
 
-DENSE: tuple[Impl, ...] = ("compiled", "triton", "scaled")
 IMPLEMENTATIONS = (
     Implementation(
         "components",
@@ -216,7 +242,10 @@ IMPLEMENTATIONS = (
         _scan_union,
     ),
     Implementation("naive", lambda p: "" if p.hmm.impl == "naive" else "is slow", _scan_generic),
-    *(_dense(impl) for impl in DENSE),
+    _dense("compiled"),
+    Implementation("parallel", _refuses_parallel, _scan_parallel),
+    _dense("triton"),
+    _dense("scaled"),
     Implementation("tiles", _refuses_tiles, _scan_tiles),
     Implementation("blocked", _refuses_blocked, _scan_blocked),
     Implementation(

@@ -15,7 +15,7 @@ from hmmlm.ops.scan import Evidence, Parameters
 from hmmlm.ops.scan import expected_counts as count_dense
 from hmmlm.scan.blocked_counts import count_expected
 from hmmlm.scan.composition import Composition, matrices, parameters_of, with_parts, with_tensors
-from hmmlm.scan.implementations import Problem, run
+from hmmlm.scan.implementations import Problem, choose, run
 from hmmlm.scan.recursions import run_filter, run_messages, sort_batch
 from hmmlm.scan.results import Counts
 from hmmlm.transitions import BlockDiagonal, Dense, Factored
@@ -81,7 +81,8 @@ def expected_counts(hmm: Composition, tokens: Tensor, lengths: Tensor | None, we
         return count_expected(model, lattice, run_messages(model, lattice), weights)
     parameters, tokens = matrices(model), _inside(tokens, lengths)
     start: Any
-    if parameters is not None and model.impl != "naive":
+    chosen = choose(Problem(model, tokens, lengths, None, None, "none"))[0].name
+    if parameters is not None and chosen not in ("naive", "parallel"):
         total, counts, suspect = count_dense(parameters, Evidence(tokens, lengths), weights, model.impl)
         total, (start, transition, emission) = _count_again(model, total, counts, suspect, tokens, lengths, weights)
     else:

@@ -118,7 +118,7 @@ class _Replay:
         if model is None:
             self.suspect = _TRIALS  # do not try again
             return
-        tokens, _, carry, restart = evidence
+        tokens, _, carry, restart, _ = evidence
         carry, restart = (None if value is None else _copy(value) for value in (carry, restart))
         self.evidence = Evidence(_copy(tokens), None, carry, restart)
         filter_fixed(model, self.evidence)  # compiles the kernels for these buffers

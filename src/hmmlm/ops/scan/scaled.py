@@ -38,6 +38,7 @@ class ScaledChain(NamedTuple):
     order: Tensor | None  # [B] original index of each row; None: not sorted
     initial: Tensor | None  # [B, Z]
     restart: Tensor | None  # [T, B]
+    future: Tensor | None = None  # [B, Z] p(later tokens | z) / p(later tokens | all tokens so far)
 
     def sort(self, values: Tensor) -> Tensor:
         """Return `values` with rows in the order of the chain."""
@@ -62,7 +63,7 @@ class ScaledForward(NamedTuple):
 def make_chain(parameters: Parameters, evidence: Evidence, products: torch.dtype) -> ScaledChain:
     """Convert parameters to probabilities, and the batch to time-major order sorted by length."""
     log_start, log_transition, log_emission = parameters
-    (tokens, _, carry, restart), active, order = sort_by_length(evidence)
+    (tokens, _, carry, restart, future), active, order = sort_by_length(evidence)
     words = tokens.t().contiguous() + 1
     if tokens.device.type == "cpu":  # only the words that occur; on a GPU, finding them would synchronize
         vocabulary, words = distinct(words, log_emission.shape[1] + 1)
@@ -87,6 +88,7 @@ def make_chain(parameters: Parameters, evidence: Evidence, products: torch.dtype
         order,
         None if carry is None else carried_probs(carry, log_start.dtype),
         restart,
+        None if future is None else future.exp().to(log_start.dtype).clamp_max(1 / FLOOR[log_start.dtype]),
     )
 
 
@@ -100,7 +102,7 @@ def sort_by_length(evidence: Evidence) -> tuple[Evidence, list[int], Tensor | No
 
     `restart` is [T, B]. The order is None if there are no lengths.
     """
-    tokens, lengths, carry, restart = evidence
+    tokens, lengths, carry, restart, future = evidence
     order, (batch, steps) = None, tokens.shape
     active = [batch] * steps
     if lengths is not None:
@@ -108,9 +110,10 @@ def sort_by_length(evidence: Evidence) -> tuple[Evidence, list[int], Tensor | No
         tokens, lengths = tokens[order], lengths[order]
         carry = None if carry is None else carry[order]
         restart = None if restart is None else restart[order]
+        future = None if future is None else future[order]
         active = (lengths > torch.arange(steps, device=lengths.device)[:, None]).sum(1).tolist()
     restart = None if restart is None else restart.t().contiguous()
-    return Evidence(tokens, lengths, carry, restart), active, order
+    return Evidence(tokens, lengths, carry, restart, future), active, order
 
 
 def distinct(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -234,6 +237,7 @@ def backward(chain: ScaledChain, result: ScaledForward, seed: Tensor) -> tuple[T
     messages, reverse = torch.empty_like(weights), chain.transition.t().contiguous()  # products with a view are slower
     same = reverse.dtype == weights.dtype
     floor, lost = FLOOR[seed.dtype], None
+    ends = seed[:, None] if chain.future is None else seed[:, None] * chain.future
     if capturing(seed) or not bool(result.alpha.amin() >= floor):
         lost = result.alpha < floor
         weights.masked_fill_(lost, 0.0)
@@ -241,7 +245,7 @@ def backward(chain: ScaledChain, result: ScaledForward, seed: Tensor) -> tuple[T
     for t, (here, message) in reversed(list(enumerate(zip(weights.unbind(), messages.unbind(), strict=True)))):
         rows, ahead = chain.active[t], chain.active[t + 1] if t + 1 < steps else 0
         if ahead < batch:
-            message[ahead:rows] = seed[ahead:rows, None]
+            message[ahead:rows] = ends[ahead:rows]
             message[rows:] = 0.0
         if ahead:
             arrived = message if ahead == batch else message[:ahead]
