@@ -18,7 +18,7 @@ from papers.records import read_records
 from papers.rows import MeasuredRow, Results, main_rows, measured_rows
 from papers.settings import recorded_run
 from papers.study import RESULTS_PAGES, TEST, TOPICS, Record, Study, Topic
-from papers.tables import comparison, escape, markdown, number, remarks, seeds, study_table
+from papers.tables import comparison, escape, markdown, number, remarks, seeds, study_table, training
 
 INDEX, FIGURES = Path("docs/reproduction/results.md"), Path("docs/reproduction/figures")
 INTRODUCTION = (
@@ -119,13 +119,13 @@ def _read_all(folder: Path, studies: Mapping[str, Study]) -> dict[str, list[dict
 
 def headline_table(studies: Mapping[str, Study], results: Results) -> list[list[str]]:
     """Return the rows that have a headline, with the paper's test perplexity and ours; header first."""
-    lines = [["test perplexity", "paper", "here", "seeds", "table"]]
+    lines = [["test perplexity", "paper", "here", "training tokens", "seeds", "table"]]
     for name, rows in results.items():
         link = f"[{name}]({studies[name].address('README.md')})"
         for row in main_rows(rows):
             if row.plan.headline and row.mean(TEST) is not None:
                 paper = number(row.plan.paper.get(TEST), "{:.1f}") or "–"
-                lines.append([row.plan.headline, paper, number(row.mean(TEST)), seeds(row), link])
+                lines.append([row.plan.headline, paper, number(row.mean(TEST)), training(row), seeds(row), link])
     return lines
 
 

@@ -12,7 +12,8 @@ NGRAM, CACHE = 5, 500
 """Order of the Kneser-Ney n-gram and words of the cache in mixtures."""
 WIKITEXT_CACHE = 2000
 """Articles of WikiText-2 are longer than those of PTB."""
-
+DISTILLED = "distilled from an LSTM"
+"""In the labels of models that learn next words that an LSTM draws."""
 RECENT, WIKITEXT_RECENT = 150, 300
 """Half-life of recent words in mixtures that adapt to them."""
 
@@ -85,7 +86,7 @@ def _combined(name: str, parts: tuple[StudyRow, ...], headline: str = "", **fiel
     return StudyRow(name=name, recipe=parts[0].recipe, seeds=(0, 1), combine=combine, headline=headline)
 
 
-PTB = _pure(2**17, 0.75, 28)
+PTB = _pure(2**17, 0.75, 28, "Very large HMM, 2^17 states, PTB")
 OTHERS = (
     _pure(2**17, 0.75, 28, model__blocks=256),
     _pure(2**16, 0.5, 28, model__blocks=64),
@@ -102,7 +103,15 @@ TAUGHT = (
 """Models that also learn an LSTM's next words."""
 WIKITEXT = (
     _pure(2**17, 0.75, 12, text="WikiText-2", **LARGER),
-    _pure(2**17, 0.75, 14, text="WikiText-2", batches__batch_size=32, optimizer__lr=0.004),
+    _pure(
+        2**17,
+        0.75,
+        14,
+        "Very large HMM, 2^17 states, WikiText-2",
+        text="WikiText-2",
+        batches__batch_size=32,
+        optimizer__lr=0.004,
+    ),
 )
 SMALLER: dict[str, Any] = {"model__blocks": 256, "batches__batch_size": 32, "optimizer__lr": 0.004}
 """Blocks of half the states, and batches of twice the rows of the recipe."""
@@ -115,7 +124,7 @@ TAUGHT_SMALLER = (
 WIKITEXT_256 = tuple(_pure(2**17, dropout, 18, text="WikiText-2", **SMALLER) for dropout in (0.75, 0.625))
 WIKITEXT_TAUGHT = tuple(
     _pure(2**17, dropout, 26, headline, WIKITEXT_TEACHER, text="WikiText-2", **SMALLER)
-    for dropout, headline in ((0.75, "Very large HMM, 2^17 states, WikiText-2"), (0.625, ""))
+    for dropout, headline in ((0.75, f"Very large HMM, 2^17 states, {DISTILLED}, WikiText-2"), (0.625, ""))
 )
 WITH_RECENT: dict[str, Any] = {"mixed": "token", "ngram": NGRAM, "recent": RECENT}
 RECENT_COUNTS = f"Kneser-Ney {NGRAM}-gram and recent words, half-life {RECENT}"
@@ -172,7 +181,7 @@ RECORD = Study(
             _combined(
                 f"PTB, pure HMM, union of {n}, next words of an LSTM, batch size 32",
                 TAUGHT_SMALLER[:n],
-                "Union of two HMMs, one HMM, PTB" if n == 2 else "",
+                f"Union of two HMMs, {DISTILLED}, PTB" if n == 2 else "",
                 mixed="sequence",
             )
             for n in (2, 3)
@@ -195,7 +204,7 @@ RECORD = Study(
             _combined(
                 f"PTB, mixture of {n} HMMs, next words of an LSTM, batch size 32, {RECENT_COUNTS}",
                 TAUGHT_SMALLER[:n],
-                "Two HMMs that adapt to recent words, 5-gram, PTB" if n == 2 else "",
+                f"Two HMMs that adapt to recent words, {DISTILLED}, with a 5-gram, PTB" if n == 2 else "",
                 **WITH_RECENT,
             )
             for n in (2, 3)
@@ -218,7 +227,9 @@ RECORD = Study(
             _combined(
                 f"WikiText-2, mixture of {count}{learned}, {WIKITEXT_RECENT_COUNTS}",
                 parts,
-                "HMM that adapts to recent words, 5-gram, WikiText-2" if parts == WIKITEXT_TAUGHT[:1] else "",
+                f"HMM that adapts to recent words, {DISTILLED}, with a 5-gram, WikiText-2"
+                if parts == WIKITEXT_TAUGHT[:1]
+                else "",
                 **WIKITEXT_WITH_RECENT,
             )
             for learned, models in (("", WIKITEXT_256), (", next words of an LSTM", WIKITEXT_TAUGHT))

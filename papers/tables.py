@@ -37,10 +37,10 @@ def _test(row: MeasuredRow, _: Sequence[MeasuredRow] = ()) -> str:
     return " / ".join(map(number, shown))
 
 
-def _tokens(row: MeasuredRow, _: Sequence[MeasuredRow]) -> str:
+def training(row: MeasuredRow, _: Sequence[MeasuredRow] = ()) -> str:
     """Return the training tokens and the passes, and those of the recipe if it has more: 100M of 500M, 2 passes."""
     read, passes = row.values("tokens"), row.values("epochs")
-    if not read:
+    if not any(read):  # a combination of models that were trained before
         return ""
     text = "–".join(dict.fromkeys(short(float(f"{count:.3g}")) for count in (min(read), max(read))))
     recipe = recipe_settings(row.recipe)
@@ -71,7 +71,7 @@ COLUMNS: dict[str, Callable[[MeasuredRow, Sequence[MeasuredRow]], str]] = {
     "ratio to scalar": lambda row, rows: number(ratios(row, rows)[0], "{:.2f}"),
     "paper's ratio": lambda row, rows: number(ratios(row, rows)[1], "{:.2f}"),
     "train": _mean(TRAIN),
-    "tokens": _tokens,
+    "tokens": training,
     "tokens per second": _mean("tokens_per_second", "{:,.0f}"),
     "ms per step": _mean("step_ms", "{:.2f}"),
     "peak GB": _mean("peak_memory_gb", "{:.3g}"),

@@ -15,7 +15,7 @@ from papers.networks import KINDS
 from papers.records import recorded_identity
 from papers.renames import commanded, removed_by, translate
 from papers.settings import FOLDER, configuration, differences, identity, recipe_settings
-from papers.study import BASELINE, Bars, Lines, Study, StudyRow, StudyRun
+from papers.study import BASELINE, CHIU, Bars, Lines, Study, StudyRow, StudyRun
 from papers.tables import COLUMNS
 from papers.variants import SEEDS, VARIANTS
 
@@ -124,6 +124,13 @@ def test_tables_of_lee2025_have_the_printed_numbers_and_seeds() -> None:
         assert len({run.row.name for run in runs}) == rows
         assert seeds == [seed for seed in SEEDS for _ in range(rows)]  # all rows, then the next seed
     assert [kind.paper for kind in KINDS.values()] == [365, 333, 317, 313]
+
+
+def test_figures_of_chiu2020_stand_beside_its_own_models() -> None:
+    printed = {row.name for study in STUDIES.values() if study.paper == CHIU for row in study.rows if row.paper}
+    assert not [name for name in printed if "no dropout" in name or "weight dropout" in name]
+    groups = {row.group for row in STUDIES["chiu2020-table3"].rows if row.paper}
+    assert groups == {"PTB"} and sum(bool(row.paper) for row in STUDIES["chiu2020-table3"].rows) == 10
 
 
 def test_the_command_of_a_combination_makes_its_parts_first() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from helpers.papers_runs import cells, record, results_of
 
 from papers.claims import claims_table
-from papers.networks import best_rate_table, one_rate_table
+from papers.networks import KINDS, best_rate_table, one_rate_table
 from papers.rows import measured_rows
 from papers.study import CHIU, TEST, Cell, Claim, Study, StudyRow
 from papers.tables import markdown, remarks
@@ -45,6 +45,9 @@ def test_kinds_are_ordered_at_one_rate_where_all_were_run() -> None:
     def run(kind: str, test: float, seed: int = 42, more: str = "") -> dict[str, Any]:
         return record(f"SmolLM2-135M, {kind}{more}", test, seed, "lee-lvd-transformer")
 
+    def tiny(kind: str, test: float) -> dict[str, Any]:
+        return record(f"TinyLlama-1.1B, {kind}, rate 0.0001, 50M tokens", test, 42, "lee-lvd-transformer")
+
     trial = ", rate 0.0003, 50M tokens"
     table = one_rate_table(
         results_of(
@@ -54,12 +57,16 @@ def test_kinds_are_ordered_at_one_rate_where_all_were_run() -> None:
                     run("pretrained", 340.0, more=trial),
                     run("pretrained, LVD", 330.0, more=trial),
                     run("random", 900.0, more=", rate 0.0003, 10M tokens"),
+                    *(tiny(kind, 400.0 - 10 * place) for place, kind in enumerate(KINDS)),
                 ],
                 "lee2025-apart": [run(kind, 300.0, more=", rate 0.003") for kind in ("random", "pretrained")],
             }
         )
     )
-    assert table[1:] == [["SmolLM2-135M", "like words", "0.0003", "400.0", "340.0", "350.0", "330.0", "5 of 6"]]
+    assert table[1:] == [
+        ["SmolLM2-135M", "like words", "0.0003", "400.0", "340.0", "350.0", "330.0", ""],  # not the paper's network
+        ["TinyLlama-1.1B", "like words", "0.0001", "400.0", "390.0", "380.0", "370.0", "6 of 6"],
+    ]
 
 
 def test_runs_that_were_stopped_are_stated_and_their_rate_is_not_chosen() -> None:
