@@ -11,7 +11,10 @@ from papers.study import (
     CHIU,
     CHIU_SIZES,
     CHIU_TABLES,
+    FORWARD,
     NGRAM,
+    PARAMETERS,
+    PERPLEXITY_COLUMNS,
     TEST,
     TRAIN,
     UNSPENT,
@@ -39,6 +42,8 @@ RELEASED: dict[str, Any] = {
 SCALAR_RECIPE = "ptb-vl-hmm-14-scalar"
 EIGHT: dict[str, Any] = {"train.epochs": 8}
 """The length of Table 3 and the figures; the recipes have 30 epochs."""
+TABLE1_COLUMNS = ("paper parameters", "parameters", *PERPLEXITY_COLUMNS)
+ABLATION_COLUMNS = ("paper parameters", "parameters", "paper ms", "forward ms", *PERPLEXITY_COLUMNS)
 FIFTY: dict[str, Any] = {"train.epochs": 50}
 """The length of the paper's runs."""
 
@@ -61,7 +66,13 @@ def _without_dropout(row: StudyRow, **labels: Any) -> StudyRow:
     return replace(row, settings=settings, paper={}, group=f"PTB, {NO_DROPOUT}", **{**names, **labels})
 
 
-def _baseline(data: str, kind: str, valid: float, test: float) -> StudyRow:
+def _printed(millions: float, valid: float | None = None, test: float | None = None) -> dict[str, float]:
+    """Return a line of Table 1."""
+    line = {PARAMETERS: 1e6 * millions, VALID: valid, TEST: test}
+    return {name: value for name, value in line.items() if value is not None}
+
+
+def _baseline(data: str, kind: str, paper: Mapping[str, float]) -> StudyRow:
     """Return a neural baseline of Table 1, as printed except for the schedule: a cosine over fewer epochs."""
     text = {"ptb": "PTB", "wikitext-2": "WikiText-2"}[data]
     settings: dict[str, Any] = {"data": data, "tokenizer.split": "whitespace", "model.kind": kind, **ALL_WORDS}
@@ -71,15 +82,14 @@ def _baseline(data: str, kind: str, valid: float, test: float) -> StudyRow:
     if kind == "feedforward":
         settings |= {"batches.batch_size": 128, "batches.length": 64}
     name = f"{text}, {'FF 5-gram 256' if kind == 'feedforward' else 'LSTM 2x256'}"
-    paper = {VALID: valid, TEST: test}
     return StudyRow(name=name, recipe=BASELINE, settings=settings, seeds=(0,), paper=paper, group=text)
 
 
 BASELINES = (
-    _baseline("ptb", "feedforward", 159.9, 152.0),
-    _baseline("ptb", "lstm", 93.6, 88.8),
-    _baseline("wikitext-2", "feedforward", 210.9, 195.0),
-    _baseline("wikitext-2", "lstm", 124.5, 117.5),
+    _baseline("ptb", "feedforward", _printed(2.9, 159.9, 152.0)),
+    _baseline("ptb", "lstm", _printed(3.6, 93.6, 88.8)),
+    _baseline("wikitext-2", "feedforward", _printed(8.8, 210.9, 195.0)),
+    _baseline("wikitext-2", "lstm", _printed(9.6, 124.5, 117.5)),
 )
 
 
@@ -147,7 +157,7 @@ SMALL_LSTM: dict[str, Any] = {
 PENALTIES: dict[str, Any] = {"model__size_penalty": 2.0, "model__change_penalty": 1.0}
 """Stated by every row, because the recipes had none at first (see `papers.renames`)."""
 NO_PENALTIES: dict[str, Any] = dict.fromkeys(PENALTIES, 0.0)
-AWD_PTB = _lstm("ptb", paper={VALID: 60.0, TEST: 57.3}, **PENALTIES)
+AWD_PTB = _lstm("ptb", paper=_printed(24, 60.0, 57.3), **PENALTIES)
 LSTMS = (
     AWD_PTB,
     _lstm(
@@ -160,7 +170,7 @@ LSTMS = (
     ),
     _lstm(
         "wikitext-2",
-        paper={VALID: 68.6, TEST: 65.8},
+        paper=_printed(33, 68.6, 65.8),
         model__input_dropout=0.65,
         model__layer_dropout=0.2,
         model__dropout=0.4,
@@ -182,7 +192,7 @@ SCALAR_900 = StudyRow(
     # Every state may emit every word; Buys et al. 2018 report validation only.
     settings={"model.num_states": 900, "model.blocks": 0, "model.dropout": 0.0},
     seeds=(0,),
-    paper={VALID: 284.6},
+    paper=_printed(10, 284.6),
     group="PTB",
 )
 WIKITEXT_900 = replace(
@@ -197,12 +207,12 @@ WIKITEXT_900 = replace(
 
 def _relaxed(data: str, paper: Mapping[str, float]) -> StudyRow:
     """Return the HMM that is relaxed to a recurrent network, with 900 states."""
-    row = _baseline(data, "relaxed-hmm", 0, 0)
+    row = _baseline(data, "relaxed-hmm", paper)
     settings = {**row.settings, "batches.batch_size": 64, "optimizer.lr": 0.003}
-    return replace(row, name=f"{row.group}, HMM+RNN, 900 states", settings=settings, paper=paper)
+    return replace(row, name=f"{row.group}, HMM+RNN, 900 states", settings=settings)
 
 
-RELAXED = (_relaxed("ptb", {VALID: 142.3}), _relaxed("wikitext-2", {}))
+RELAXED = (_relaxed("ptb", _printed(10, 142.3)), _relaxed("wikitext-2", {}))
 
 
 def _ngram(data: str, paper: Mapping[str, float], **labels: Any) -> StudyRow:
@@ -226,13 +236,14 @@ TABLE1 = Study(
     title=f"{CHIU.name}, Table 1: the very large HMM",
     topic=CHIU_TABLES,
     paper=CHIU,
+    columns=TABLE1_COLUMNS,
     not_run=(NotRun(UNSPENT, rows=("WikiText-2, VL-HMM 2^15", "WikiText-2, LSTM 2x256")),),
     rows=(
         StudyRow(
             name="PTB, VL-HMM 2^15",
             recipe="ptb-vl-hmm",
             seeds=(0, 1),
-            paper={VALID: 125.0, TEST: 116.0},
+            paper=_printed(11.4, 125.0, 116.0),
             group="PTB",
             headline="VL-HMM, 2^15 states, PTB",
         ),
@@ -241,7 +252,7 @@ TABLE1 = Study(
             recipe="wikitext2-vl-hmm",
             seeds=(0,),
             also=({"batches.reset_at_eos": True, "batches.eval_reset_at_eos": True},),  # as the paper does
-            paper={VALID: 166.6, TEST: 158.2},
+            paper=_printed(17.3, 166.6, 158.2),
             group="WikiText-2",
             headline="VL-HMM, 2^15 states, WikiText-2",
         ),
@@ -250,8 +261,8 @@ TABLE1 = Study(
         SCALAR_900,
         WIKITEXT_900,
         *RELAXED,
-        _ngram("ptb", {TEST: 141.2}, headline="Kneser-Ney 5-gram, PTB"),
-        _ngram("wikitext-2", {VALID: 248.7, TEST: 234.3}),
+        _ngram("ptb", _printed(2, test=141.2), headline="Kneser-Ney 5-gram, PTB"),
+        _ngram("wikitext-2", _printed(5.7, 248.7, 234.3)),
     ),
     claims=(
         Claim(
@@ -285,6 +296,7 @@ TABLE1_RELEASED = Study(
     title=f"{CHIU.name}, Table 1: the very large HMM, with the released networks and settings",
     topic=CHIU_TABLES,
     paper=CHIU,
+    columns=TABLE1_COLUMNS,
     not_run=(NotRun(UNSPENT),),
     rows=(
         StudyRow(
@@ -293,7 +305,7 @@ TABLE1_RELEASED = Study(
             settings={"train.epochs": 37},  # the best model is that of epoch 27
             also=(FIFTY,),
             seeds=(0,),
-            paper={VALID: 125.0, TEST: 116.0},
+            paper=_printed(11.4, 125.0, 116.0),
             group="PTB",
         ),
         StudyRow(
@@ -307,15 +319,16 @@ TABLE1_RELEASED = Study(
                 **FIFTY,
             },
             seeds=(0,),
-            paper={VALID: 166.6, TEST: 158.2},
+            paper=_printed(17.3, 166.6, 158.2),
             group="WikiText-2",
         ),
     ),
 )
 
 
-def _ablation(label: str, recipe: str, train: float, valid: float) -> StudyRow:
-    return _ptb(label, recipe, {}, paper={VALID: valid, TRAIN: train})
+def _ablation(label: str, recipe: str, millions: float, train: float, valid: float, milliseconds: float) -> StudyRow:
+    """Return a line of Tables 2 and 4."""
+    return _ptb(label, recipe, {}, paper={**_printed(millions, valid), TRAIN: train, FORWARD: milliseconds})
 
 
 def _for_epochs(rows: Sequence[StudyRow], *epochs: int) -> tuple[StudyRow, ...]:
@@ -326,10 +339,10 @@ def _for_epochs(rows: Sequence[StudyRow], *epochs: int) -> tuple[StudyRow, ...]:
 
 FULL, SCALAR, UNDROPPED, FACTORED = "VL-HMM (2^14)", "- neural param", "- state dropout", "+ block emb"
 ABLATIONS = (
-    _ablation(FULL, "ptb-vl-hmm-14", 115, 134),
-    _ablation(SCALAR, SCALAR_RECIPE, 119, 169),
-    _ablation(UNDROPPED, "ptb-vl-hmm-14-no-dropout", 88, 157),
-    _ablation(FACTORED, "ptb-vl-hmm-14-factored", 122, 136),
+    _ablation(FULL, "ptb-vl-hmm-14", 7.2, 115, 134, 40),
+    _ablation(SCALAR, SCALAR_RECIPE, 423, 119, 169, 14),
+    _ablation(UNDROPPED, "ptb-vl-hmm-14-no-dropout", 7.2, 88, 157, 100),
+    _ablation(FACTORED, "ptb-vl-hmm-14-factored", 5.6, 122, 136, 48),
 )
 
 
@@ -360,6 +373,7 @@ TABLE2 = Study(
     topic=CHIU_TABLES,
     paper=CHIU,
     rows=_for_epochs(ABLATIONS[:3], 16, 8, 12),
+    columns=ABLATION_COLUMNS,
     drawing=Bars(VALID, AXIS),
     claims=(_ablation_claim("Networks generalize better than scalar parameters (our settings).", FULL, SCALAR),),
 )
@@ -372,6 +386,7 @@ TABLE4_RELEASED = Study(
     rows=tuple(
         _released(row, *epochs) for row, epochs in zip(ABLATIONS, ((40, 30), (9,), (37, 12), (34, 30)), strict=True)
     ),
+    columns=ABLATION_COLUMNS,
     drawing=Bars(VALID, AXIS),
     claims=(
         _ablation_claim("The neural parameterization generalizes better than the scalar one.", FULL, SCALAR),
@@ -385,6 +400,7 @@ TABLE4 = Study(
     topic=CHIU_TABLES,
     paper=CHIU,
     rows=_for_epochs(ABLATIONS, 16, 8, 12, 16),
+    columns=ABLATION_COLUMNS,
     drawing=Bars(VALID, AXIS),
     claims=(_ablation_claim("State dropout improves perplexity (our settings: weight decay).", FULL, UNDROPPED),),
 )
@@ -395,6 +411,7 @@ TABLE4_NO_DECAY = Study(
     paper=CHIU,
     rows=_for_epochs([_without_decay(row) for row in ABLATIONS], 8, 8, 8, 8),
     not_run=(NotRun("its recipe has no decay: the row of chiu2020-table4", rows=(f"PTB, {SCALAR}",)),),
+    columns=ABLATION_COLUMNS,
     drawing=Bars(VALID, AXIS),
 )
 

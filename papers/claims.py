@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 from statistics import fmean
 
+from papers.numbers import FORMATS
 from papers.rows import Results, main_rows
 from papers.study import Cell, Claim, Study
 
@@ -22,7 +23,7 @@ def claims_table(studies: Iterable[Study], results: Results, page: str) -> list[
         for claim in study.claims:
             text = claim.text + (f" ([data]({study.address(page)}))" if study.name in results else "")
             here, paper = numbers(claim, study, results)
-            printed, ours = _shown(claim, paper, "{:g}"), _shown(claim, here, "{:.1f}")
+            printed, ours = _shown(claim, paper, "{:g}".format), _shown(claim, here, "{:.1f}".format)
             lines.append([text, printed or "no number printed", ours or "not run", verdict(claim, here, paper)])
     return lines
 
@@ -64,11 +65,12 @@ def _comparisons(claim: Claim, here: Sequence[float | None], paper: Sequence[flo
         known = [value for value in here if value is not None]
         yield None if len(known) < len(here) else max(known) <= (1 + claim.tolerance) * min(known)
     else:
+        factor = max(1.0, (1 - claim.tolerance) * claim.factor)
         for first, second in combinations(here if claim.rule == "ascending" else here[::-1], 2):
-            yield None if first is None or second is None else first < second
+            yield None if first is None or second is None else factor * first < second
 
 
-def _shown(claim: Claim, chains: Numbers, shape: str) -> str:
+def _shown(claim: Claim, chains: Numbers, shape: Callable[[float], str]) -> str:
     """Return the numbers of a claim as text; chains with equal text are shown once."""
     texts = {name: _chain_text(claim, name, values, shape) for name, values in chains.items()}
     known = {name: text for name, text in texts.items() if text}
@@ -80,9 +82,10 @@ def _shown(claim: Claim, chains: Numbers, shape: str) -> str:
     return "; ".join(f"{name}: {text}" if name else text for name, text in known.items())
 
 
-def _chain_text(claim: Claim, name: str, values: Sequence[float | None], shape: str) -> str:
+def _chain_text(claim: Claim, name: str, values: Sequence[float | None], shape: Callable[[float], str]) -> str:
     if claim.show == "change":
         first, last = values[0], values[-1]
         return "" if first is None or not last else f"{100 * (first / last - 1):+.1f}%"
     cells = zip(claim.chains[name], values, strict=True)
-    return " / ".join(f"{cell.label} {shape.format(value)}".strip() for cell, value in cells if value is not None)
+    texts = ((cell.label, FORMATS.get(cell.metric, shape)(value)) for cell, value in cells if value is not None)
+    return " / ".join(" ".join(text).strip() for text in texts)

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from hmmlm.errors import InputError
 from papers.rows import Results, main_rows
-from papers.study import TEST, TRAIN, VALID, Study
+from papers.study import FORWARD, PARAMETERS, STEP, TEST, TRAIN, VALID, Study
+from papers.tables import count
 
 LINK = re.compile(r'\[([^\]\[]*)\]\([^)\s]*\s"([^"]+: [^"]+: [^"]+)"\)')
 STUDY_LINK = re.compile(r"\]\([^)\s]*results[^)\s]*#([\w-]+)\)")
@@ -36,7 +37,8 @@ COMPARISONS: dict[str, Callable[[float, float], str]] = {
 }
 FORMATS: dict[str, Callable[[float], str]] = {
     "tokens_per_second": lambda value: f"{value / 1e6:.3g}M" if value >= 1e6 else f"{value:,.0f}",
-    "step_ms": "{:.3g}".format,
+    **dict.fromkeys((STEP, FORWARD, "evaluation_ms", "epoch_seconds"), "{:.3g}".format),
+    PARAMETERS: count,
     "peak_memory_gb": "{:.3g}".format,
     "seconds": "{:.0f}".format,
     "minutes": "{:.1f}".format,

@@ -15,7 +15,7 @@ from papers.drawing import draw, has_figure
 from papers.listing import command_lines
 from papers.numbers import fill, unrecorded
 from papers.records import read_records
-from papers.rows import MeasuredRow, Results, main_rows, measured_rows
+from papers.rows import MeasuredRow, Results, main_rows, measured_rows, with_times
 from papers.settings import recorded_run
 from papers.study import RESULTS_PAGES, TEST, TOPICS, Record, Study, Topic
 from papers.tables import comparison, escape, markdown, number, remarks, seeds, study_table, training
@@ -75,7 +75,7 @@ def stale_pages(root: Path, studies: Mapping[str, Study]) -> Iterator[str]:
 
 
 def _measured(studies: Mapping[str, Study], found: Mapping[str, Sequence[Record]]) -> Results:
-    return {name: measured_rows(studies[name], found[name]) for name in studies if name in found}
+    return with_times({name: measured_rows(studies[name], found[name]) for name in studies if name in found})
 
 
 def _pages(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from papers.settings import differences, planned_settings
-from papers.study import TEST, Record, Study, StudyRow
+from papers.parameters import count_parameters
+from papers.settings import differences, planned_settings, recorded_run
+from papers.study import FORWARD, PARAMETERS, TEST, TIMES, Record, Study, StudyRow
 
 Results = Mapping[str, Sequence["MeasuredRow"]]
 """Measured rows by study name."""
@@ -23,6 +24,8 @@ class MeasuredRow:
     records: tuple[Record, ...]
     overrides: Mapping[str, str]
     """Settings in which the records differ from the plan and the recipe."""
+    timed: MeasuredRow | None = None
+    """The row of this name in the study of times."""
 
     @property
     def name(self) -> str:
@@ -37,6 +40,13 @@ class MeasuredRow:
         settings = planned_settings(self.recipe, {**self.plan.settings, **self.overrides})
         return settings.get("initialization.kind") == "lvd"
 
+    @cached_property
+    def _parameters(self) -> list[float]:
+        """The number of parameters, of the first run."""
+        run = recorded_run(self.records[0])
+        count = None if run is None else count_parameters(run)
+        return [] if count is None else [float(count)]
+
     @property
     def stopped(self) -> int:
         """Number of runs that failed to train and were stopped."""
@@ -44,6 +54,10 @@ class MeasuredRow:
 
     def values(self, metric: str) -> list[float]:
         """Return the metric of every run that has it."""
+        if metric == PARAMETERS:
+            return self._parameters
+        if metric == FORWARD and self.timed is not None:
+            return self.timed.values(metric)
         found = [record["metrics"].get(metric) for record in self.records]
         return [float(value) for value in found if value is not None]
 
@@ -69,6 +83,15 @@ def measured_rows(study: Study, records: Sequence[Record]) -> list[MeasuredRow]:
         for (name, overrides), same in gathered.items()
     ]
     return sorted(rows, key=lambda row: (order.get(row.name, len(order)), len(row.overrides)))
+
+
+def with_times(results: Results) -> Results:
+    """Return the results with the times of rows that another study measures."""
+    times = {row.name: row for row in results.get(TIMES, ())}
+    return {
+        name: rows if name == TIMES else [replace(row, timed=times.get(row.name)) for row in rows]
+        for name, rows in results.items()
+    }
 
 
 def main_rows(rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:

@@ -24,6 +24,11 @@ BASELINE = "baseline"
 NGRAM = "ngram"
 """Recipe of a row that `hmmlm ngram` counts."""
 VALID, TEST, TRAIN = "valid_perplexity", "test_perplexity", "train_perplexity"
+PARAMETERS = "parameters"
+"""A metric that is no part of records: it follows from their settings."""
+STEP, FORWARD = "step_ms", "forward_ms"
+TIMES = "chiu2020-time"
+"""The study of `FORWARD`, by the names of rows of other studies."""
 PERPLEXITY_COLUMNS = (
     "paper valid",
     "paper test",
@@ -193,7 +198,8 @@ class Cell:
 class Claim:
     """A claim of the paper and the rule that decides whether it holds here.
 
-    ascending, descending: in every chain each cell is smaller (larger) than all that follow it.
+    ascending, descending: in every chain each cell is smaller (larger) than all that follow it, and `factor` times
+    smaller (larger) up to `tolerance`.
     similar: the cells of every chain differ by at most `tolerance`, relative to the smallest.
     reached: every cell is at most `tolerance` above the number that the paper prints for it.
     """
@@ -203,6 +209,7 @@ class Claim:
     chains: Mapping[str, tuple[Cell, ...]]
     """Cells that are compared with each other, by the name of the comparison; a single one may have none."""
     tolerance: float = 0.0
+    factor: float = 1.0
     show: Literal["values", "change"] = "values"
     """Show all numbers, or for every chain the change from its last cell to its first."""
 

@@ -10,7 +10,7 @@ from math import isclose, isnan
 from hmmlm.report.plots import short
 from papers.rows import MeasuredRow, main_rows, ratios
 from papers.settings import recipe_settings
-from papers.study import TEST, TRAIN, VALID, Record, Study
+from papers.study import FORWARD, PARAMETERS, TEST, TRAIN, VALID, Record, Study
 
 LVD_SETTINGS = ("initialization.tokens", "initialization.kmeans.tokens", "initialization.labels")
 """Settings that only runs with latent variable distillation use."""
@@ -24,6 +24,11 @@ def number(value: float | None, shape: str = "{:.1f}", scale: float = 1) -> str:
 
 def _printed(metric: str) -> Callable[[MeasuredRow, Sequence[MeasuredRow]], str]:
     return lambda row, _: number(row.plan.paper.get(metric), "{:g}")
+
+
+def count(value: float | None) -> str:
+    """Return a number of parameters with four digits: 11.35M."""
+    return "" if value is None else short(float(f"{value:.4g}"))
 
 
 def _mean(metric: str, shape: str = "{:.1f}", scale: float = 1) -> Callable[[MeasuredRow, Sequence[MeasuredRow]], str]:
@@ -63,6 +68,10 @@ def seeds(row: MeasuredRow, _: Sequence[MeasuredRow] = ()) -> str:
 
 
 COLUMNS: dict[str, Callable[[MeasuredRow, Sequence[MeasuredRow]], str]] = {
+    "paper parameters": lambda row, _: count(row.plan.paper.get(PARAMETERS)),
+    "parameters": lambda row, _: count(row.mean(PARAMETERS)),
+    "paper ms": _printed(FORWARD),
+    "forward ms": _mean(FORWARD, "{:.3g}"),
     "paper valid": _printed(VALID),
     "paper test": _printed(TEST),
     "paper train": _printed(TRAIN),
@@ -93,6 +102,7 @@ METRICS_WITH_COLUMNS = {
     "train_seconds",
     "best_step",
     "skipped",
+    FORWARD,
 }
 
 
