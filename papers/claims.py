@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import fmean
 
 from papers.numbers import FORMATS
@@ -61,6 +61,10 @@ def _comparisons(claim: Claim, here: Sequence[float | None], paper: Sequence[flo
     if claim.rule == "reached":
         for ours, theirs in zip(here, paper, strict=True):
             yield None if ours is None or theirs is None else ours <= (1 + claim.tolerance) * theirs
+    elif claim.rule == "diminishing":
+        steps = [None if a is None or b is None else abs(b - a) for a, b in pairwise(here)]
+        for first, second in pairwise(steps):
+            yield None if first is None or second is None else second < first
     elif claim.rule == "similar":
         known = [value for value in here if value is not None]
         yield None if len(known) < len(here) else max(known) <= (1 + claim.tolerance) * min(known)

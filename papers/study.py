@@ -200,12 +200,13 @@ class Claim:
 
     ascending, descending: in every chain each cell is smaller (larger) than all that follow it, and `factor` times
     smaller (larger) up to `tolerance`.
+    diminishing: in every chain the step from each cell to the next is smaller than the one before it.
     similar: the cells of every chain differ by at most `tolerance`, relative to the smallest.
     reached: every cell is at most `tolerance` above the number that the paper prints for it.
     """
 
     text: str
-    rule: Literal["ascending", "descending", "similar", "reached"]
+    rule: Literal["ascending", "descending", "diminishing", "similar", "reached"]
     chains: Mapping[str, tuple[Cell, ...]]
     """Cells that are compared with each other, by the name of the comparison; a single one may have none."""
     tolerance: float = 0.0

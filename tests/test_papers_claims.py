@@ -107,15 +107,23 @@ def test_claims_are_decided_by_the_results() -> None:
             Claim("other order", "descending", chain),
             Claim("alike", "similar", chain, tolerance=0.1),
             Claim("as good", "reached", chain, tolerance=0.1),
+            Claim("ever less", "diminishing", chain),
         ),
     )
-    assert verdicts(10.0, 10.5, 10.9) == ["holds", "does not hold", "holds", "holds"]
-    assert verdicts(10.0, 9.0, 12.0) == ["holds for 2 of 3", "holds for 1 of 3", "does not hold", "holds for 2 of 3"]
+    assert verdicts(10.0, 10.5, 10.9) == ["holds", "does not hold", "holds", "holds", "holds"]
+    assert verdicts(10.0, 9.0, 12.0) == [
+        "holds for 2 of 3",
+        "holds for 1 of 3",
+        "does not hold",
+        "holds for 2 of 3",
+        "does not hold",
+    ]
     assert verdicts(10.0, 9.0, None) == [
         "does not hold (2 not run)",
         "holds (2 not run)",
         "not run",
         "holds (1 not run)",
+        "not run",
     ]
 
 
