@@ -39,6 +39,7 @@ FORMATS: dict[str, Callable[[float], str]] = {
     "tokens_per_second": lambda value: f"{value / 1e6:.3g}M" if value >= 1e6 else f"{value:,.0f}",
     **dict.fromkeys((STEP, FORWARD, "evaluation_ms", "epoch_seconds"), "{:.3g}".format),
     PARAMETERS: count,
+    "epochs": "{:.3g}".format,
     "peak_memory_gb": "{:.3g}".format,
     "seconds": "{:.0f}".format,
     "minutes": "{:.1f}".format,
