@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from papers import (
     chiu2020,
+    chiu2020_ablations,
     chiu2020_structure,
     chiu2020_time,
     chiu2020_trials,
@@ -20,6 +21,7 @@ STUDIES: dict[str, Study] = {
     for module in (
         record,
         chiu2020,
+        chiu2020_ablations,
         chiu2020_structure,
         chiu2020_time,
         chiu2020_trials,

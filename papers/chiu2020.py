@@ -1,8 +1,8 @@
-"""Tables 1, 2 and 4 of Chiu & Rush 2020, *Scaling Hidden Markov Language Models*: results and ablations."""
+"""Table 1 of Chiu & Rush 2020, *Scaling Hidden Markov Language Models*: the very large HMM and its baselines."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +10,12 @@ from papers.study import (
     BASELINE,
     CHIU,
     CHIU_TABLES,
-    FORWARD,
     NGRAM,
     PARAMETERS,
     PERPLEXITY_COLUMNS,
     TEST,
-    TRAIN,
     UNSPENT,
     VALID,
-    Bars,
     Cell,
     Claim,
     NotRun,
@@ -26,18 +23,8 @@ from papers.study import (
     StudyRow,
 )
 
-AXIS = "validation perplexity, PTB (lower is better)"
-RELEASED: dict[str, Any] = {
-    "model.form": "released",
-    "optimizer.lr": 0.01,
-    "optimizer.weight_decay": 0.0,
-    "schedule.kind": "plateau",
-    "train.checks_per_epoch": 4,
-}
-"""The released networks and the paper's schedule, as in the recipe ptb-vl-hmm-released."""
 SCALAR_RECIPE = "ptb-vl-hmm-14-scalar"
 TABLE1_COLUMNS = ("paper parameters", "parameters", *PERPLEXITY_COLUMNS)
-ABLATION_COLUMNS = ("paper parameters", "parameters", "paper ms", "forward ms", *PERPLEXITY_COLUMNS)
 FIFTY: dict[str, Any] = {"train.epochs": 50}
 """The length of the paper's runs."""
 
@@ -46,16 +33,7 @@ ALL_WORDS = {"model.negatives": 0}
 """Of networks: the whole vocabulary in every step, on a CPU too."""
 
 
-def ptb_row(
-    label: str, recipe: str, settings: Mapping[str, Any], valid: float | None = None, **labels: Any
-) -> StudyRow:
-    """Return a row on PTB with seed 0, and its printed validation perplexity."""
-    paper = {} if valid is None else {VALID: valid}
-    labels = {"name": f"PTB, {label}", "bar": label, "group": "PTB", "seeds": (0,), "paper": paper, **labels}
-    return StudyRow(recipe=recipe, settings=settings, **labels)
-
-
-def _printed(millions: float, valid: float | None = None, test: float | None = None) -> dict[str, float]:
+def printed(millions: float, valid: float | None = None, test: float | None = None) -> dict[str, float]:
     """Return a line of Table 1."""
     line = {PARAMETERS: 1e6 * millions, VALID: valid, TEST: test}
     return {name: value for name, value in line.items() if value is not None}
@@ -75,10 +53,10 @@ def _baseline(data: str, kind: str, paper: Mapping[str, float]) -> StudyRow:
 
 
 BASELINES = (
-    _baseline("ptb", "feedforward", _printed(2.9, 159.9, 152.0)),
-    _baseline("ptb", "lstm", _printed(3.6, 93.6, 88.8)),
-    _baseline("wikitext-2", "feedforward", _printed(8.8, 210.9, 195.0)),
-    _baseline("wikitext-2", "lstm", _printed(9.6, 124.5, 117.5)),
+    _baseline("ptb", "feedforward", printed(2.9, 159.9, 152.0)),
+    _baseline("ptb", "lstm", printed(3.6, 93.6, 88.8)),
+    _baseline("wikitext-2", "feedforward", printed(8.8, 210.9, 195.0)),
+    _baseline("wikitext-2", "lstm", printed(9.6, 124.5, 117.5)),
 )
 SMALL_BATCHES = replace(
     BASELINES[0],
@@ -151,7 +129,7 @@ SMALL_LSTM: dict[str, Any] = {
 PENALTIES: dict[str, Any] = {"model__size_penalty": 2.0, "model__change_penalty": 1.0}
 """Stated by every row, because the recipes had none at first (see `papers.renames`)."""
 NO_PENALTIES: dict[str, Any] = dict.fromkeys(PENALTIES, 0.0)
-AWD_PTB = _lstm("ptb", paper=_printed(24, 60.0, 57.3), **PENALTIES)
+AWD_PTB = _lstm("ptb", paper=printed(24, 60.0, 57.3), **PENALTIES)
 LSTMS = (
     AWD_PTB,
     _lstm(
@@ -164,7 +142,7 @@ LSTMS = (
     ),
     _lstm(
         "wikitext-2",
-        paper=_printed(33, 68.6, 65.8),
+        paper=printed(33, 68.6, 65.8),
         model__input_dropout=0.65,
         model__layer_dropout=0.2,
         model__dropout=0.4,
@@ -186,7 +164,7 @@ SCALAR_900 = StudyRow(
     # Every state may emit every word; Buys et al. 2018 report validation only.
     settings={"model.num_states": 900, "model.blocks": 0, "model.dropout": 0.0},
     seeds=(0,),
-    paper=_printed(10, 284.6),
+    paper=printed(10, 284.6),
     group="PTB",
 )
 WIKITEXT_900 = replace(
@@ -206,7 +184,7 @@ def _relaxed(data: str, paper: Mapping[str, float]) -> StudyRow:
     return replace(row, name=f"{row.group}, HMM+RNN, 900 states", settings=settings)
 
 
-RELAXED = (_relaxed("ptb", _printed(10, 142.3)), _relaxed("wikitext-2", {}))
+RELAXED = (_relaxed("ptb", printed(10, 142.3)), _relaxed("wikitext-2", {}))
 
 
 def _ngram(data: str, paper: Mapping[str, float], **labels: Any) -> StudyRow:
@@ -241,7 +219,7 @@ TABLE1 = Study(
             name="PTB, VL-HMM 2^15",
             recipe="ptb-vl-hmm",
             seeds=(0, 1),
-            paper=_printed(11.4, 125.0, 116.0),
+            paper=printed(11.4, 125.0, 116.0),
             group="PTB",
             headline="VL-HMM, 2^15 states, PTB",
         ),
@@ -250,7 +228,7 @@ TABLE1 = Study(
             recipe="wikitext2-vl-hmm",
             seeds=(0,),
             also=({"batches.reset_at_eos": True, "batches.eval_reset_at_eos": True},),  # as the paper does
-            paper=_printed(17.3, 166.6, 158.2),
+            paper=printed(17.3, 166.6, 158.2),
             group="WikiText-2",
             headline="VL-HMM, 2^15 states, WikiText-2",
         ),
@@ -260,8 +238,8 @@ TABLE1 = Study(
         SCALAR_900,
         WIKITEXT_900,
         *RELAXED,
-        _ngram("ptb", _printed(2, test=141.2), headline="Kneser-Ney 5-gram, PTB"),
-        _ngram("wikitext-2", _printed(5.7, 248.7, 234.3)),
+        _ngram("ptb", printed(2, test=141.2), headline="Kneser-Ney 5-gram, PTB"),
+        _ngram("wikitext-2", printed(5.7, 248.7, 234.3)),
     ),
     claims=(
         Claim("An HMM with 2^15 states reaches these perplexities (our settings).", "reached", REACHED),
@@ -308,7 +286,7 @@ TABLE1_RELEASED = Study(
             settings={"train.epochs": 37},  # the best model is that of epoch 27
             also=(FIFTY,),
             seeds=(0,),
-            paper=_printed(11.4, 125.0, 116.0),
+            paper=printed(11.4, 125.0, 116.0),
             group="PTB",
         ),
         StudyRow(
@@ -322,121 +300,8 @@ TABLE1_RELEASED = Study(
                 **FIFTY,
             },
             seeds=(0,),
-            paper=_printed(17.3, 166.6, 158.2),
+            paper=printed(17.3, 166.6, 158.2),
             group="WikiText-2",
         ),
     ),
-)
-
-
-def _ablation(label: str, recipe: str, millions: float, train: float, valid: float, milliseconds: float) -> StudyRow:
-    """Return a line of Tables 2 and 4."""
-    return ptb_row(label, recipe, {}, paper={**_printed(millions, valid), TRAIN: train, FORWARD: milliseconds})
-
-
-def _for_epochs(rows: Sequence[StudyRow], *epochs: int) -> tuple[StudyRow, ...]:
-    """Return rows with the number of epochs of each."""
-    pairs = zip(rows, epochs, strict=True)
-    return tuple(replace(row, settings={**row.settings, "train.epochs": count}) for row, count in pairs)
-
-
-FULL, SCALAR, UNDROPPED, FACTORED = "VL-HMM (2^14)", "- neural param", "- state dropout", "+ block emb"
-ABLATIONS = (
-    _ablation(FULL, "ptb-vl-hmm-14", 7.2, 115, 134, 40),
-    _ablation(SCALAR, SCALAR_RECIPE, 423, 119, 169, 14),
-    _ablation(UNDROPPED, "ptb-vl-hmm-14-no-dropout", 7.2, 88, 157, 100),
-    _ablation(FACTORED, "ptb-vl-hmm-14-factored", 5.6, 122, 136, 48),
-)
-
-
-def _released(row: StudyRow, epochs: int, *shorter: int) -> StudyRow:
-    """Return the row with the released networks and settings; the scalar model has no networks.
-
-    `epochs` of the longest run, and of the others; the 50 of the paper are planned.
-    """
-    settings = {name: value for name, value in RELEASED.items() if name != "model.form" or row.recipe != SCALAR_RECIPE}
-    also = tuple({"train.epochs": count} for count in shorter)
-    return replace(row, settings={**settings, "train.epochs": epochs}, also=(*also, FIFTY))
-
-
-def _without_decay(row: StudyRow) -> StudyRow:
-    """Return the row without weight decay, as in the paper; networks then prefer a larger rate."""
-    rate = {} if row.recipe == SCALAR_RECIPE else {"optimizer.lr": 0.005}
-    return replace(row, settings={"optimizer.weight_decay": 0.0, **rate})
-
-
-def _ablation_claim(text: str, *rows: str, metric: str = VALID, factor: float = 1.0) -> Claim:
-    """Return the claim that the metric ascends over rows of Tables 2 and 4."""
-    chain = tuple(Cell(f"PTB, {row}", row, metric) for row in rows)
-    return Claim(text, "ascending", {"": chain}, factor=factor, tolerance=0.1 if factor > 1 else 0.0)
-
-
-def _similar_on_train(settings: str) -> Claim:
-    """Return the claim that both parameterizations fit the training text alike; printed perplexities differ by 3.5%."""
-    chain = tuple(Cell(f"PTB, {row}", row, TRAIN) for row in (FULL, SCALAR))
-    text = f"Networks and scalar parameters reach similar train perplexity ({settings}; within 5%)."
-    return Claim(text, "similar", {"": chain}, tolerance=0.05)
-
-
-TABLE2 = Study(
-    name="chiu2020-table2",
-    title=f"{CHIU.name}, Table 2: ablations at 2^14 states, our settings",
-    topic=CHIU_TABLES,
-    paper=CHIU,
-    rows=_for_epochs(ABLATIONS[:3], 16, 8, 12),
-    columns=ABLATION_COLUMNS,
-    drawing=Bars(VALID, AXIS),
-    claims=(
-        _similar_on_train("our settings"),
-        _ablation_claim("Networks generalize better than scalar parameters (our settings).", FULL, SCALAR),
-    ),
-)
-TABLE4_RELEASED = Study(
-    name="chiu2020-table4-released",
-    title=f"{CHIU.name}, Tables 2 and 4, with the released networks and settings",
-    topic=CHIU_TABLES,
-    paper=CHIU,
-    not_run=(NotRun(UNSPENT),),
-    rows=tuple(
-        _released(row, *epochs) for row, epochs in zip(ABLATIONS, ((40, 30), (9,), (37, 12), (34, 30)), strict=True)
-    ),
-    columns=ABLATION_COLUMNS,
-    drawing=Bars(VALID, AXIS),
-    claims=(
-        _similar_on_train("released settings"),
-        _ablation_claim("The neural parameterization generalizes better than the scalar one.", FULL, SCALAR),
-        _ablation_claim(
-            "It has almost 100 times fewer parameters (within 10%).", FULL, SCALAR, metric=PARAMETERS, factor=100
-        ),
-        _ablation_claim("State dropout improves perplexity (released settings).", FULL, UNDROPPED),
-        _ablation_claim("Factored state embeddings are slightly worse (Table 4).", FULL, FACTORED),
-        _ablation_claim(
-            "Parameters grow as block embeddings, then networks are removed.",
-            FACTORED,
-            FULL,
-            SCALAR,
-            metric=PARAMETERS,
-        ),
-    ),
-)
-TABLE4 = Study(
-    name="chiu2020-table4",
-    title=f"{CHIU.name}, Tables 2 and 4: ablations at 2^14 states, our settings",
-    topic=CHIU_TABLES,
-    paper=CHIU,
-    rows=_for_epochs(ABLATIONS, 16, 8, 12, 16),
-    columns=ABLATION_COLUMNS,
-    drawing=Bars(VALID, AXIS),
-    claims=(_ablation_claim("State dropout improves perplexity (our settings: weight decay).", FULL, UNDROPPED),),
-)
-TABLE4_NO_DECAY = Study(
-    name="chiu2020-table4-no-decay",
-    title=f"{CHIU.name}, Tables 2 and 4, without weight decay",
-    topic=CHIU_TABLES,
-    paper=CHIU,
-    rows=_for_epochs([_without_decay(row) for row in ABLATIONS], 8, 8, 8, 8),
-    not_run=(NotRun("its recipe has no decay: the row of chiu2020-table4", rows=(f"PTB, {SCALAR}",)),),
-    claims=(_ablation_claim("State dropout improves perplexity (our schedule, no decay).", FULL, UNDROPPED),),
-    columns=ABLATION_COLUMNS,
-    drawing=Bars(VALID, AXIS),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from papers.chiu2020 import AXIS, ptb_row
+from papers.chiu2020_ablations import AXIS, ptb_row
 from papers.study import CHIU, CHIU_SIZES, CHIU_TABLES, TRAIN, VALID, Bars, Cell, Claim, Lines, Study, StudyRow
 from papers.ticks import power_of_two
 

@@ -72,6 +72,7 @@ COLUMNS: dict[str, Callable[[MeasuredRow, Sequence[MeasuredRow]], str]] = {
     "parameters": lambda row, _: count(row.mean(PARAMETERS)),
     "paper ms": _printed(FORWARD),
     "forward ms": _mean(FORWARD, "{:.3g}"),
+    "paper seconds per epoch": _printed("epoch_seconds"),
     "paper valid": _printed(VALID),
     "paper test": _printed(TEST),
     "paper train": _printed(TRAIN),

@@ -9,7 +9,7 @@ import pytest
 
 from hmmlm.config.recipe import load_recipe, recipe_names
 from papers.catalogue import STUDIES
-from papers.chiu2020 import RELEASED
+from papers.chiu2020_ablations import RELEASED
 from papers.commands import command, parts_of
 from papers.networks import KINDS
 from papers.records import recorded_identity

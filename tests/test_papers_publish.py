@@ -149,6 +149,14 @@ def test_headlines_are_the_rows_that_have_one() -> None:
     ]
 
 
+def test_labels_name_the_teacher_of_a_model() -> None:
+    rows = [row for row in STUDIES["record"].rows if row.headline]
+    for row in rows:
+        parts = row.combine.parts if row.combine else (row,)
+        assert any(part.teacher is not None for part in parts) == ("distilled from an LSTM" in row.headline), row.name
+    assert {True, False} == {"distilled" in row.headline for row in rows}
+
+
 def test_names_of_rows_are_shown_as_they_are() -> None:
     """As Markdown they would be links, emphasis and code, or end a cell."""
     escaped = {r"[A-Z][a-z]+ (is|was) .*": r"\[A-Z\]\[a-z\]+ (is\|was) .\*", r"`\d{3}` <eos>": r"\`\\d{3}\` &lt;eos>"}

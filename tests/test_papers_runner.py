@@ -277,7 +277,7 @@ def test_list_shows_every_study_and_what_it_takes(
     lines = capsys.readouterr().out.splitlines()
     facts = {first.partition(": ")[0]: second.strip() for first, second in pairwise(lines)}
     assert set(STUDIES) <= set(facts)
-    assert facts["chiu2020-table1"].startswith("16 rows; seeds 0, 1; data ptb, wikitext-2; GPU; up to ")
+    assert facts["chiu2020-table1"].startswith("17 rows; seeds 0, 1; data ptb, wikitext-2; GPU; up to ")
     assert "; needs tokenizer.model, teachers/stories15M; CPU" in facts["lee2025-table4-cpu"]
     assert "GB" in facts["lee2025-figure3"] and "minutes per run" in facts["chiu2020-cpu"]
     assert facts["steering"] == "5 rows; made by python -m benchmarks.steering; CPU"
