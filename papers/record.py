@@ -214,6 +214,7 @@ RECORD = Study(
         _combined(
             f"WikiText-2, mixture of one HMM, Kneser-Ney {NGRAM}-gram and cache of {WIKITEXT_CACHE:,} words",
             WIKITEXT[:1],
+            "HMM with a 5-gram and a cache, WikiText-2",
             mixed="token",
             ngram=NGRAM,
             cache=WIKITEXT_CACHE,
