@@ -152,7 +152,7 @@ FILES = [
     ("train --data /dev/urandom", "/dev/urandom is a device"),
     ("train --data {place}/pipe", "pipe is a pipe, which can be read only once"),
     ("train --data {place}/line.txt.gz", "line.txt.gz: line 1 is longer than 16 MiB"),
-    ("train --data {place}/zeros.txt", "zeros.txt is not UTF-8 text: it has a NUL at byte 0; convert it"),
+    ("train --data {place}/zeros.txt", "zeros.txt is not text, or is in UTF-16: it has a NUL at byte 0; convert it"),
     ("train --data {place}/utf16.txt", "utf16.txt is not"),
     ("train --data {place}/blank.txt", "blank.txt has only blank lines"),
     ("train --data {place}/mark.txt", "mark.txt has only blank lines"),

@@ -64,7 +64,7 @@ def test_bad_text_is_named_with_the_place(tmp_path: Path, suffix: str) -> None:
     for content, message in [
         (b"", r"my\.txt.* is empty"),
         (b"\n \n", r"my\.txt.* has only blank lines"),
-        (b"fine\nab\0c\n", r"my\.txt.* is not UTF-8 text: it has a NUL at byte 7"),
+        (b"fine\nab\0c\n", r"my\.txt.* is not text, or is in UTF-16: it has a NUL at byte 7"),
         (b"fine\nab\xffc\n", r"my\.txt.* is not UTF-8 text: 0xff at byte 7"),
     ]:
         with pytest.raises(InputError, match=message):

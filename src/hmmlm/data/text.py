@@ -273,7 +273,8 @@ class Pipe(io.RawIOBase):
 def _decode(raw: bytes, path: Path, offset: int) -> str:
     """Return a line as stripped text; raise an InputError that names the offset of a byte that is not UTF-8."""
     if b"\0" in raw:
-        raise InputError(f"{path} is not UTF-8 text: it has a NUL at byte {offset + raw.index(0)}; convert it to UTF-8")
+        where = offset + raw.index(0)
+        raise InputError(f"{path} is not text, or is in UTF-16: it has a NUL at byte {where}; convert it to UTF-8")
     try:
         line = raw.decode("utf-8-sig" if offset == 0 else "utf-8")
     except UnicodeDecodeError as error:
